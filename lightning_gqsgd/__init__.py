@@ -1,0 +1,1 @@
+"""Quantised allreduce for PyTorch DDP and Lightning."""
