@@ -1,0 +1,87 @@
+"""Uniform levels with dither.
+
+A block with scale M (the largest magnitude in it, over one rank or over all) is rounded to K levels, Δ = 2M/(K-1)
+apart, symmetric about zero. A code is the level's number, 0 to K-1, and stands for (code - (K-1)/2) Δ. With y = x/Δ:
+
+* stochastic: code = floor(y + v) + (K-1)/2, v uniform on [0, 1), K odd, so that zero is a level and stays zero.
+* subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2); the receiver, which knows u, decodes
+  (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even and every code of the word is used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_gqsgd.config import ConfigError
+
+
+@dataclass(frozen=True)
+class LinearCodec:
+    """Linear dithering at a number of bits per coordinate.
+
+    Attributes:
+        bits: bits of a code on the wire (of the sum of all ranks' codes, where codes are summed).
+        dither: ``"subtractive"`` or ``"stochastic"``.
+    """
+
+    bits: int
+    dither: str
+
+    @property
+    def stochastic(self) -> bool:
+        """True for stochastic rounding, False for subtractive dither."""
+        return self.dither == "stochastic"
+
+    def levels(self, summed: int = 1) -> int:
+        """Number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1) < 2^bits.
+
+        Raises:
+            ConfigError: fewer than two levels (three, for stochastic rounding) would be left.
+        """
+        levels = (2**self.bits - 1) // summed + 1
+        if self.stochastic:
+            levels -= 1 - levels % 2
+        if levels < (3 if self.stochastic else 2):
+            limit = (2**self.bits - 1) // (2 if self.stochastic else 1)
+            raise ConfigError(
+                f"reducer='sum' at bits={self.bits} with {self.dither} dither sums at most {limit} ranks, "
+                f"not {summed}; take more bits or reducer='two_shot'"
+            )
+        return levels
+
+    def step(self, summed: int = 1) -> float:
+        """Distance Δ of two levels, in units of the block's scale."""
+        return 2.0 / (self.levels(summed) - 1)
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Mean square error of one rank's coordinate, in units of the squared scale.
+
+        Subtractive dither: Δ²/12 whatever the coordinate. Stochastic rounding: f(1-f) Δ² with f the distance to the
+        level below, Δ²/6 for uniform f.
+        """
+        return self.step(summed) ** 2 / (6 if self.stochastic else 12)
+
+    def omega(self, dimension: int) -> float:
+        """Bound ω with E|Q(x) - x|² <= ω |x|² for a block of ``dimension`` coordinates under its own maximum.
+
+        Subtractive: dimension Δ²/12 over |x|² >= M². Stochastic: min(d/(4s²), sqrt(d)/s) with s = (K-1)/2 levels on
+            each
+        side (QSGD's bound, arXiv 1610.02132, theorem 3.2, for the maximum norm).
+        """
+        if not self.stochastic:
+            return dimension * self.error_variance()
+        s = (self.levels() - 1) / 2
+        return min(dimension / (4 * s * s), math.sqrt(dimension) / s)
+
+    def mean_error(self, reducer: str, ranks: int) -> float:
+        """Predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared scale.
+
+        All ranks are taken to have the same scale, which for ``two_shot`` is also that of the mean (aligned gradients,
+        its worst case): error_variance/n for the ranks' roundings, plus one more rounding of the mean in ``two_shot``.
+
+        Raises:
+            ConfigError: ``reducer`` is ``"sum"`` and the codes of so many ranks do not fit.
+        """
+        one = self.error_variance(ranks if reducer == "sum" else 1)
+        return one / ranks + (one if reducer == "two_shot" else 0.0)

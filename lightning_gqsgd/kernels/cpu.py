@@ -1,0 +1,548 @@
+"""Fast kernels on the CPU: one pass over memory per stage, a block at a time in L1, without the GIL.
+
+The functions and their arguments are those of `reference`, where they are described; the codes are the same.
+
+How the loops are kept fast, each point measured: every loop runs over slices and is inlined, so that LLVM hoists the
+overlap checks out of the loop over blocks (a factor of 6 on blocks of 64); integers of the hash are cast to 32 bits at
+every step, because Numba widens uint32 * uint32 to 64 bits; magnitudes are compared as integers, since a maximum of
+floats is not vectorised and loses NaN; one hash gives two coordinates their 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import float32, int32, int64, njit, types, uint8, uint32
+from numba.extending import intrinsic
+from torch import Tensor
+
+from lightning_gqsgd.kernels import wire as format_
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Quantiser, Share, scale_format
+from lightning_gqsgd.layout import CODES, INDEX, LENGTH, PARAMETER, RAW, SCALE, START
+
+_GOLDEN = np.uint32(format_.GOLDEN)
+_MULTIPLY_1 = np.uint32(format_.MULTIPLY_1)
+_MULTIPLY_2 = np.uint32(format_.MULTIPLY_2)
+_UNIT = np.float32(format_.DITHER_UNIT)
+_FIRST = np.float32(format_.DITHER_FIRST)
+
+
+def _jit(**more: Any) -> Callable[[Callable[..., Any]], Any]:
+    """njit with a compile cache, or without one where no folder for it can be written."""
+    # Without reference counts, which cost more than the arithmetic of a block. Nothing is allocated in here.
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, **more}
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # no writable cache folder: each process compiles anew
+            return njit(**options)(function)
+
+    return decorate
+
+
+_kernel = _jit()
+_inline = _jit(inline="always")
+
+
+class _Constants(NamedTuple):
+    """The quantiser and the number format, typed for the kernels; ``c`` below."""
+
+    bits: int
+    stochastic: bool
+    summable: bool
+    zero: np.int32  # K // 2, the level at zero or next above it
+    middle: np.floating  # (K-1)/2, in the compute type, as are the next four
+    each: np.floating  # see `wire.Share`
+    rest: np.floating
+    largest: np.floating  # the largest finite number
+    up: np.floating  # 1 + 2 ulp
+    mask: np.signedinteger  # all bits but the sign's, in the integer as wide as the compute type
+    shift: int
+    infinity: int
+    tiny: int
+    scale_shift: int  # log2 of the bytes of a scale
+
+
+class _Scratch(NamedTuple):
+    """Space for one block; ``s`` below. Names with ``bits`` are the same memory as integers."""
+
+    u: np.ndarray
+    codes: np.ndarray
+    other: np.ndarray  # of u's kind
+    mean: np.ndarray
+    mean_bits: np.ndarray
+
+
+class _Messages(NamedTuple):
+    """One or more messages, end to end, as all that they are read as; ``w`` below."""
+
+    bytes: np.ndarray
+    raw: np.ndarray  # coordinates
+    scales: np.ndarray
+    words64: np.ndarray
+
+
+# --- loops over one block --------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _float_of(typing_context, bits, like):
+    """The float of the type of ``like`` with these bits (int64)."""
+
+    def generate(context, builder, signature, arguments):
+        integer = context.get_value_type(types.int32 if like == types.float32 else types.int64)
+        narrow = builder.trunc(arguments[0], integer) if like == types.float32 else arguments[0]
+        return builder.bitcast(narrow, context.get_value_type(signature.return_type))
+
+    return like(types.int64, like), generate
+
+
+@_inline
+def _fill(target, value):
+    for j in range(target.size):
+        target[j] = value
+
+
+@_inline
+def _copy(source, target):
+    for j in range(source.size):
+        target[j] = source[j]
+
+
+@_inline
+def _start(h):
+    return uint32(uint32(h ^ uint32(h >> uint32(16))) * _MULTIPLY_1)
+
+
+@_inline
+def _finish(h):
+    g = uint32(uint32(h ^ uint32(h >> uint32(15))) * _MULTIPLY_2)
+    return uint32(g ^ uint32(g >> uint32(16)))
+
+
+@_inline
+def _mix(h):
+    return _finish(_start(h))
+
+
+@_inline
+def _dither(k0, k1, parameter, index, n, first, u):
+    """The dither of a block's coordinates, counted from ``first``."""
+    a = _mix(uint32(_mix(uint32(k0 ^ uint32(parameter))) + uint32(_GOLDEN * uint32(index))))
+    b = _mix(uint32(_mix(uint32(k1 + uint32(parameter))) ^ uint32(index)))
+    half = (n + 1) // 2
+    u0, u1 = u[:half], u[half : 2 * half]
+    for p in range(half):
+        h = _finish(uint32(_start(uint32(uint32(p) + a)) ^ b))
+        u0[p] = float32(int32(uint32(h & uint32(0xFFFF)))) * _UNIT + first
+        u1[p] = float32(int32(uint32(h >> uint32(16)))) * _UNIT + first
+
+
+@_inline
+def _maximum(bits, mask):
+    largest = mask & bits[0]
+    for j in range(bits.size):
+        largest = max(largest, bits[j] & mask)
+    return largest
+
+
+@_inline
+def _is_finite(values):
+    check = values[0] - values[0]
+    for j in range(values.size):
+        check += values[j] - values[j]
+    return check == 0
+
+
+@_inline
+def _quantise(values, inverse, middle, u, zero, codes):
+    for j in range(values.size):
+        y = min(max(values[j] * inverse, -middle), middle)
+        codes[j] = uint8(int32(np.floor(y + u[j])) + zero)
+
+
+@_inline
+def _dequantise(codes, u, step, limit, add, out):
+    """Set, or add, the coordinates that codes stand for."""
+    if add:
+        for j in range(out.size):
+            out[j] += min(max((float32(int32(codes[j])) - u[j]) * step, -limit), limit)
+    else:
+        for j in range(out.size):
+            out[j] = min(max((float32(int32(codes[j])) - u[j]) * step, -limit), limit)
+
+
+@_inline
+def _add_scaled(values, factor, add, out):
+    if not add:
+        _fill(out, 0)
+    for j in range(out.size):
+        out[j] += values[j] * factor
+
+
+# --- packing: lane l of word w of a run holds coordinate w + l * words (see `layout.code_bytes`) ---------------------
+
+
+@_inline
+def _pack(codes, n, bits, summable, wire, words64, at):
+    if summable and 8 % bits != 0:
+        _pack_words(codes, n, bits, words64[at // 8 :])
+    else:
+        low = 0
+        for plane in (8, 4, 2, 1):
+            if bits & plane:
+                words = (n * plane + 7) // 8
+                _pack_plane(codes, n, low, plane, wire[at : at + words])
+                at += words
+                low += plane
+
+
+@_inline
+def _pack_plane(codes, n, low, plane, words):
+    mask, down = uint8((1 << plane) - 1), uint8(low)
+    for w in range(words.size):
+        words[w] = uint8(uint8(codes[w] >> down) & mask)
+    for lane in range(1, 8 // plane):
+        part = codes[min(lane * words.size, n) : min((lane + 1) * words.size, n)]
+        up = uint8(lane * plane)
+        for w in range(part.size):
+            words[w] = uint8(words[w] | uint8(uint8(uint8(part[w] >> down) & mask) << up))
+
+
+@_kernel
+def _pack_words(codes, n, bits, words64):
+    lanes = 64 // bits
+    count = (n + lanes - 1) // lanes
+    _fill(words64[:count], 0)
+    for lane in range(lanes):
+        part = codes[min(lane * count, n) : min((lane + 1) * count, n)]
+        for w in range(part.size):
+            words64[w] |= int64(part[w]) << (lane * bits)
+
+
+@_inline
+def _unpack(wire, words64, at, n, bits, summable, codes):
+    if summable and 8 % bits != 0:
+        _unpack_words(words64[at // 8 :], n, bits, codes)
+    else:
+        low = 0
+        for plane in (8, 4, 2, 1):
+            if bits & plane:
+                words = (n * plane + 7) // 8
+                _unpack_plane(wire[at : at + words], n, low, plane, codes)
+                at += words
+                low += plane
+
+
+@_inline
+def _unpack_plane(words, n, low, plane, codes):
+    mask, up = uint8((1 << plane) - 1), uint8(low)
+    for lane in range(8 // plane):
+        part = codes[min(lane * words.size, n) : min((lane + 1) * words.size, n)]
+        down = uint8(lane * plane)
+        if low == 0:
+            _fill(part, 0)
+        for w in range(part.size):
+            part[w] = uint8(part[w] | uint8(uint8(uint8(words[w] >> down) & mask) << up))
+
+
+@_kernel
+def _unpack_words(words64, n, bits, codes):
+    lanes = 64 // bits
+    count = (n + lanes - 1) // lanes
+    mask = (1 << bits) - 1
+    for lane in range(lanes):
+        part = codes[min(lane * count, n) : min((lane + 1) * count, n)]
+        for w in range(part.size):
+            part[w] = uint8((words64[w] >> (lane * bits)) & mask)
+
+
+# --- one block: number k of the table; positions in the messages `w` count from `base` --------------------------------
+
+
+@_inline
+def _scale_code(bits, c):
+    """Scale on the wire for a largest magnitude with these bits: rounded up; all ones if not finite."""
+    if bits >= c.infinity:
+        code = int64(-1)
+    elif bits == 0:
+        code = int64(0)
+    else:
+        code = (max(bits, c.tiny) + (int64(1) << c.shift) - 1) >> c.shift
+    return code
+
+
+@_inline
+def _scale_bits(code, c):
+    """Bits of the scale that a code on the wire stands for. Infinity's is the largest finite number, rounded up."""
+    bits = int64(code) << c.shift
+    if bits > c.infinity:
+        bits = c.infinity
+    elif bits == c.infinity:
+        bits = c.infinity - 1
+    return bits
+
+
+@_inline
+def _write(values, largest, k, blocks, base, k0, k1, c, s, w):
+    """One coded block's record. ``largest``: bits of its largest magnitude, or of the scale of all ranks."""
+    if blocks[k, SCALE] >= 0:
+        code = _scale_code(largest, c)
+        w.scales[(blocks[k, SCALE] - base) >> c.scale_shift] = code
+        largest = _scale_bits(code, c)
+    if largest == 0 or largest >= c.infinity:
+        _fill(s.codes[: values.size], 0)
+    else:
+        scale = _float_of(max(largest, c.tiny), c.middle)
+        inverse = c.middle / scale
+        if scale * inverse < c.middle:  # the largest coordinate is to reach the last level
+            inverse = inverse * c.up
+        first = _FIRST - float32(c.zero - c.middle)
+        _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, first, s.u)
+        _quantise(values, inverse, c.middle, s.u, c.zero, s.codes)
+    _pack(s.codes, values.size, c.bits, c.summable, w.bytes, w.words64, blocks[k, CODES] - base)
+
+
+@_inline
+def _read(k, blocks, base, k0, k1, c, add, s, w, out):
+    """Set, or add, a coded block's coordinates times ``c.each``; NaN where the scale is not finite."""
+    largest = _scale_bits(w.scales[(blocks[k, SCALE] - base) >> c.scale_shift], c)
+    if largest >= c.infinity:
+        _fill(out, np.nan)
+    elif largest == 0 and not add:
+        _fill(out, 0)
+    elif largest > 0:
+        _unpack(w.bytes, w.words64, blocks[k, CODES] - base, out.size, c.bits, c.summable, s.codes)
+        if c.stochastic:
+            _fill(s.u[: out.size], c.middle)
+        else:
+            first = float32(c.middle) + (_FIRST - float32(0.5))
+            _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], out.size, first, s.u)
+        _decode_block(_float_of(largest, c.middle) * c.each, c.middle, c, add, s, out)
+
+
+@_inline
+def _decode_block(scale, middle, c, add, s, out):
+    """Coordinates of s.codes under a scale; ``middle``, s.u: the code that stands for zero, and the same dithered."""
+    step = scale / middle
+    limit = c.largest
+    if c.stochastic:  # the last level is to stand for the scale, exactly
+        limit = scale
+        if step * middle < scale:
+            step = step * c.up
+    _dequantise(s.codes, s.u, step, limit, add, out)
+
+
+@_inline
+def _average(k, blocks, base, stride, keys, c, s, w, out):
+    """Mean of one block over all messages, ``stride`` bytes apart, added up in their order."""
+    for source in range(keys.shape[0]):
+        first, add = base - source * stride, source > 0
+        if blocks[k, RAW]:
+            place = (blocks[k, CODES] - first) // w.raw.itemsize
+            _add_scaled(w.raw[place : place + out.size], c.each, add, out)
+        else:
+            _read(k, blocks, first, keys[source, 0], keys[source, 1], c, add, s, w, out)
+    if c.rest != 1:
+        for j in range(out.size):
+            out[j] /= c.rest
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@_kernel
+def _maxima_kernel(x_bits, blocks, c, out):
+    for k in range(blocks.shape[0]):
+        start = blocks[k, START]
+        out[k] = _maximum(x_bits[start : start + blocks[k, LENGTH]], c.mask)
+
+
+@_kernel
+def _encode_kernel(x, x_bits, blocks, maxima, keys, c, s, w):
+    for k in range(blocks.shape[0]):
+        start, n = blocks[k, START], blocks[k, LENGTH]
+        if blocks[k, RAW]:
+            _copy(x[start : start + n], w.raw[blocks[k, CODES] // w.raw.itemsize :])
+        else:
+            largest = int64(maxima[k]) if maxima.size else int64(_maximum(x_bits[start : start + n], c.mask))
+            _write(x[start : start + n], largest, k, blocks, 0, keys[0, 0], keys[0, 1], c, s, w)
+
+
+@_kernel
+def _reduce_kernel(w, stride, blocks, base, keys, out_keys, c, s, w_out):
+    for k in range(blocks.shape[0]):
+        mean = s.mean[: blocks[k, LENGTH]]
+        _average(k, blocks, base, stride, keys, c, s, w, mean)
+        if blocks[k, RAW]:
+            _copy(mean, w_out.raw[(blocks[k, CODES] - base) // w_out.raw.itemsize :])
+        else:
+            largest = int64(_maximum(s.mean_bits[: mean.size], c.mask))
+            _write(mean, largest, k, blocks, base, out_keys[0, 0], out_keys[0, 1], c, s, w_out)
+
+
+@_kernel
+def _decode_kernel(w, stride, blocks, x, keys, c, s):
+    bad = 0
+    for k in range(blocks.shape[0]):
+        mean = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
+        _average(k, blocks, 0, stride, keys, c, s, w, mean)
+        bad += not _is_finite(mean[: mean.size if blocks[k, RAW] else 1])  # decoded: NaN in all places or in none
+    return bad
+
+
+@_kernel
+def _decode_sum_kernel(w, maxima, blocks, x, keys, middle, c, s):
+    bad = 0
+    for k in range(blocks.shape[0]):
+        mean = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
+        if maxima[k] >= c.infinity:
+            bad += 1
+            _fill(mean, np.nan)
+        elif maxima[k] == 0:
+            _fill(mean, 0)
+        else:
+            _unpack(w.bytes, w.words64, blocks[k, CODES], mean.size, c.bits, c.summable, s.codes)
+            _fill(s.u[: mean.size], middle)
+            if not c.stochastic:
+                first = _FIRST - float32(0.5)
+                for rank in range(keys.shape[0]):
+                    k0, k1 = keys[rank, 0], keys[rank, 1]
+                    _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], mean.size, first, s.other)
+                    _add_scaled(s.other, float32(1), True, s.u[: mean.size])
+            _decode_block(_float_of(max(int64(maxima[k]), c.tiny), c.middle), middle, c, False, s, mean)
+    return bad
+
+
+# --- the functions of `reference` ------------------------------------------------------------------------------------
+# Numba has no 16-bit floats on the CPU: bf16 and fp16 coordinates are widened to fp32 first, and rounded by PyTorch.
+
+
+def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
+    """See `reference.block_maxima`."""
+    out = torch.empty(len(blocks), dtype=_INTEGERS[COMPUTE_DTYPES[x.dtype]])
+    with _widened(x, blocks) as (_, bits, table):
+        _maxima_kernel(bits, table, _constants(_ANY, x.dtype), out.numpy())
+    return out
+
+
+def encode(x: Tensor, blocks: Tensor, wire: Tensor, key: Key, q: Quantiser, maxima: Tensor | None = None) -> None:
+    """See `reference.encode`."""
+    given = torch.empty(0, dtype=torch.int32) if maxima is None else maxima
+    with _widened(x, blocks) as (values, bits, table):
+        constants, scratch = _constants(q, x.dtype), _scratch(q, x.dtype)
+        _encode_kernel(values, bits, table, given.numpy(), _keys([key]), constants, scratch, _messages(wire, x.dtype))
+
+
+def reduce(
+    wires: Tensor,
+    blocks: Tensor,
+    base: int,
+    out: Tensor,
+    keys: Sequence[Key],
+    out_key: Key,
+    q: Quantiser,
+    dtype: torch.dtype,
+) -> None:
+    """See `reference.reduce`."""
+    w, w_out = _messages(wires, dtype), _messages(out, dtype)
+    constants, scratch = _constants(q, dtype, len(keys)), _scratch(q, dtype)
+    _reduce_kernel(w, wires.shape[1], blocks.numpy(), base, _keys(keys), _keys([out_key]), constants, scratch, w_out)
+
+
+def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
+    """See `reference.decode`."""
+    w, constants, scratch = _messages(wires, x.dtype), _constants(q, x.dtype, len(keys)), _scratch(q, x.dtype)
+    with _widened(x, blocks, write=True) as (values, _, table):
+        return _decode_kernel(w, wires.shape[1], table, values, _keys(keys), constants, scratch)
+
+
+def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
+    """See `reference.decode_sum`."""
+    w, constants, scratch = _messages(wire, x.dtype), _constants(q, x.dtype), _scratch(q, x.dtype)
+    middle = constants.middle * _real(x.dtype)(len(keys))
+    with _widened(x, blocks, write=True) as (values, _, table):
+        return _decode_sum_kernel(w, maxima.numpy(), table, values, _keys(keys), middle, constants, scratch)
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_ANY = Quantiser(bits=8, levels=256, stochastic=False, summable=False, block_size=16)
+
+
+@contextmanager
+def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The coordinates that the blocks span in the compute dtype, the same as integers, and a table that counts from
+    them.
+
+    ``write``: put them back afterwards; what lies between the blocks comes back as it was.
+    """
+    compute, x = COMPUTE_DTYPES[x.dtype], x.detach()
+    if compute == x.dtype or not len(blocks):
+        values, table = x.to(compute).numpy(), blocks.numpy()
+        yield values, values.view(_wide(x.dtype)), table
+        return
+    first, last = blocks[0], blocks[-1]
+    part = x[int(first[START]) : int(last[START] + last[LENGTH])]
+    wide = part.to(compute)
+    table = blocks.numpy().copy()
+    table[:, START] -= int(first[START])
+    yield wide.numpy(), wide.numpy().view(_wide(x.dtype)), table
+    if write:
+        part.copy_(wide)
+
+
+def _real(dtype: torch.dtype) -> Any:
+    """NumPy type of the compute dtype."""
+    return np.float64 if dtype == torch.float64 else np.float32
+
+
+def _wide(dtype: torch.dtype) -> Any:
+    """Integer as wide as the compute dtype."""
+    return np.int64 if dtype == torch.float64 else np.int32
+
+
+def _messages(wire: Tensor, dtype: torch.dtype) -> _Messages:
+    whole = wire.flatten().numpy()
+    scales = {2: np.uint16, 4: np.uint32}[scale_format(dtype).nbytes]
+    return _Messages(whole, whole.view(_real(dtype)), whole.view(scales), whole.view(np.int64))
+
+
+def _keys(keys: Sequence[Key]) -> np.ndarray:
+    return np.array(keys, dtype=np.uint32)
+
+
+def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants:
+    form, share, real, wide = scale_format(dtype), Share.of(sources), _real(dtype), _wide(dtype)
+    return _Constants(
+        bits=q.bits,
+        stochastic=q.stochastic,
+        summable=q.summable,
+        zero=np.int32(q.levels // 2),
+        middle=real((q.levels - 1) / 2),
+        each=real(share.each),
+        rest=real(share.rest),
+        largest=np.finfo(real).max,
+        up=real(1 + 2 * np.finfo(real).eps),
+        mask=wide(np.iinfo(wide).max),
+        shift=form.shift,
+        infinity=form.infinity,
+        tiny=form.tiny,
+        scale_shift=form.nbytes // 2,
+    )
+
+
+def _scratch(q: Quantiser, dtype: torch.dtype) -> _Scratch:
+    size = q.block_size + 1  # dither comes in pairs
+    mean = np.empty(size, _real(dtype))
+    return _Scratch(
+        u=np.empty(size, np.float32),
+        codes=np.empty(size, np.uint8),
+        other=np.empty(size, np.float32),
+        mean=mean,
+        mean_bits=mean.view(_wide(dtype)),
+    )

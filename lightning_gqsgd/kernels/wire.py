@@ -1,0 +1,105 @@
+"""What all kernel files agree on: number formats of scales, the dither's hash, and the shape of a quantiser.
+
+Scales travel as an unsigned float with the exponent of the compute type and a short mantissa, rounded up so that no
+coordinate exceeds its scale: 16 bits (8 + 8) for fp32, 32 bits (11 + 21) for fp64. As integers they are ordered like
+the numbers, with NaN above infinity above everything finite. A block that holds NaN or infinity has the scale ``all
+ones``.
+
+The dither of coordinate j of block ``index`` of parameter ``parameter``, under the two 32-bit keys k0, k1 of (seed,
+step, rank), all arithmetic modulo 2^32:
+
+    a = mix(mix(k0 ^ parameter) + GOLDEN index),  b = mix(mix(k1 + parameter) ^ index)
+    h = finish(start(a + p) ^ b),  p = j for the first half of the block, j - half for the second
+    v = (low 16 bits of h, or high 16 bits in the second half; + 1/2) / 2^16,  uniform on (0, 1)
+
+mix = finish(start(.)) is a 32-bit finaliser of two multiplications (constants of the "lowbias32" search by C. Wellons).
+16 bits are what fp32 arithmetic keeps of a dither added to codes up to 255.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+GOLDEN = 0x9E3779B9
+MULTIPLY_1 = 0x7FEB352D
+MULTIPLY_2 = 0x846CA68B
+
+#: One coordinate's dither is (k + 1/2) 2^-16 for the 16-bit integer k.
+DITHER_UNIT = 2.0**-16
+DITHER_FIRST = 2.0**-17
+
+
+class ScaleFormat(NamedTuple):
+    """How a block's largest magnitude, as the bits of the compute type, becomes the scale on the wire.
+
+    Attributes:
+        shift: bits of the mantissa that are dropped.
+        infinity: bits of infinity; anything from there on is not finite.
+        tiny: bits of the smallest scale used: below it, 1/Δ would overflow.
+        nbytes: bytes on the wire.
+        raw_bytes: bytes of an uncompressed coordinate.
+    """
+
+    shift: int
+    infinity: int
+    tiny: int
+    nbytes: int
+    raw_bytes: int
+
+
+SCALE_FORMATS = {
+    torch.float32: ScaleFormat(shift=15, infinity=0x7F800000, tiny=(127 - 118) << 23, nbytes=2, raw_bytes=4),
+    torch.float64: ScaleFormat(shift=31, infinity=0x7FF0000000000000, tiny=(1023 - 1014) << 52, nbytes=4, raw_bytes=8),
+}
+
+#: Gradient dtype -> dtype in which it is quantised, summed and, uncompressed, sent.
+COMPUTE_DTYPES = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float64: torch.float64,
+}
+
+
+class Share(NamedTuple):
+    """How a mean over n messages is scaled: every message by ``each`` = 2^-c, the sum by 1/``rest``, with rest = n/2^c.
+
+    2^c is the smallest power of two from n on: nothing overflows, and the mean of n equal numbers is exact.
+    """
+
+    each: float
+    rest: float
+
+    @classmethod
+    def of(cls, ranks: int) -> Share:
+        """For a mean over ``ranks`` messages."""
+        power = 1 << (ranks - 1).bit_length()
+        return cls(1.0 / power, ranks / power)
+
+
+class Quantiser(NamedTuple):
+    """The numbers a kernel needs of a codec.
+
+    Attributes:
+        bits: bits per code on the wire.
+        levels: number of levels K per rank; codes are 0 to K-1.
+        stochastic: stochastic rounding instead of subtractive dither.
+        summable: codes lie in lanes whose sums do not overflow.
+        block_size: the most coordinates a block has.
+    """
+
+    bits: int
+    levels: int
+    stochastic: bool
+    summable: bool
+    block_size: int
+
+
+Key = tuple[int, int]
+
+
+def scale_format(dtype: torch.dtype) -> ScaleFormat:
+    """Scale format for gradients of ``dtype``."""
+    return SCALE_FORMATS[COMPUTE_DTYPES[dtype]]

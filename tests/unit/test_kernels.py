@@ -1,0 +1,245 @@
+"""The fast kernels against the readable ones, and both against the contract at the edges."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.wire import Quantiser, scale_format
+from lightning_gqsgd.layout import LENGTH, RAW, Layout, Segment, cut, place
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+KEYS = [(11, 5), (2**32 - 1, 2**31), (0, 0), (7, 1234567)]
+BOTH = [reference, cpu]
+
+
+def quantiser(bits: int, dither: str, block: int, summed: int = 0) -> Quantiser:
+    codec = LinearCodec(bits, dither)
+    return Quantiser(bits, codec.levels(summed or 1), codec.stochastic, bool(summed), block)
+
+
+def layout_of(segments: list[Segment], q: Quantiser, dtype: torch.dtype, shards: int = 1) -> Layout:
+    form = scale_format(dtype)
+    table = cut(segments, q.block_size)
+    table = table[table[:, RAW] == 0] if q.summable else table
+    return place(
+        table,
+        shards=shards,
+        bits=q.bits,
+        scale_bytes=0 if q.summable else form.nbytes,
+        raw_bytes=form.raw_bytes,
+        summable=q.summable,
+    )
+
+
+def message(kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantiser, *maxima: Tensor) -> Tensor:
+    wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
+    kernels.encode(x, layout.blocks, wire, key, q, *maxima)
+    return wire
+
+
+def gradient(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Blocks of very different size, with zeros, tiny and huge values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator, dtype=torch.float64)
+    scale = 10.0 ** torch.randint(-12, 4, (numel // 50 + 1,), generator=generator, dtype=torch.float64)
+    x = x * scale.repeat_interleave(50)[:numel]
+    x[torch.rand(numel, generator=generator) < 0.2] = 0
+    return x.to(dtype)
+
+
+cases = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**32),
+        "dtype": st.sampled_from(DTYPES),
+        "bits": st.integers(1, 8),
+        "dither": st.sampled_from(["subtractive", "stochastic"]),
+        "block": st.sampled_from([16, 40, 64, 256]),
+        "ranks": st.integers(1, 4),
+        "rows": st.lists(st.tuples(st.integers(0, 600), st.booleans()), min_size=1, max_size=5),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases)
+def test_both_kernels_give_the_same_bits(case: dict) -> None:
+    dtype, ranks = case["dtype"], case["ranks"]
+    segments = [Segment(100 * number, numel, raw) for number, (numel, raw) in enumerate(case["rows"])]
+    numel = sum(segment.numel for segment in segments)
+    xs = [gradient(case["seed"] + rank, numel, dtype) for rank in range(ranks)]
+    keys = KEYS[:ranks]
+    try:
+        q = quantiser(case["bits"], case["dither"], case["block"])
+    except ConfigError:
+        return
+    results = []
+    for kernels in BOTH:
+        layout = layout_of(segments, q, dtype, shards=ranks)
+        wires = [message(kernels, x, layout, key, q) for x, key in zip(xs, keys, strict=True)]
+        shards = []
+        for rank in range(ranks):
+            received = torch.stack([wire.view(ranks, -1)[rank] for wire in wires])
+            shards.append(torch.zeros(layout.shard_bytes, dtype=torch.uint8))
+            base = rank * layout.shard_bytes
+            kernels.reduce(received, layout.shard(rank), base, shards[-1], keys, KEYS[3], q, dtype)
+        two_shot, gathered = torch.zeros_like(xs[0]), torch.zeros_like(xs[0])
+        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, KEYS[3:], q)
+        whole = layout_of(segments, q, dtype)
+        wires += [message(kernels, x, whole, key, q) for x, key in zip(xs, keys, strict=True)]
+        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, keys, q)
+        assert bad == 0
+        results.append([*wires, *shards, two_shot, gathered])
+    assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases)
+def test_both_kernels_give_the_same_sums(case: dict) -> None:
+    dtype, ranks = case["dtype"], case["ranks"]
+    segments = [Segment(100 * number, numel, raw) for number, (numel, raw) in enumerate(case["rows"])]
+    numel = sum(segment.numel for segment in segments)
+    xs = [gradient(case["seed"] + rank, numel, dtype) for rank in range(ranks)]
+    keys = KEYS[:ranks]
+    try:
+        q = quantiser(case["bits"], case["dither"], case["block"], summed=ranks)
+    except ConfigError:
+        return
+    results = []
+    for kernels in BOTH:
+        layout = layout_of(segments, q, dtype)
+        maxima = torch.stack([kernels.block_maxima(x, layout.blocks) for x in xs]).amax(0)
+        lane = torch.uint8 if 8 % q.bits == 0 else torch.int64
+        wires = [message(kernels, x, layout, key, q, maxima) for x, key in zip(xs, keys, strict=True)]
+        total = torch.stack([wire.view(lane) for wire in wires]).sum(0, dtype=lane).view(torch.uint8)
+        mean = torch.full_like(xs[0], 7)
+        assert kernels.decode_sum(total, maxima, layout.blocks, mean, keys, q) == 0
+        untouched = torch.cat([torch.full((s.numel,), s.raw) for s in segments])
+        assert (mean[untouched] == 7).all()
+        results.append([*wires, mean])
+    assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("largest", [1.0, 3.1415, 1e-30, 1.5e38, 1e-40, 6e-8])
+def test_every_coordinate_is_within_a_step(kernels, dither: str, bits: int, largest: float) -> None:
+    if bits == 1 and dither == "stochastic":
+        pytest.skip("refused by GQSGDConfig")
+    q = quantiser(bits, dither, 256)
+    x = torch.linspace(-1, 1, 1000) * largest
+    layout = layout_of([Segment(0, 1000, False)], q, x.dtype)
+    y = torch.empty_like(x)
+    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
+    step = 2 * max(largest, 2.0**-118) * (1 + 2**-8) / (q.levels - 1)
+    worst = float((y.double() - x.double()).abs().max())
+    assert worst <= step * (1.0 if dither == "stochastic" else 0.5) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_levels_are_used_and_none_is_passed(kernels, dtype: torch.dtype) -> None:
+    for bits in range(1, 9):
+        q = quantiser(bits, "subtractive", 64)
+        x = torch.tensor([1.0, -1.0] * 2000, dtype=dtype)
+        layout = layout_of([Segment(0, 4000, False)], q, dtype)
+        codes = reference._unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, 0, q)
+        inside = torch.arange(64)[None] < layout.blocks[:, LENGTH, None]
+        # At the largest magnitude the dither reaches half a step beyond the last level, never a level more.
+        assert set(codes[inside].tolist()) == {0, 2**bits - 1}
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dither: str, bad: float, dtype: torch.dtype) -> None:
+    q = quantiser(4, dither, 64)
+    x = torch.randn(200).to(dtype)
+    x[70] = bad
+    layout = layout_of([Segment(0, 200, False)], q, dtype)
+    y = torch.zeros_like(x)
+    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q) == 1
+    assert y[64:128].isnan().all()
+    assert y[:64].isfinite().all()
+    assert y[128:].isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_non_finite_uncompressed_coordinates_are_counted_and_kept(kernels) -> None:
+    q = quantiser(8, "subtractive", 64)
+    x = torch.randn(100)
+    x[70] = torch.inf
+    layout = layout_of([Segment(0, 100, True)], q, x.dtype)
+    y = torch.zeros_like(x)
+    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q) == 1
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros(kernels, dtype: torch.dtype) -> None:
+    x = torch.zeros(300, dtype=dtype)
+    x[100:150] = torch.linspace(-1, 1, 50)
+    x[140] = 0
+    y = torch.ones_like(x)
+    for dither in ("subtractive", "stochastic"):
+        q = quantiser(8, dither, 64)
+        layout = layout_of([Segment(0, 300, False)], q, dtype)
+        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
+        assert (y[:64] == 0).all()  # a block of zeros stays one
+        assert (y[192:] == 0).all()
+    assert (y[x == 0] == 0).all()  # stochastic rounding keeps single zeros, too
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_uncompressed_16_bit_values_survive(dtype: torch.dtype) -> None:
+    """Every bit pattern comes back, NaN as NaN."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    q = quantiser(8, "subtractive", 256)
+    for kernels in BOTH:
+        layout = layout_of([Segment(0, 2**16, True)], q, dtype)
+        y = torch.zeros_like(x)
+        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
+        assert torch.equal(x.isnan(), y.isnan())
+        assert torch.equal(x[~x.isnan()], y[~y.isnan()])
+
+
+def test_dither_does_not_depend_on_the_rest_of_the_bucket() -> None:
+    q = quantiser(4, "subtractive", 64)
+    x = torch.randn(1000)
+    alone = layout_of([Segment(7, 500, False)], q, x.dtype)
+    among = layout_of([Segment(3, 300, True), Segment(7, 500, False), Segment(9, 200, False)], q, x.dtype, shards=3)
+    y, z = torch.zeros(500), torch.zeros(1000)
+    cpu.decode(message(cpu, x[300:800].clone(), alone, (1, 2), q)[None], alone.blocks, y, [(1, 2)], q)
+    cpu.decode(message(cpu, x, among, (1, 2), q)[None], among.blocks, z, [(1, 2)], q)
+    assert torch.equal(y, z[300:800])
+
+
+def test_dither_is_uniform_and_independent() -> None:
+    """Moments, neighbours, and the same coordinate under other keys, parameters and blocks."""
+    blocks = torch.from_numpy(cut([Segment(0, 1 << 18, False), Segment(1, 1 << 18, False)], 256))
+    one = reference._dither(blocks, (1, 2), 256).double() - 0.5
+    other = reference._dither(blocks, (1, 3), 256).double() - 0.5
+    n = one.numel()
+    assert abs(float(one.mean())) < 5 / (12 * n) ** 0.5
+    assert abs(float(one.square().mean()) - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
+    flat = one.flatten()
+    pairs = {
+        "keys": (one, other),
+        "neighbours": (flat[1:], flat[:-1]),
+        "halves": (one[:, :128], one[:, 128:]),
+        "blocks": (one[1:], one[:-1]),
+        "parameters": (one[:1024], one[1024:]),
+    }
+    for name, (a, b) in pairs.items():
+        correlation = float((a * b).mean()) * 12
+        assert abs(correlation) < 5 / a.numel() ** 0.5, name
+    counts = torch.histc(one.float(), 256, -0.5, 0.5)
+    chi2 = float(((counts - n / 256) ** 2 / (n / 256)).sum())
+    assert 255 - 5 * (2 * 255) ** 0.5 < chi2 < 255 + 5 * (2 * 255) ** 0.5

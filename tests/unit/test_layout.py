@@ -1,0 +1,98 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_gqsgd.layout import (
+    ALIGNMENT,
+    CODES,
+    INDEX,
+    LENGTH,
+    PARAMETER,
+    RAW,
+    SCALE,
+    START,
+    Segment,
+    code_bytes,
+    cut,
+    pieces,
+    place,
+    summable_code_bytes,
+)
+
+segments = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12).map(
+    lambda rows: [Segment(number, numel, raw) for number, (numel, raw) in enumerate(rows)]
+)
+
+
+@given(segments, st.sampled_from([16, 64, 256]))
+def test_blocks_cover_every_coordinate_once_and_never_straddle_parameters(rows: list[Segment], block: int) -> None:
+    table = cut(rows, block)
+    owner = np.repeat([row.parameter for row in rows], [row.numel for row in rows])
+    at = 0
+    for row in table:
+        assert row[START] == at
+        assert 0 < row[LENGTH] <= block
+        assert set(owner[at : at + row[LENGTH]]) == {row[PARAMETER]}
+        at += row[LENGTH]
+    assert at == len(owner)
+    for row in rows:
+        assert table[table[:, PARAMETER] == row.parameter, INDEX].tolist() == list(range(-(-row.numel // block)))
+
+
+@given(segments, st.integers(1, 2000))
+def test_pieces_are_bounded_and_lose_nothing(rows: list[Segment], numel: int) -> None:
+    table = cut(rows, 64)
+    parts = pieces(table, numel)
+    assert all(len(part) for part in parts)
+    assert np.array_equal(np.concatenate([table[:0], *parts]), table)
+    assert all(part[:, LENGTH].sum() <= numel + 64 for part in parts)
+
+
+@given(
+    segments,
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.sampled_from([0, 2, 4]),
+    st.sampled_from([4, 8]),
+    st.booleans(),
+)
+def test_records_do_not_overlap_and_shards_have_equal_length(
+    rows: list[Segment], shards: int, bits: int, scale_bytes: int, raw_bytes: int, summable: bool
+) -> None:
+    table = cut(rows, 64)
+    layout = place(table, shards=shards, bits=bits, scale_bytes=scale_bytes, raw_bytes=raw_bytes, summable=summable)
+    assert layout.shards == shards
+    assert layout.first[0] == 0
+    assert layout.first[-1] == len(table)
+    assert layout.shard_bytes % ALIGNMENT == 0
+    taken = np.zeros(layout.message_bytes, dtype=int)
+    packed = (summable_code_bytes if summable else code_bytes)(table[:, LENGTH], bits)
+    for shard in range(shards):
+        lo, hi = layout.first[shard], layout.first[shard + 1]
+        for row, nbytes in zip(layout.blocks.numpy()[lo:hi], packed[lo:hi], strict=True):
+            length = row[LENGTH] * raw_bytes if row[RAW] else nbytes
+            assert row[CODES] % ALIGNMENT == 0
+            assert shard * layout.shard_bytes <= row[CODES] <= (shard + 1) * layout.shard_bytes - length
+            taken[row[CODES] : row[CODES] + length] += 1
+            if row[RAW] or not scale_bytes:
+                assert row[SCALE] == -1
+            else:
+                assert row[SCALE] % scale_bytes == 0
+                taken[row[SCALE] : row[SCALE] + scale_bytes] += 1
+    assert taken.max(initial=0) <= 1
+
+
+def test_shards_are_balanced() -> None:
+    table = cut([Segment(0, 1 << 20, False)], 256)
+    for shards in (2, 3, 5, 8):
+        layout = place(table, shards=shards, bits=4, scale_bytes=2, raw_bytes=4)
+        ideal = (1 << 20) * 4 / 8 + (1 << 12) * 2
+        assert layout.message_bytes <= ideal + shards * (256 + ALIGNMENT)
+
+
+def test_bits_on_the_wire_are_the_bits_asked_for() -> None:
+    length = np.int64(256)
+    for bits in range(1, 9):
+        assert code_bytes(length, bits) == 32 * bits
+    assert [8 * summable_code_bytes(length, bits) / 256 for bits in (2, 4, 8)] == [2, 4, 8]
+    assert [round(8 * summable_code_bytes(length, bits) / 256, 1) for bits in (3, 5, 6, 7)] == [3.2, 5.5, 6.5, 7.2]
