@@ -1,0 +1,57 @@
+"""Global-QSGD (arXiv 2305.18627): block scales shared by all ranks, so that an integer allreduce adds the codes.
+
+The largest magnitudes go through a MAX, the codes through a SUM of lanes wide enough for all ranks: K levels per rank
+with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow. Parameters that travel uncompressed
+take the two-shot way beside it, which adds in rank order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.wire import Quantiser
+from lightning_gqsgd.layout import RAW, place
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.reducers.two_shot import TwoShot
+
+
+class Sum:
+    """See the module; `reducers.base.Reducer`."""
+
+    def __init__(self, table: np.ndarray, setting: Setting) -> None:
+        config, ranks = setting.config, setting.ranks
+        self.quantiser = Quantiser(
+            bits=config.bits,
+            levels=setting.codec.levels(summed=ranks),
+            stochastic=setting.codec.stochastic,
+            summable=True,
+            block_size=config.block_size,
+        )
+        raw = table[:, RAW] == 1
+        self.layout = place(table[~raw], shards=1, bits=config.bits, scale_bytes=0, raw_bytes=0, summable=True)
+        self.raw = TwoShot(table[raw], setting)
+        self.lane = torch.uint8 if 8 % config.bits == 0 else torch.int64
+        maxima_bytes = len(self.layout.blocks) * (8 if setting.dtype == torch.float64 else 4)
+        self.message_bytes = self.layout.message_bytes + maxima_bytes + self.raw.message_bytes
+        self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys) -> Steps:
+        """See `reducers.base.Reducer.steps`."""
+        kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.quantiser
+        raw = self.raw.steps(x, rank, keys)
+        maxima = kernels.block_maxima(x, blocks)
+        yield (Exchange.in_place("max", maxima), *next(raw))
+
+        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
+        kernels.encode(x, blocks, codes, keys.up[rank], q, maxima)
+        yield (Exchange.in_place("sum", codes.view(self.lane)), *next(raw))
+
+        bad = kernels.decode_sum(codes, maxima, blocks, x, keys.up, q)
+        try:
+            next(raw)
+        except StopIteration as end:
+            bad += end.value
+        return bad

@@ -1,0 +1,116 @@
+"""Bias and variance of codec and reducers against theory, on virtual ranks."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.wire import Quantiser
+from lightning_gqsgd.layout import Segment, cut, place
+from tests.unit.virtual import average, relative_error
+
+REPEATS = 400
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codec_is_unbiased_with_the_variance_of_theory(kernels, dither: str, bits: int) -> None:
+    codec = LinearCodec(bits, dither)
+    q = Quantiser(bits, codec.levels(), codec.stochastic, False, 256)
+    # The first coordinate pins the scale; the others are uniform within a step, so that stochastic variance is Δ²/6.
+    x = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    x[::256] = 1.0
+    table = cut([Segment(0, 4096, False)], 256)
+    layout = place(table, shards=1, bits=bits, scale_bytes=2, raw_bytes=4)
+    errors = torch.empty(REPEATS, 4096, dtype=torch.float64)
+    y = torch.empty_like(x)
+    for repeat in range(REPEATS):
+        wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
+        key = (repeat * 7919, repeat + 1)
+        kernels.encode(x, layout.blocks, wire, key, q)
+        kernels.decode(wire[None], layout.blocks, y, [key], q)
+        errors[repeat] = y.double() - x.double()
+    free = torch.ones(4096, dtype=torch.bool)
+    free[::256] = False
+    errors = errors[:, free]
+    variance = codec.error_variance()
+    z_all = errors.mean() / math.sqrt(variance / errors.numel())
+    assert abs(z_all) < 4
+    # Stochastic rounding has no variance at the levels; near them, 400 draws are not normal yet.
+    random = errors.std(0) > 0.1 * math.sqrt(variance)
+    z_each = (errors.mean(0) / (errors.std(0) / math.sqrt(REPEATS)))[random]
+    assert z_each.numel() > 3900
+    assert abs(float(z_each.mean())) < 4 / math.sqrt(z_each.numel())
+    assert 0.9 < float(z_each.std()) < 1.1
+    assert float(errors.square().mean()) == pytest.approx(variance, rel=0.05)
+    if dither == "subtractive":  # whatever the coordinate
+        each = errors.square().mean(0) / variance
+        assert float(each.min()) > 0.7
+        assert float(each.max()) < 1.35
+
+
+@pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
+@pytest.mark.parametrize("reducer", ["sum", "two_shot", "gather"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_reducers_are_unbiased(reducer: str, ranks: int, dither: str) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    shared = torch.randn(2048, generator=generator)
+    gradients = [shared + 0.3 * torch.randn(2048, generator=generator) for _ in range(ranks)]
+    mean = torch.stack([one.double() for one in gradients]).mean(0)
+    total, single = torch.zeros(2048, dtype=torch.float64), 0.0
+    squares = torch.zeros(2048, dtype=torch.float64)
+    for step in range(REPEATS):
+        estimate = average(gradients, step=step, bits=5, reducer=reducer, dither=dither)[0].double()
+        total += estimate - mean
+        squares += (estimate - mean).square()
+        single += float((estimate - mean).square().sum())
+    # The error of the mean of N repeats is that of one, over sqrt(N).
+    of_mean, of_one = float((total / REPEATS).norm()), math.sqrt(single / REPEATS)
+    assert of_mean < 1.3 * of_one / math.sqrt(REPEATS)
+    z = (total / REPEATS) / (squares / REPEATS / REPEATS).sqrt()
+    assert abs(float(z.mean())) * math.sqrt(2048) < 4
+    gain = float((total / REPEATS) @ mean / (mean @ mean))
+    assert abs(gain) < 4 * of_one / math.sqrt(REPEATS) / float(mean.norm())
+
+
+@pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
+@pytest.mark.parametrize(("reducer", "ranks"), [("sum", 2), ("sum", 4), ("gather", 2), ("gather", 8), ("two_shot", 4)])
+def test_error_of_the_mean_is_as_predicted(reducer: str, ranks: int, dither: str) -> None:
+    """With equal scales everywhere: uniform coordinates and, in each block, one at the maximum on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.rand(1 << 17, generator=generator) * 2 - 1 for _ in range(ranks)]
+    for one in gradients:
+        one[::256] = 1.0
+    mean = torch.stack([one.double() for one in gradients]).mean(0)
+    squares = [
+        (average(gradients, step=step, reducer=reducer, dither=dither)[0].double() - mean).square().mean()
+        for step in range(4)
+    ]
+    predicted = LinearCodec(8, dither).mean_error(reducer, ranks)
+    # The mean of four stochastic codes falls on quarters of a step, whose rounding errs 6 % less than uniform f(1-f).
+    tolerance = 0.08 if (reducer, dither) == ("two_shot", "stochastic") else 0.05
+    assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=tolerance)
+
+
+def heavy_tailed(ranks: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """64 layers with scales from 1e-3 to 1 and Student-t(3) entries, correlated 0.1 between ranks."""
+    scales = torch.logspace(-3, 0, 64).repeat_interleave(1 << 12)
+
+    def student() -> torch.Tensor:
+        normal, chi2 = torch.randn(4, 1 << 18, generator=generator).split([1, 3])
+        return normal[0] / (chi2.square().sum(0) / 3).sqrt()
+
+    shared = student()
+    return [scales * (math.sqrt(0.1) * shared + math.sqrt(0.9) * student()) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_relative_error_of_8_bits_on_gaussian_and_heavy_tailed_gradients(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    gaussian = [torch.randn(1 << 18, generator=generator) for _ in range(ranks)]
+    assert relative_error(average(gaussian, reducer="two_shot")[0], gaussian) <= 0.015
+    heavy = heavy_tailed(ranks, generator)
+    assert relative_error(average(heavy, reducer="two_shot")[0], heavy) <= 0.042

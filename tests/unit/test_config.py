@@ -1,0 +1,74 @@
+import pytest
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.reducers import choose_reducer
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bits": 9}, ["bits=9", "1 to 8"]),
+        ({"bits": 0}, ["bits=0", "1 to 8"]),
+        ({"bits": 8.0}, ["bits=8.0", "integer"]),
+        ({"bits": True}, ["integer"]),
+        ({"bits": 1, "dither": "stochastic"}, ["bits=1", "bits=2"]),
+        ({"bits": 1, "reducer": "sum"}, ["bits=1", "two_shot"]),
+        ({"bits": 1, "scale": "global"}, ["bits=1", "two_shot"]),
+        ({"block_size": 100}, ["block_size=100", "multiple of 8"]),
+        ({"block_size": 8}, ["block_size=8", "16 to 65536"]),
+        ({"dither": "none"}, ["dither='none'", "subtractive"]),
+        ({"reducer": "ring"}, ["reducer='ring'", "two_shot"]),
+        ({"reducer": "sum", "scale": "local"}, ["scale='local'", "global", "two_shot"]),
+        ({"reducer": "two_shot", "scale": "global"}, ["scale='global'", "local", "sum"]),
+        ({"codec": "cubic"}, ["codec='cubic'", "linear"]),
+        ({"exclude": "*.bias"}, ["exclude='*.bias'", "sequence"]),
+        ({"warmup_steps": -1}, ["warmup_steps=-1"]),
+        ({"seed": -1}, ["seed=-1"]),
+    ],
+)
+def test_bad_values_name_the_limit_and_the_remedy(fields: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        GQSGDConfig(**fields)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_unknown_names_come_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        make_config(blocksize=64)
+    with pytest.raises(ConfigError, match="did you mean 'gqsgd_4bit'"):
+        make_config("gqsgd-4bit")
+
+
+def test_presets_are_configurations() -> None:
+    assert PRESETS["gqsgd_4bit"].bits == 4
+    assert make_config("gqsgd_4bit", bits=6).bits == 6
+    assert make_config() == GQSGDConfig()
+
+
+def test_too_many_ranks_for_a_sum() -> None:
+    config = GQSGDConfig(reducer="sum", bits=4)
+    assert choose_reducer(config, 15) == "sum"
+    with pytest.raises(ConfigError, match="at most 15 ranks, not 16; take more bits or reducer='two_shot'"):
+        choose_reducer(config, 16)
+    with pytest.raises(ConfigError, match="at most 127 ranks, not 128"):
+        choose_reducer(GQSGDConfig(reducer="sum", dither="stochastic"), 128)
+    with pytest.raises(ConfigError, match="at most 3 ranks"):
+        choose_reducer(GQSGDConfig(scale="global", bits=2), 4)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000])
+def test_auto_always_finds_a_reducer(bits: int, ranks: int) -> None:
+    assert choose_reducer(GQSGDConfig(bits=bits), ranks) == ("gather" if ranks == 2 else "two_shot")
+
+
+def test_dither_keys_differ_in_everything_that_enters_them() -> None:
+    keys = {
+        GQSGDConfig(seed=seed).dither_key(step, stream)
+        for seed in range(3)
+        for step in (0, 1, 2**40)
+        for stream in range(5)
+    }
+    assert len(keys) == 45
+    assert len({word for key in keys for word in key}) == 90

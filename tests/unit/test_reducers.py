@@ -1,0 +1,114 @@
+import pytest
+import torch
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.reducers import choose_reducer
+from tests.unit.virtual import average, relative_error
+
+QUANTISING = ["sum", "two_shot", "gather"]
+
+
+def fits(reducer: str, ranks: int, bits: int, dither: str) -> bool:
+    """Whether a configuration is possible; if not, it is refused with a remedy."""
+    try:
+        config = GQSGDConfig(reducer=reducer, bits=bits, dither=dither)
+        return choose_reducer(config, ranks) == reducer
+    except ConfigError as error:
+        return "take" not in str(error)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("reducer", QUANTISING)
+def test_identical_workers_at_the_maximum_decode_to_exactly_that(reducer: str, ranks: int, bits: int) -> None:
+    """No sum can overflow: with stochastic rounding the largest coordinate is a level, and comes back to the bit."""
+    x = torch.full((600,), 0.75)
+    x[::2] = -0.75
+    if fits(reducer, ranks, bits, "stochastic"):
+        for step in range(5):
+            for mean in average([x] * ranks, step=step, bits=bits, reducer=reducer, dither="stochastic"):
+                assert torch.equal(mean, x)
+    if fits(reducer, ranks, bits, "subtractive"):
+        means = average([x] * ranks, bits=bits, reducer=reducer)
+        assert all(torch.equal(means[0], mean) for mean in means)
+        # Dither reaches half a step beyond the last level (which makes the mean's scale larger); a wrapped sum would be
+        # off by the whole range.
+        levels = (2**bits - 1) // (ranks if reducer == "sum" else 1) + 1
+        worst = 0.75 / (levels - 1)
+        if reducer == "two_shot":
+            worst += (0.75 + worst) / (levels - 1)
+        assert float((means[0] - x).abs().max()) <= worst * 1.01
+
+
+def test_only_sums_are_ever_refused() -> None:
+    for bits in range(1, 9):
+        for ranks in range(1, 9):
+            assert fits("two_shot", ranks, bits, "subtractive")
+            assert fits("gather", ranks, bits, "subtractive")
+            assert fits("sum", ranks, bits, "subtractive") == (bits > 1 and 2**bits > ranks)
+            assert fits("sum", ranks, bits, "stochastic") == (bits > 1 and 2**bits > 2 * ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sum_of_any_scale_is_exact_at_the_maximum(ranks: int) -> None:
+    for largest in (3.14159, 1e-30, 3.3e38, 0.1):
+        x = torch.full((300,), largest)
+        assert torch.equal(average([x] * ranks, reducer="sum", dither="stochastic")[0], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 7, 255, 256, 257, 1_000_000])
+@pytest.mark.parametrize("reducer", [*QUANTISING, "native"])
+def test_all_sizes_and_dtypes(reducer: str, numel: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    gradients = [torch.randn(numel, generator=generator).to(dtype) for _ in range(3)]
+    means = average(gradients, reducer=reducer)
+    assert all(torch.equal(means[0], mean) for mean in means)
+    assert means[0].dtype == dtype
+    if numel > 100:
+        assert relative_error(means[0], gradients) < {"sum": 0.05, "native": 0.005}.get(reducer, 0.02)
+
+
+@pytest.mark.parametrize("reducer", [*QUANTISING, "native"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_non_finite_values_on_one_rank_reach_all(reducer: str, bad: float, victim: int) -> None:
+    gradients = [torch.randn(1000) for _ in range(3)]
+    gradients[victim][300] = bad
+    for segments in ([Segment(0, 1000, False)], [Segment(0, 1000, True)]):
+        means = average(gradients, reducer=reducer, segments=segments)
+        for mean in means:
+            assert not mean[300].isfinite()
+            assert mean[:256].isfinite().all()
+            assert torch.equal(mean.isnan(), means[0].isnan())
+
+
+@pytest.mark.parametrize("reducer", QUANTISING)
+def test_uncompressed_segments_are_averaged_exactly(reducer: str) -> None:
+    gradients = [torch.randn(3000) for _ in range(2)]
+    segments = [Segment(0, 10, True), Segment(1, 2000, False), Segment(2, 990, True)]
+    mean = average(gradients, reducer=reducer, segments=segments)[0]
+    exact = (gradients[0] + gradients[1]) / 2
+    assert torch.equal(mean[:10], exact[:10])
+    assert torch.equal(mean[2010:], exact[2010:])
+    assert 0 < relative_error(mean[10:2010], [one[10:2010] for one in gradients]) < 0.03
+
+
+@pytest.mark.parametrize("reducer", QUANTISING)
+def test_result_of_a_parameter_does_not_depend_on_its_neighbours(reducer: str) -> None:
+    gradients = [torch.randn(5000) for _ in range(3)]
+    together = average(gradients, reducer=reducer, segments=[Segment(4, 2000, False), Segment(5, 3000, False)])[0]
+    alone = average([one[2000:].clone() for one in gradients], reducer=reducer, segments=[Segment(5, 3000, False)])[0]
+    assert torch.equal(together[2000:], alone)
+
+
+def test_step_seed_and_rank_enter_the_dither() -> None:
+    x = torch.randn(2000)
+    base = average([x, x])[0]
+    assert torch.equal(base, average([x, x])[0])
+    assert not torch.equal(base, average([x, x], step=1)[0])
+    assert not torch.equal(base, average([x, x], seed=1)[0])
+    # Equal gradients with independent roundings: the error falls by sqrt(2) from one rank to two.
+    one, two = relative_error(average([x], reducer="gather")[0], [x]), relative_error(base, [x])
+    assert 1.2 < one / two < 1.7
