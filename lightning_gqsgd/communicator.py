@@ -1,0 +1,168 @@
+"""Process groups of our own, the agreement of all ranks before the first collective, and their end.
+
+Own groups, one for each stage of a piece's way: the order of our collectives then depends on nothing but ours (DDP
+broadcasts buffers, and users reduce metrics, on theirs), and stages need no order between them. Stage 0 is agreement:
+its group waits long, because other ranks may still be compiling kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd.config import ConfigError, describe_difference
+from lightning_gqsgd.reducers.base import STAGES, Exchange
+
+#: How long ranks wait for each other to agree, at least, whatever the timeout of collectives.
+AGREEMENT_TIMEOUT = timedelta(minutes=10)
+
+#: Bytes of what is compared: JSON, padded.
+AGREEMENT_BYTES = 2048
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: the message names the rank, the collective and the remedy."""
+
+
+class Communicator:
+    """The ranks of a process group, over groups of our own.
+
+    Creating one is a collective: every rank of ``group`` must do it, in the same order.
+
+    Args:
+        group: process group; None is the default group.
+        device: device of the tensors to come: CPU over Gloo or CUDA over NCCL.
+        timeout: of collectives; None takes that of ``group``.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: there is no process group, or its backend does not go with the device.
+    """
+
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
+        parent = parent_group(group)
+        self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
+        self._ranks = dist.get_process_group_ranks(parent)
+        self._backend = _backend_for(parent, device)
+        self._device = device
+        self._groups: list[dist.ProcessGroup] = []
+        if self.size > 1:
+            timeout = timeout or _timeout_of(parent, device)
+            timeouts = [max(timeout, AGREEMENT_TIMEOUT), *[timeout] * STAGES]
+            self._groups = [self._new_group(one) for one in timeouts]
+
+    def start(self, exchange: Exchange, stage: int) -> dist.Work:
+        """Start a collective of a stage: 0 is agreement, 1 to STAGES are a reducer's."""
+        group = self._groups[stage]
+        kind, output, source = exchange
+        if kind == "all_to_all":
+            work = dist.all_to_all_single(output, source, group=group, async_op=True)
+        elif kind == "all_gather":
+            work = dist.all_gather_into_tensor(output.view(-1), source, group=group, async_op=True)
+        else:
+            op = dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM
+            work = dist.all_reduce(output, op=op, group=group, async_op=True)
+        assert work is not None  # None is for ranks outside the group
+        return work
+
+    def describe(self, error: BaseException, what: str) -> Exception:
+        """An error of this rank with where it happened and what to do; a ConfigError says so itself."""
+        if isinstance(error, ConfigError):
+            return error
+        return CollectiveError(
+            f"gqsgd: {what} failed on rank {self.rank} of {self.size} (global rank {self._ranks[self.rank]}, "
+            f"{self._backend}): {type(error).__name__}: {error}. Look for the first error among all ranks' logs: "
+            "a rank that died or fell behind the process group's timeout fails its peers. The result is NaN."
+        )
+
+    def close(self) -> None:
+        """Destroy the groups. Not a collective."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if is_alive(group):  # where the user has destroyed the default group, ours went with it
+                dist.destroy_process_group(group)
+
+    def _new_group(self, timeout: timedelta) -> dist.ProcessGroup:
+        group = dist.new_group(self._ranks, timeout=timeout, backend=self._backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # another value is for ranks outside the group
+        return group
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Compare a flat dictionary of plain values over all ranks. A collective, outside any job.
+
+        Raises:
+            ConfigError: they differ; raised on every rank.
+        """
+        if self.size > 1:
+            steps = agreement(facts, self.size, self._device)
+            for exchanges in steps:
+                for exchange in exchanges:
+                    self.start(exchange, stage=0).wait()
+
+
+def agreement(facts: dict[str, Any], ranks: int, device: torch.device) -> Generator[Sequence[Exchange], None, None]:
+    """The exchange that compares a flat dictionary of plain values over all ranks, as steps.
+
+    Raises:
+        ConfigError: they differ (on every rank), or are too long.
+    """
+    text = json.dumps(facts, sort_keys=True).encode()
+    if len(text) > AGREEMENT_BYTES:
+        raise ConfigError(
+            f"the configuration takes {len(text)} bytes as JSON, at most {AGREEMENT_BYTES} fit; shorten `exclude`"
+        )
+    mine = torch.frombuffer(bytearray(text.ljust(AGREEMENT_BYTES)), dtype=torch.uint8).to(device)
+    everyone = torch.empty(ranks, AGREEMENT_BYTES, dtype=torch.uint8, device=device)
+    yield (Exchange("all_gather", everyone, mine),)
+
+    first, *others = (json.loads(bytes(row.tolist())) for row in everyone.cpu())
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            raise ConfigError(
+                f"ranks 0 and {rank} do not agree: {describe_difference(first, theirs)}; give every rank the same"
+            )
+
+
+def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default one.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised.
+    """
+    parent = group if group is not None else dist.group.WORLD
+    if not dist.is_initialized() or parent is None:
+        raise ConfigError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    return parent
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """False once a group has been destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of ``group`` for tensors on ``device``."""
+    names = str(dist.get_backend_config(group)) if hasattr(dist, "get_backend_config") else dist.get_backend(group)
+    supported = {"cpu": "gloo", "cuda": "nccl"}
+    backend = supported.get(device.type)
+    if backend is None or backend not in names:
+        raise ConfigError(
+            f"tensors on {device} over the backend {names!r} are not supported; "
+            "use CPU tensors over 'gloo' or CUDA tensors over 'nccl'"
+        )
+    return backend
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", dist.constants.default_pg_timeout)

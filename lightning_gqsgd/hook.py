@@ -1,0 +1,243 @@
+"""The DDP communication hook and its state.
+
+DDP's contract, as far as it shapes this file: the hook is a plain function whose second parameter is called ``bucket``
+and carries no annotation; the result is the bucket's own buffer, in place; buckets are rebuilt after the first step
+(the first holds the whole model), so nothing is keyed by bucket index; the buffer is not divided by the number of
+ranks beforehand.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+import weakref
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.communicator import Communicator
+from lightning_gqsgd.config import ConfigError, GQSGDConfig, describe_difference
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
+from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
+from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.reducers import Setting, choose_reducer
+from lightning_gqsgd.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+STATE_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    number: int
+    name: str
+    numel: int
+    raw: bool
+
+
+class GQSGDState:
+    """State of the hook on one DDP model.
+
+    Creating one is a collective on the model's process group.
+
+    Attributes:
+        config: the configuration, with its reducer chosen.
+        step: number of reduced backward passes; numbers the dither.
+        telemetry: counters of this process.
+    """
+
+    def __init__(self, model: DistributedDataParallel, config: GQSGDConfig, timeout: timedelta | None = None) -> None:
+        _check_model(model)
+        self.requested = config
+        parameters = dict(model.module.named_parameters())
+        self._parameters = {
+            id(p): _Parameter(*entry)
+            for entry, p in zip(_numbered(parameters, config), parameters.values(), strict=True)
+        }
+        ranks = dist.get_world_size(model.process_group)
+        self.config = replace(config, reducer=choose_reducer(config, ranks), scale="auto")
+        tensor = next(p for p in parameters.values() if p.requires_grad)
+        compile_kernels(self.config, tensor.dtype, tensor.device)
+        self._communicator = Communicator(tensor.device, model.process_group, timeout)
+        self._communicator.agree({**config.to_dict(), "parameters": _digest(self._parameters.values())})
+        self._runner: Runner | None = runner_for(tensor.device)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self.step = 0
+        self.telemetry = Telemetry()
+
+    # --- the hook ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Start to replace a bucket's buffer by its mean over ranks."""
+        x, last, step = bucket.buffer(), bucket.is_last(), self.step
+        self.step += last
+        counters = self.telemetry.bucket(bucket.index())
+        communicator = self._communicator
+        if communicator.size == 1 or not x.numel():
+            starts = []
+        else:
+            plan = self._plan(x, bucket.parameters(), warming_up=step < self.config.warmup_steps)
+            starts = plan.starts(x, communicator.rank, step, counters, self.telemetry)
+        job = Job(x, starts, f"bucket {bucket.index()} of step {step}", counters, self.telemetry, last)
+        if starts:
+            if self._runner is None:
+                raise RuntimeError("gqsgd: the hook was closed; register it on a new DistributedDataParallel model")
+            self._runner.submit(communicator, job)
+        else:
+            job.finish()
+        return job.future
+
+    def _plan(self, x: Tensor, parameters: list[Tensor], warming_up: bool) -> Plan:
+        key = (warming_up, x.dtype, *map(id, parameters))
+        if key not in self._plans:
+            check_gradient(x, "a gradient")
+            known = [self._parameters[id(p)] for p in parameters]
+            segments = [Segment(p.number, p.numel, p.raw or warming_up) for p in known]
+            # Uncompressed warm-up takes the two-shot way too: it adds in rank order, whatever the buckets.
+            native = self.config.reducer == "native"
+            config = replace(self.config, reducer="two_shot") if warming_up and not native else self.config
+            self._plans[key] = Plan(segments, Setting(config, self._communicator.size, x.dtype))
+            assert self._plans[key].numel == x.numel()
+        return self._plans[key]
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs for the same bits; plain values, equal on all ranks."""
+        return {"schema": STATE_SCHEMA, "seed": self.config.seed, "step": self.step, "config": self.requested.to_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the dither of a checkpoint.
+
+        Raises:
+            ConfigError: the state is of another schema.
+        """
+        if state.get("schema") != STATE_SCHEMA:
+            raise ConfigError(
+                f"gqsgd state of schema {state.get('schema')!r}; this version reads {STATE_SCHEMA}: "
+                "resume with the version that wrote it, or drop the entry to start the dither anew"
+            )
+        difference = describe_difference(state["config"], self.requested.to_dict())
+        if difference:
+            logger.warning("gqsgd: the checkpoint was written under another configuration (%s)", difference)
+        self.config = replace(self.config, seed=state["seed"])
+        self.requested = replace(self.requested, seed=state["seed"])
+        self.step = state["step"]
+        self._plans.clear()
+
+    # --- what the user sees ------------------------------------------------------------------------------------------
+
+    def report(self) -> str:
+        """One line: what is compressed, to how many bits, by which reducer; what is not, and why."""
+        config, size = self.config, self._communicator.size
+        if size == 1:
+            return "gqsgd: one process, nothing to reduce"
+        if config.reducer == "native":
+            return f"gqsgd: native allreduce over {size} ranks, nothing compressed (reducer='native')"
+        every = list(self._parameters.values())
+        raw = [p for p in every if p.raw]
+        coded = sum(p.numel for p in every) - sum(p.numel for p in raw)
+        text = (
+            f"gqsgd: {coded:,} gradient values in {len(every) - len(raw)} tensors at {config.bits} bits "
+            f"({config.codec}, {config.dither} dither, blocks of {config.block_size}) "
+            f"by {config.reducer} over {size} ranks"
+        )
+        if raw:
+            small = [p for p in raw if p.numel < config.min_numel]
+            why = [f"{len(small)} smaller than {config.min_numel}"] if small else []
+            why += [f"{len(raw) - len(small)} excluded by name"] if len(raw) > len(small) else []
+            text += f"; uncompressed: {sum(p.numel for p in raw):,} values in {len(raw)} tensors ({', '.join(why)})"
+        if config.warmup_steps > self.step:
+            text += f"; uncompressed until step {config.warmup_steps}"
+        return text
+
+    def close(self) -> None:
+        """Stop using threads and process groups. The model cannot be trained by this hook any more."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close(self._communicator)
+            release(runner)
+            self._communicator.close()
+
+
+def gqsgd_hook(state: GQSGDState, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
+    """DDP communication hook; see `GQSGDState.reduce`."""
+    return state.reduce(bucket)
+
+
+def register_gqsgd(
+    model: DistributedDataParallel, preset: str | None = None, *, timeout: timedelta | None = None, **fields: Any
+) -> GQSGDState:
+    """Compress the gradient allreduce of a DDP model.
+
+    A collective on the model's process group: every rank calls it. Returns the state (counters, checkpoints, `close`).
+
+    Args:
+        model: the DDP model, before its first backward pass.
+        preset: name of a preset; see `presets.PRESETS`.
+        timeout: of collectives; None takes that of the model's process group.
+        **fields: fields of `GQSGDConfig`.
+
+    Raises:
+        ConfigError: a configuration or model that cannot work, or ranks that do not agree.
+    """
+    state = GQSGDState(model, make_config(preset, **fields), timeout)
+    model.register_comm_hook(state, gqsgd_hook)
+    weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
+    return state
+
+
+def _check_model(model: DistributedDataParallel) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(f"{type(model).__name__} is not a DistributedDataParallel model; wrap it first")
+    installed = model._get_ddp_logging_data().get("comm_hook")
+    if installed:
+        raise ConfigError(
+            f"the model already has the communication hook {installed!r}, and DDP takes one only; "
+            "remove the other registration, or wrap the module in a new DistributedDataParallel"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError(
+            'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients, not buckets; '
+            'set it to True or "ddp_optimizer"'
+        )
+    for name, module in model.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                f"module {name!r} gives sparse gradients; quantised allreduce needs dense ones: "
+                "build it with sparse=False"
+            )
+    devices = {p.device for p in model.module.parameters() if p.requires_grad}
+    if len(devices) > 1:
+        raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+
+
+def _numbered(parameters: dict[str, nn.Parameter], config: GQSGDConfig) -> list[tuple[int, str, int, bool]]:
+    """Number, name, size of each parameter and whether it travels uncompressed."""
+    unmatched = [one for one in config.exclude if not any(fnmatch.fnmatchcase(name, one) for name in parameters)]
+    if unmatched:
+        raise ConfigError(
+            f"exclude patterns {unmatched} match no parameter; names look like {', '.join(list(parameters)[:3])}"
+        )
+    return [
+        (
+            number,
+            name,
+            p.numel(),
+            p.numel() < config.min_numel or any(fnmatch.fnmatchcase(name, e) for e in config.exclude),
+        )
+        for number, (name, p) in enumerate(parameters.items())
+    ]
+
+
+def _digest(parameters: Any) -> str:
+    text = "\n".join(f"{p.number} {p.name} {p.numel} {p.raw}" for p in parameters)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,290 @@
+"""Runs the steps of reducers: over Gloo on one thread that puts them in order, over NCCL on a stream of our own.
+
+Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
+    run
+on several threads in no order. Here one thread per process starts every collective; callbacks only wake it. Pieces are
+started in the order in which they were submitted, stage by stage, so each group sees the same order on every rank;
+within that, the thread does whatever is ready: encoding, the wire and decoding of different pieces overlap.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd.communicator import Communicator
+from lightning_gqsgd.reducers.base import Steps
+from lightning_gqsgd.telemetry import BucketCounters, Telemetry
+
+#: Pieces under way at once, per communicator: enough to fill the wire, few enough to bound scratch memory.
+MAX_UNDER_WAY = 8
+
+#: How long to wait for the thread when closing; it never waits for the network itself.
+CLOSE_TIMEOUT_S = 60.0
+
+
+@dataclass(eq=False)
+class Job:
+    """A flat tensor to be replaced by its mean over ranks.
+
+    Attributes:
+        tensor: the tensor; after an error it is all NaN.
+        pieces: for each piece, a function that starts its steps.
+        name: for messages.
+        counters, telemetry: where time is booked.
+        last_of_step: True for the last bucket of a step.
+        first_stage: 0 if the pieces begin with an agreement, otherwise 1; the same for all jobs of a communicator.
+        future: completes with the tensor, or with the error.
+        error: the error, once complete.
+    """
+
+    tensor: Tensor
+    pieces: Sequence[Callable[[], Steps]]
+    name: str
+    counters: BucketCounters
+    telemetry: Telemetry
+    last_of_step: bool
+    first_stage: int = 1
+
+    def __post_init__(self) -> None:
+        devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
+        self._done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self.future: torch.futures.Future[Tensor] = self._done.then(self._result)
+        self.error: BaseException | None = None
+        self._submitted = time.perf_counter()
+        self.left = len(self.pieces)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Complete the future."""
+        elapsed = time.perf_counter() - self._submitted
+        self.counters.latency_s += elapsed
+        if self.last_of_step:
+            self.telemetry.exposed_s += elapsed
+            self.telemetry.end_step()
+        if error is not None:
+            self.error = error
+            self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
+        self._done.set_result(self.tensor)  # on a GPU, complete when the current stream has come so far
+
+    def _result(self, _: object) -> Tensor:
+        # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
+        if self.error is not None:
+            raise self.error
+        return self.tensor
+
+
+class _Piece:
+    """One piece of a job under way."""
+
+    def __init__(self, job: Job, start: Callable[[], Steps]) -> None:
+        self.job = job
+        self.stage = job.first_stage  # of the next exchange
+        self.works: list[dist.Work] = []
+        self.waiting_for = 0
+        self._start = start
+        self._steps: Steps | None = None
+
+    def resume(self, communicator: Communicator) -> bool:
+        """Go on to the next exchange and start it; False if there is none and the piece is through."""
+        begun = time.perf_counter()
+        for work in self.works:
+            work.wait()  # on the CPU complete already; raises its error
+        try:
+            self._steps = self._steps or self._start()
+            exchanges = next(self._steps)
+        except StopIteration as end:
+            self.job.counters.decode_s += time.perf_counter() - begun
+            self.job.counters.nonfinite_blocks += end.value
+            return False
+        self.job.counters.encode_s += time.perf_counter() - begun
+        self.works = [communicator.start(exchange, self.stage) for exchange in exchanges if exchange.input.numel()]
+        self.waiting_for = len(self.works)
+        self.stage += 1
+        return True
+
+
+class Runner(Protocol):
+    """What runs jobs."""
+
+    def submit(self, communicator: Communicator, job: Job) -> None:
+        """Start a job; jobs of a communicator are submitted in the same order on every rank."""
+        ...
+
+    def close(self, communicator: Communicator) -> None:
+        """Fail what is under way on a communicator, and forget it."""
+        ...
+
+
+class StreamRunner:
+    """Runs jobs at once in the caller's thread: on a stream of its own on a GPU, where the host waits for nothing.
+
+    All pieces of a job take one stage before any takes the next, so that a piece is encoded while another is on the
+    wire. On the CPU (for tests) it waits for every exchange.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, communicator: Communicator, job: Job) -> None:
+        """See `Runner.submit`."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(job.tensor.device))
+            job.tensor.record_stream(self._stream)
+        pieces = [_Piece(job, start) for start in job.pieces]
+        error = None
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            try:
+                while pieces:
+                    pieces = [piece for piece in pieces if piece.resume(communicator)]
+            except Exception as cause:  # reported through the future
+                error = communicator.describe(cause, f"{job.name}, stage {pieces[0].stage},")
+            job.finish(error)
+
+    def close(self, communicator: Communicator) -> None:
+        """See `Runner.close`: nothing is under way between calls."""
+
+
+class Sequencer:
+    """The thread that runs jobs over Gloo; one per process, see `runner_for`."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lanes: dict[Communicator, deque[_Piece]] = {}
+        self._broken: dict[Communicator, BaseException] = {}
+        self._thread = threading.Thread(target=self._run, name="gqsgd-sequencer", daemon=True)
+        self._thread.start()
+
+    def submit(self, communicator: Communicator, job: Job) -> None:
+        """See `Runner.submit`."""
+        self._events.put(lambda: self._add(communicator, job))
+
+    def close(self, communicator: Communicator) -> None:
+        """See `Runner.close`."""
+        closed = threading.Event()
+
+        def forget() -> None:
+            self._fail(communicator, RuntimeError("the hook was closed"), None)
+            del self._broken[communicator]
+            closed.set()
+
+        self._events.put(forget)
+        if not closed.wait(CLOSE_TIMEOUT_S):
+            raise RuntimeError(f"gqsgd: the sequencing thread did not answer within {CLOSE_TIMEOUT_S:.0f} s")
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._events.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while True:
+            begun = time.perf_counter()
+            event = self._events.get()
+            for lane in self._lanes.values():
+                if lane and lane[0].waiting_for:
+                    lane[0].job.telemetry.wait_s += time.perf_counter() - begun
+            if event is None:
+                return
+            event()
+
+    def _add(self, communicator: Communicator, job: Job) -> None:
+        cause = self._broken.get(communicator)
+        if cause is not None:
+            job.finish(communicator.describe(cause, f"{job.name}, after an earlier failure,"))
+            return
+        self._lanes.setdefault(communicator, deque()).extend(_Piece(job, start) for start in job.pieces)
+        self._advance(communicator)
+
+    def _advance(self, communicator: Communicator) -> None:
+        """Resume every piece whose exchanges are through and whose turn it is."""
+        lane = self._lanes.get(communicator)
+        while lane and (piece := next(_ready(lane), None)):
+            try:
+                if piece.resume(communicator):
+                    for work in piece.works:
+                        work.get_future().add_done_callback(self._waker(communicator, piece))
+                else:
+                    lane.remove(piece)
+                    piece.job.left -= 1
+                    if not piece.job.left:
+                        piece.job.finish()
+            except Exception as error:  # reported through the futures of all that is under way
+                self._fail(communicator, error, piece)
+                return
+
+    def _waker(self, communicator: Communicator, piece: _Piece) -> Callable[[object], None]:
+        """A callback for a backend's thread: it only wakes ours."""
+
+        def arrived() -> None:
+            piece.waiting_for -= 1
+            if not piece.waiting_for:
+                self._advance(communicator)
+
+        return lambda _: self._events.put(arrived)
+
+    def _fail(self, communicator: Communicator, error: BaseException, piece: _Piece | None) -> None:
+        """Fail all that is under way on a communicator, and all that comes after."""
+        self._broken[communicator] = error
+        for job in dict.fromkeys(one.job for one in self._lanes.pop(communicator, ())):
+            where = f"{job.name}, stage {piece.stage}," if piece and piece.job is job else f"{job.name}, behind it,"
+            job.finish(communicator.describe(error, where))
+
+
+def _ready(lane: deque[_Piece]) -> Iterator[_Piece]:
+    """Pieces whose exchanges are through and whose predecessor is a stage ahead, oldest first."""
+    ahead: _Piece | None = None
+    for number, piece in enumerate(lane):
+        if number == MAX_UNDER_WAY:
+            return
+        if not piece.waiting_for and (ahead is None or ahead.stage > piece.stage):
+            yield piece
+        ahead = piece
+
+
+_shared: Sequencer | None = None
+_users = 0
+_lock = threading.Lock()
+
+
+def runner_for(device: torch.device) -> Runner:
+    """What runs jobs of tensors on a device; give it back with `release`."""
+    global _shared, _users
+    if device.type != "cpu":
+        return StreamRunner(device)
+    with _lock:
+        _shared = _shared or Sequencer()
+        _users += 1
+        return _shared
+
+
+def release(runner: Runner) -> None:
+    """Stop the sequencing thread after its last user."""
+    global _shared, _users
+    with _lock:
+        if runner is not _shared:  # no thread of this process: another runner, or one from before a fork
+            return
+        _users -= 1
+        last = None if _users else _shared
+        _shared = _shared if _users else None
+    if last:
+        last.stop()
+
+
+def _forget_after_fork() -> None:
+    """Threads do not survive a fork."""
+    global _shared, _users
+    _shared, _users = None, 0
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
