@@ -1,1 +1,64 @@
-"""Quantised allreduce for PyTorch DDP and Lightning."""
+"""Quantised allreduce for PyTorch DDP and Lightning: unbiased, stateless, bit-identical on every rank.
+
+Importing the package registers the strategies ``gqsgd``, ``gqsgd_4bit``, ... with Lightning (the Trainer and Fabric of
+``lightning`` and of ``pytorch_lightning``), each when it is imported. Nothing else is loaded until it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_gqsgd._autoload import flavour, install
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.communicator import CollectiveError
+    from lightning_gqsgd.config import ConfigError, GQSGDConfig
+    from lightning_gqsgd.functional import all_reduce
+    from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+    from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
+    from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
+    from lightning_gqsgd.presets import PRESETS
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CollectiveError": "communicator",
+    "ConfigError": "config",
+    "GQSGDConfig": "config",
+    "GQSGDState": "hook",
+    "PRESETS": "presets",
+    "all_reduce": "functional",
+    "register_gqsgd": "hook",
+}
+
+__all__ = [
+    "PRESETS",
+    "CollectiveError",
+    "ConfigError",
+    "GQSGDConfig",
+    "GQSGDFabricStrategy",
+    "GQSGDState",
+    "GQSGDStrategy",
+    "GQSGDTelemetry",
+    "all_reduce",
+    "register_gqsgd",
+]
+
+install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("GQSGDStrategy", "GQSGDTelemetry"):
+        home = f"integrations.{flavour('lightning.pytorch', 'pytorch_lightning')}"
+    elif name == "GQSGDFabricStrategy":
+        home = f"integrations.{flavour('lightning.fabric', 'lightning_fabric')}"
+    elif name in _HOMES:
+        home = _HOMES[name]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

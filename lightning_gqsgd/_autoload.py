@@ -1,5 +1,131 @@
-"""Entry point that `import torch` calls (group `torch.backends`): standard library only, never raises."""
+"""Registers the strategies with each Lightning package when that is imported, without importing it.
+
+`import torch` calls `install` through the entry point group ``torch.backends``, so that ``Trainer(strategy="gqsgd")``
+works without an import of ours; TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off. An error here would break ``import
+torch`` or ``import lightning`` for everybody, hence: standard library only, and a failure is a warning.
+
+Lightning comes as ``lightning`` and as ``pytorch_lightning`` (with ``lightning_fabric``), whose classes are not
+interchangeable. All four registries get the same names, each with a class of its own flavour.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+class _Target(NamedTuple):
+    registry: str  # name of the registry in the module
+    home: str  # our module of the same flavour, in `integrations`
+    strategy: str  # class in it
+
+
+#: Lightning's modules that hold a strategy registry.
+_TARGETS = {
+    "lightning.pytorch.strategies": _Target("StrategyRegistry", "trainer_lightning", "GQSGDStrategy"),
+    "pytorch_lightning.strategies": _Target("StrategyRegistry", "trainer_pytorch_lightning", "GQSGDStrategy"),
+    "lightning.fabric.strategies": _Target("STRATEGY_REGISTRY", "fabric_lightning", "GQSGDFabricStrategy"),
+    "lightning_fabric.strategies": _Target("STRATEGY_REGISTRY", "fabric_lightning_fabric", "GQSGDFabricStrategy"),
+}
+
+#: Presets that are strategy names, and what Lightning appends to the name of its own DDP strategy.
+STRATEGY_PRESETS = ("gqsgd", "gqsgd_4bit")
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_UNUSED_PARAMETERS = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
 
 
 def install() -> None:
-    """Register the Lightning strategies when Lightning is imported."""
+    """Register with the Lightning packages that are loaded, and with others when they are. Idempotent; never raises."""
+    try:
+        for name in _TARGETS:
+            if name in sys.modules:
+                _register(name, sys.modules[name])
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    except Exception as error:
+        _warn(error)
+
+
+def flavour(first: str, second: str) -> str:
+    """Our module for one of two packages: the one that is imported, the first if neither or both are."""
+    package = second if second in sys.modules and first not in sys.modules else first
+    return _TARGETS[f"{package}.strategies"].home
+
+
+def strategy_names() -> dict[str, dict[str, Any]]:
+    """Registered names, and the arguments that each stands for."""
+    return {
+        f"{preset}{method}{unused}": {"preset": preset, "start_method": start_method, **options}
+        for preset in STRATEGY_PRESETS
+        for method, start_method in _START_METHODS.items()
+        for unused, options in _UNUSED_PARAMETERS.items()
+    }
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: lets the other finders look for a target, and has it register after it has run."""
+
+    def __init__(self) -> None:
+        self._looking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _TARGETS or self._looking:
+            return None
+        self._looking = True
+        try:
+            others = (finder for finder in sys.meta_path if finder is not self)
+            specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            # On the instance: the loader's class stays what inspect and importlib.resources expect.
+            spec.loader.exec_module = _then_register(spec.loader.exec_module, fullname)  # type: ignore[method-assign, assignment]
+        return spec
+
+
+def _then_register(exec_module: Callable[[ModuleType], None], name: str) -> Callable[[ModuleType], None]:
+    def run(module: ModuleType) -> None:
+        exec_module(module)
+        try:
+            _register(name, module)
+        except Exception as error:
+            _warn(error)
+
+    return run
+
+
+def _register(name: str, module: ModuleType) -> None:
+    target = _TARGETS[name]
+    registry = getattr(module, target.registry)
+
+    def strategy(**arguments: Any) -> Any:
+        """Imports the class when it is asked for."""
+        home = importlib.import_module(f"lightning_gqsgd.integrations.{target.home}")
+        return getattr(home, target.strategy)(**arguments)
+
+    for strategy_name, arguments in strategy_names().items():
+        if strategy_name not in registry:
+            shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+            registry.register(strategy_name, strategy, description=f"Quantised DDP: {shown}", **arguments)
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(
+        f"lightning_gqsgd could not register its strategies by name ({type(error).__name__}: {error}); "
+        "pass GQSGDStrategy() instead of a string",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,76 @@
+"""What all Lightning strategies share: arguments, and the process group's life."""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.presets import make_config
+
+
+def split_arguments(
+    strategy: type, base: type, preset: str | None, arguments: dict[str, Any]
+) -> tuple[GQSGDConfig, dict[str, Any]]:
+    """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
+
+    Raises:
+        ConfigError: a name that nobody knows, a value that cannot work, or a communication hook of the user's.
+    """
+    fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
+    hooks = [
+        name for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper") if arguments.get(name) is not None
+    ]
+    if hooks:
+        raise ConfigError(
+            f"{strategy.__name__} installs a communication hook of its own, and DDP takes one only; "
+            f"drop {', '.join(hooks)}, or use DDPStrategy for that hook"
+        )
+    known = {*_parameters(base), *_parameters(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"{strategy.__name__} has no argument {name!r}{hint} "
+                f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are DDPStrategy's)"
+            )
+    return make_config(preset, **fields), arguments
+
+
+def after_setup(world_size: int) -> None:
+    """Check and look after the process group that Lightning has just set up, or found.
+
+    Raises:
+        RuntimeError: the process group is one of an earlier run, with another number of ranks.
+    """
+    atexit.unregister(_destroy)
+    atexit.register(_destroy)
+    found = dist.get_world_size()
+    if found != world_size:
+        raise RuntimeError(
+            f"this run asks for {world_size} processes, but the process group of an earlier run in this process has "
+            f"{found}: training would go on without the others. Start a new Python process for each number of devices"
+        )
+
+
+def _destroy() -> None:
+    """At exit rather than at teardown, because later runs in this process use the group again.
+
+    Lightning does it for NCCL only; a Gloo group that is still there at exit aborts the interpreter now and then.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _parameters(callable_: Any) -> list[str]:
+    return [
+        parameter.name
+        for parameter in inspect.signature(callable_).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]

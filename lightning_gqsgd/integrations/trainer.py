@@ -1,0 +1,182 @@
+"""The Trainer strategy and its telemetry callback, for both flavours of Lightning.
+
+Mixins: `trainer_lightning` and `trainer_pytorch_lightning` put them on the classes of their package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
+from lightning_gqsgd.integrations.distributed import after_setup, split_arguments
+from lightning_gqsgd.telemetry import Telemetry
+
+_Base: Any = object  # each flavour's DDPStrategy, or Callback
+
+CHECKPOINT_KEY = "gqsgd"
+
+
+class TrainerMixin(_Base):
+    """DDP with quantised gradients.
+
+    Args:
+        preset: name of a preset (default ``gqsgd``); the fields below replace its values.
+        codec, bits, block_size, scale, dither, reducer, min_numel, exclude, warmup_steps, seed, sample_every: fields of
+            `GQSGDConfig`; None keeps the preset's.
+        telemetry: add the callback that logs counters, unless the Trainer has one.
+        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel.
+
+    Raises:
+        ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
+    """
+
+    def __init__(
+        self,
+        *,
+        preset: str | None = None,
+        codec: str | None = None,
+        bits: int | None = None,
+        block_size: int | None = None,
+        scale: str | None = None,
+        dither: str | None = None,
+        reducer: str | None = None,
+        min_numel: int | None = None,
+        exclude: Sequence[str] | None = None,
+        warmup_steps: int | None = None,
+        seed: int | None = None,
+        sample_every: int | None = None,
+        telemetry: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        given = {
+            "codec": codec,
+            "bits": bits,
+            "block_size": block_size,
+            "scale": scale,
+            "dither": dither,
+            "reducer": reducer,
+            "min_numel": min_numel,
+            "exclude": exclude,
+            "warmup_steps": warmup_steps,
+            "seed": seed,
+            "sample_every": sample_every,
+        }
+        fields = {name: value for name, value in given.items() if value is not None}
+        (base,) = (one for one in type(self).__mro__ if one.__name__ == "DDPStrategy")
+        self.gqsgd_config, rest = split_arguments(type(self), base, preset, {**fields, **kwargs})
+        super().__init__(**rest)
+        self._adds_telemetry = telemetry
+        self._gqsgd_state: GQSGDState | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def gqsgd_state(self) -> GQSGDState | None:
+        """State of the hook on the model of the current, or latest, fit in this process."""
+        return self._gqsgd_state
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the names are registered when the package is imported."""
+
+    def connect(self, model: Any) -> None:
+        """Lightning calls this first: the callbacks of the Trainer can still be added to."""
+        super().connect(model)
+        callbacks = model.trainer.callbacks
+        if self._adds_telemetry and not any(isinstance(one, TelemetryMixin) for one in callbacks):
+            # In front: checkpoint callbacks have to stay last.
+            callbacks.insert(0, self._telemetry_callback())
+
+    def setup_distributed(self) -> None:
+        """See `distributed.after_setup`."""
+        super().setup_distributed()
+        after_setup(self.world_size)
+
+    def configure_ddp(self) -> None:
+        """Wrap the model and install the hook, on every device: Lightning's own registration skips all but CUDA."""
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        state = register_gqsgd(self.model, timeout=self._timeout, **self.gqsgd_config.to_dict())
+        installed = self.model._get_ddp_logging_data().get("comm_hook")
+        assert installed == gqsgd_hook.__qualname__, f"DDP reports the hook {installed!r}"
+        if self._loaded is not None:
+            state.load_state_dict(self._loaded)
+            self._loaded = None
+        self._gqsgd_state = state
+        self._rank_zero_info(state.report())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
+        if self._gqsgd_state is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Keep the hook's state until there is a hook: checkpoints are restored before the model is wrapped."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == "fit":
+            self._loaded = checkpoint.get(CHECKPOINT_KEY)
+            if self._loaded is None:
+                self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
+        return checkpoint
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's hints, with the names of this strategy."""
+        super().on_exception(exception)
+        exception.args = tuple(
+            arg.replace("'ddp_find_unused", "'gqsgd_find_unused").replace("DDPStrategy(", f"{type(self).__name__}(")
+            if isinstance(arg, str)
+            else arg
+            for arg in exception.args
+        )
+
+    def teardown(self) -> None:
+        """Stop threads and process groups of the hook; its counters and state stay readable."""
+        if self._gqsgd_state is not None:
+            self._gqsgd_state.close()
+        super().teardown()
+
+    def _telemetry_callback(self) -> Any:
+        raise NotImplementedError
+
+    def _rank_zero_info(self, text: str) -> None:
+        raise NotImplementedError
+
+
+class TelemetryMixin(_Base):
+    """Logs the hook's counters under ``gqsgd/``.
+
+    Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Of the latest step: ``encode_s``,
+    ``wait_s``, ``decode_s``, ``exposed_s`` (seconds). Means: ``bits_per_coordinate``. Of the latest sampled step:
+    ``rel_l2``.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count from here."""
+        self._before = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log what the backward pass of this batch has cost."""
+        telemetry = _telemetry_of(trainer)
+        if telemetry is None:
+            return
+        totals = telemetry.totals()
+        steps = totals["steps"] - self._before.get("steps", 0)
+        if not steps:  # gradients were accumulated without being reduced
+            return
+        values = {name: totals[name] for name in ("bytes_sent", "nonfinite_blocks", "bits_per_coordinate", "rel_l2")}
+        for name in ("encode_s", "wait_s", "decode_s", "exposed_s"):
+            values[name] = (totals[name] - self._before.get(name, 0.0)) / steps
+        self._before = totals
+        pl_module.log_dict({f"gqsgd/{name}": float(value) for name, value in values.items()}, rank_zero_only=True)
+
+
+def _telemetry_of(trainer: Any) -> Telemetry | None:
+    state = getattr(trainer.strategy, "gqsgd_state", None)
+    return None if state is None else state.telemetry
