@@ -141,14 +141,17 @@ class StreamRunner:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(job.tensor.device))
             job.tensor.record_stream(self._stream)
-        pieces = [_Piece(job, start) for start in job.pieces]
+        left = deque(_Piece(job, start) for start in job.pieces)
         error = None
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             try:
-                while pieces:
-                    pieces = [piece for piece in pieces if piece.resume(communicator)]
+                while left:
+                    if left[0].resume(communicator):
+                        left.rotate(-1)
+                    else:
+                        left.popleft()
             except Exception as cause:  # reported through the future
-                error = communicator.describe(cause, f"{job.name}, stage {pieces[0].stage},")
+                error = communicator.describe(cause, f"{job.name}, stage {left[0].stage},")
             job.finish(error)
 
     def close(self, communicator: Communicator) -> None:

@@ -1,0 +1,61 @@
+"""A model, its data, and a loop, for tests of the hook."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+
+
+def mlp(width: int = 128, depth: int = 3) -> nn.Sequential:
+    """Weights above and biases below the default ``min_numel``; the same on every rank."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(32, width)]
+    for _ in range(depth - 2):
+        layers += [nn.ReLU(), nn.Linear(width, width)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(width, 10))
+
+
+def wrapped(ddp: dict[str, Any], hook: dict[str, Any], model: nn.Module | None = None):
+    """A DDP model with the hook on it."""
+    model = DistributedDataParallel(model or mlp(), **ddp)
+    return model, register_gqsgd(model, **hook)
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """This rank's data of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, 32, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+def train(model: nn.Module, rank: int, steps: range, lr: float = 0.1) -> list[float]:
+    """Plain SGD; returns the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for step in steps:
+        x, y = batch(rank, step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash of all parameters' bits."""
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def finish(state: GQSGDState, model: nn.Module) -> dict[str, Any]:
+    """Close the hook; what a test compares."""
+    totals = state.telemetry.totals()
+    state.close()
+    return {"bits": fingerprint(model), "totals": totals}

@@ -1,0 +1,11 @@
+"""What every rank would import and compile: done once, in the server that ranks are forked from."""
+
+import torch
+import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
+
+import lightning_gqsgd.functional  # noqa: F401
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.plan import compile_kernels
+
+for _reducer in ("sum", "two_shot", "gather"):
+    compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"))

@@ -1,0 +1,198 @@
+"""`all_reduce` of any tensor on real processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd.communicator import CollectiveError
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.functional import Reduction, all_reduce, close
+from tests.distributed.ranks import run
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SIZES = [0, 1, 7, 255, 256, 257, 5000]
+
+
+def _values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _sizes_and_dtypes(rank: int) -> list[list[float]]:
+    n = dist.get_world_size()
+    results = []
+    for reducer in ("sum", "two_shot", "gather", "native"):
+        for dtype in DTYPES:
+            for numel in SIZES:
+                x = _values(rank, numel, dtype=dtype)
+                kept = x.clone()
+                y = all_reduce(x, reducer=reducer, min_numel=0)
+                assert torch.equal(x, kept)
+                assert (y.shape, y.dtype) == (x.shape, x.dtype)
+                exact = torch.stack([_values(r, numel, dtype=dtype).double() for r in range(n)]).mean(0)
+                if numel > 200:
+                    error = (y.double() - exact).norm() / exact.norm()
+                    assert error < (0.08 if reducer == "sum" else 0.02)
+                results.append(y.double().tolist())
+    close()
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_sizes_and_dtypes(ranks: int, tmp_path: Path) -> None:
+    first, *others = run(_sizes_and_dtypes, ranks, tmp_path, timeout=240)
+    assert all(other == first for other in others)
+
+
+def _large(rank: int) -> list[float]:
+    x = _values(rank, 3_500_000)  # several pieces
+    y = all_reduce(x, bits=6, reducer="two_shot")
+    exact = torch.stack([_values(r, 3_500_000) for r in range(2)]).mean(0)
+    error = (y - exact).norm() / exact.norm()
+    assert error < 0.05
+    close()
+    return [float(y.sum()), float(y[-1])]
+
+
+def test_several_pieces(tmp_path: Path) -> None:
+    first, second = run(_large, 2, tmp_path)
+    assert first == second
+
+
+def _shapes(rank: int) -> bool:
+    x = _values(rank, 40, 50)
+    plain = all_reduce(x, step=3)
+    # The same numbers, however they lie in memory and wherever the result goes.
+    assert torch.equal(all_reduce(x.t().contiguous().t(), step=3), plain)
+    out = torch.empty_like(x)
+    assert all_reduce(x, step=3, out=out).data_ptr() == out.data_ptr()
+    assert torch.equal(out, plain)
+    strided = torch.empty(50, 40).t()
+    all_reduce(x, step=3, out=strided)
+    assert torch.equal(strided, plain)
+    inplace = x.clone()
+    all_reduce(inplace, step=3, out=inplace)
+    assert torch.equal(inplace, plain)
+    learned = x.clone().requires_grad_()
+    assert not all_reduce(learned, step=3).requires_grad
+    # The counter numbers calls without a step.
+    assert not torch.equal(all_reduce(x), all_reduce(x))
+    assert torch.equal(all_reduce(x, step=3), plain)
+    close()
+    return True
+
+
+def test_layouts_outputs_and_steps(tmp_path: Path) -> None:
+    assert all(run(_shapes, 2, tmp_path))
+
+
+def _asynchronous(rank: int) -> list[float]:
+    tensors = [_values(rank + 10 * number, 3000 + number) for number in range(20)]
+    waiting = [all_reduce(x, async_op=True, step=number) for number, x in enumerate(tensors)]
+    assert all(isinstance(one, Reduction) for one in waiting)
+    means = [one.wait() for one in reversed(waiting)][::-1]
+    assert all(one.done() for one in waiting)
+    for number, (x, mean) in enumerate(zip(tensors, means, strict=True)):
+        assert torch.equal(all_reduce(x, step=number), mean)
+    close()
+    return [float(mean.sum()) for mean in means]
+
+
+def test_asynchronous_calls_keep_their_order(tmp_path: Path) -> None:
+    first, second, third = run(_asynchronous, 3, tmp_path)
+    assert first == second == third
+
+
+def _groups(rank: int) -> list[float]:
+    low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
+    x = torch.full((2000,), float(rank))
+    mine = all_reduce(x, group=low if rank < 2 else high, bits=8)
+    everyone = all_reduce(x)
+    close()
+    # A group that its owner destroys takes our groups over it along, and a new one starts anew.
+    return [float(mine.mean()), float(everyone.mean())]
+
+
+def test_groups(tmp_path: Path) -> None:
+    results = run(_groups, 4, tmp_path)
+    assert [round(one, 1) for one, _ in results] == [0.5, 0.5, 2.5, 2.5]
+    assert len({everyone for _, everyone in results}) == 1
+
+
+def _errors(rank: int) -> None:
+    x = _values(rank, 2000)
+    with pytest.raises(ConfigError, match="dtype torch.int64; only floating-point"):
+        all_reduce(torch.arange(5))
+    with pytest.raises(ConfigError, match="sparse"):
+        all_reduce(x.to_sparse())
+    with pytest.raises(ConfigError, match=r"out is \(3,\)"):
+        all_reduce(x, out=torch.empty(3))
+    with pytest.raises(ConfigError, match="unknown field 'bit'; did you mean 'bits'"):
+        all_reduce(x, bit=3)
+    with pytest.raises(ConfigError, match="at most 1 ranks, not 2"):
+        all_reduce(x, reducer="sum", bits=2, dither="stochastic")
+    mean = all_reduce(x, step=0)
+    with pytest.raises(ConfigError, match="ranks 0 and 1 do not agree: bits: 4 != 5"):
+        all_reduce(x, bits=4 + rank)
+    assert torch.equal(all_reduce(x, step=0), mean)
+    with pytest.raises(ConfigError, match="numel: 2000 != 1500"):
+        all_reduce(x[: 2000 - 500 * rank])
+    assert torch.equal(all_reduce(x, step=0), mean)
+    close()
+    close()
+    assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_calls_that_cannot_work_say_why_and_leave_everything_usable(tmp_path: Path) -> None:
+    run(_errors, 2, tmp_path)
+
+
+def _killed(rank: int) -> str:
+    x = _values(rank, 4_000_000)
+    all_reduce(x)
+    if rank == 1:
+        threading.Timer(0.002, lambda: os._exit(7)).start()
+    out = torch.zeros_like(x)
+    try:
+        for _ in range(200):
+            all_reduce(x, out=out)
+    except CollectiveError as error:
+        assert out.isnan().all()  # never a mixture
+        return str(error)
+    return "no error"
+
+
+def test_a_killed_rank_is_an_error_and_the_result_is_nan(tmp_path: Path) -> None:
+    text, _ = run(_killed, 2, tmp_path, dies=(1,))
+    assert "failed on rank 0 of 2" in text
+
+
+def _slow_compile(rank: int) -> float:
+    """One rank is late by more than the timeout of collectives, as if it were compiling."""
+    import lightning_gqsgd.functional as functional
+
+    if rank == 1:
+        compiled = functional.compile_kernels
+
+        def compile_slowly(*args: object) -> None:
+            time.sleep(5)
+            compiled(*args)
+
+        functional.compile_kernels = compile_slowly
+    return float(all_reduce(_values(rank, 3000)).sum())
+
+
+def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
+    first, second = run(_slow_compile, 2, tmp_path, collective_timeout=2)
+    assert first == second
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ConfigError, match=r"not initialised; call torch\.distributed\.init_process_group first"):
+        all_reduce(torch.zeros(3))

@@ -1,0 +1,418 @@
+"""The DDP hook on real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.hook import register_gqsgd
+from tests.distributed.models import batch, fingerprint, finish, mlp, train, wrapped
+from tests.distributed.ranks import run
+
+QUANTISING = ["sum", "two_shot", "gather"]
+
+DDP_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 0.02},
+]
+
+
+def _fifty_steps(rank: int, reducers: list[str]) -> list[Any]:
+    results = []
+    for reducer in reducers:
+        model, state = wrapped({"bucket_cap_mb": 0.03}, {"reducer": reducer, "sample_every": 10})
+        losses = train(model, rank, range(50))
+        results.append({**finish(state, model), "first": sum(losses[:5]), "last": sum(losses[-5:])})
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parameters_are_bit_identical_on_all_ranks_after_50_steps(ranks: int, tmp_path: Path) -> None:
+    by_rank = run(_fifty_steps, ranks, tmp_path, QUANTISING)
+    for results in zip(*by_rank, strict=True):
+        assert len({result["bits"] for result in results}) == 1
+        for result in results:
+            assert result["totals"]["steps"] == 50
+            assert 8 < result["totals"]["bits_per_coordinate"] < 10
+            assert 0 < result["totals"]["rel_l2"] < 0.1
+            assert result["last"] < result["first"]
+
+
+def _all_options(rank: int) -> list[str]:
+    bits = []
+    for options in DDP_OPTIONS:
+        model, state = wrapped(options, {"bits": 5, "reducer": "two_shot"})
+        train(model, rank, range(6))
+        bits.append(finish(state, model)["bits"])
+    return bits
+
+
+def test_results_do_not_depend_on_buckets_or_on_ddp_options(tmp_path: Path) -> None:
+    first, *others = run(_all_options, 3, tmp_path)
+    assert len(set(first)) == 1
+    assert all(other == first for other in others)
+
+
+def _native(rank: int) -> tuple[str, str, str]:
+    plain = DistributedDataParallel(mlp())
+    train(plain, rank, range(8))
+    native, state = wrapped({}, {"reducer": "native"})
+    train(native, rank, range(8))
+    warm, other = wrapped({}, {"warmup_steps": 8})
+    train(warm, rank, range(8))
+    other.close()
+    return fingerprint(plain), finish(state, native)["bits"], fingerprint(warm)
+
+
+def test_native_reducer_and_warm_up_are_plain_ddp_to_the_bit(tmp_path: Path) -> None:
+    for plain, native, warm in run(_native, 2, tmp_path):
+        assert native == plain
+        assert warm == plain
+
+
+def _interrupted(rank: int, path: Path, reducer: str) -> tuple[str, str]:
+    options, hook = {"bucket_cap_mb": 0.03}, {"reducer": reducer, "seed": 5, "warmup_steps": 3}
+    whole, state = wrapped(options, hook)
+    train(whole, rank, range(24))
+    expected = finish(state, whole)["bits"]
+
+    first, state = wrapped(options, hook)
+    train(first, rank, range(11))
+    if rank == 0:
+        torch.save({"model": first.module.state_dict(), "gqsgd": state.state_dict()}, path)
+    state.close()
+    dist.barrier()
+    checkpoint = torch.load(path, weights_only=True)
+    model = mlp()
+    model.load_state_dict(checkpoint["model"])
+    resumed, state = wrapped(options, hook, model)
+    state.load_state_dict(checkpoint["gqsgd"])
+    train(resumed, rank, range(11, 24))
+    return expected, finish(state, resumed)["bits"]
+
+
+@pytest.mark.parametrize("reducer", QUANTISING)
+def test_interrupted_and_resumed_gives_the_same_bits(reducer: str, tmp_path: Path) -> None:
+    for whole, resumed in run(_interrupted, 3, tmp_path, tmp_path / "checkpoint.pt", reducer):
+        assert resumed == whole
+
+
+def _many_small_buckets(rank: int) -> list[str]:
+    random.seed(rank)
+    bits = []
+    for reducer in ("two_shot", "sum"):
+        model, state = wrapped({"bucket_cap_mb": 0.002}, {"reducer": reducer, "min_numel": 50}, mlp(depth=12))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(random.random() * 2e-4))  # noqa: S311
+        train(model, rank, range(200), lr=0.01)
+        assert len(state.telemetry.buckets) > 10
+        bits.append(finish(state, model)["bits"])
+    return bits
+
+
+def test_200_steps_of_many_small_buckets_at_different_speeds(tmp_path: Path) -> None:
+    first, second = run(_many_small_buckets, 2, tmp_path, timeout=240)
+    assert first == second
+
+
+def _no_sync(rank: int) -> tuple[int, int, str, str]:
+    model, state = wrapped({}, {"reducer": "native"})
+    plain = DistributedDataParallel(mlp())
+    for one in (model, plain):
+        for step in range(4):
+            x, y = batch(rank, step)
+            if step % 4 < 3:
+                with one.no_sync():
+                    nn.functional.cross_entropy(one(x), y).backward()
+            else:
+                nn.functional.cross_entropy(one(x), y).backward()
+    gradients = [torch.cat([p.grad.flatten() for p in one.parameters()]) for one in (model, plain)]
+    steps = state.step
+    state.close()
+    return steps, int(torch.equal(*gradients)), "", ""
+
+
+def test_no_sync_accumulates_without_the_hook(tmp_path: Path) -> None:
+    for steps, equal, *_ in run(_no_sync, 2, tmp_path):
+        assert steps == 1
+        assert equal
+
+
+class _Branches(nn.Module):
+    """Uses one of two layers in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(32, 64) for _ in range(2)])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor, use: int) -> torch.Tensor:
+        return self.head(self.layers[use](x))
+
+
+def _unused(rank: int) -> str:
+    model, state = wrapped({"find_unused_parameters": True}, {}, _Branches())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x, (step + rank) % 2 if step > 2 else 0), y).backward()
+        optimizer.step()
+    return finish(state, model)["bits"]
+
+
+def test_parameters_that_only_some_ranks_use(tmp_path: Path) -> None:
+    assert len(set(run(_unused, 2, tmp_path))) == 1
+
+
+def _two_models(rank: int) -> list[str]:
+    models = [wrapped({}, {"bits": bits}) for bits in (8, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model, _ in models]
+    for step in range(10):
+        x, y = batch(rank, step)
+        losses = [nn.functional.cross_entropy(model(x), y) for model, _ in models]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        sum(losses).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    bits = [fingerprint(model) for model, _ in models]
+    alone, state = wrapped({}, {"bits": 4})
+    train(alone, rank, range(10))
+    bits.append(fingerprint(alone))
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("gqsgd-sequencer") == 1
+    for _, one in models:
+        one.close()
+        one.close()
+    del alone
+    state.close()
+    assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
+    return bits
+
+
+def test_several_models_share_a_thread_and_nothing_else(tmp_path: Path) -> None:
+    first, second = run(_two_models, 2, tmp_path)
+    assert first == second
+    assert first[1] == first[2]
+
+
+def _collected(rank: int) -> bool:
+    model, state = wrapped({}, {})
+    train(model, rank, range(2))
+    groups = len(dist.distributed_c10d._world.pg_map)
+    del model, state
+    import gc
+
+    gc.collect()
+    return len(dist.distributed_c10d._world.pg_map) < groups and "gqsgd-sequencer" not in [
+        thread.name for thread in threading.enumerate()
+    ]
+
+
+def test_threads_and_groups_end_with_the_model(tmp_path: Path) -> None:
+    assert run(_collected, 2, tmp_path) == [True, True]
+
+
+def _subgroup(rank: int) -> str:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = DistributedDataParallel(mlp(), process_group=groups[rank % 2])
+    state = register_gqsgd(model, bits=6)
+    train(model, rank, range(5))
+    return finish(state, model)["bits"]
+
+
+def test_models_on_subgroups(tmp_path: Path) -> None:
+    bits = run(_subgroup, 4, tmp_path)
+    assert bits[0] == bits[2] != bits[1] == bits[3]
+
+
+def _alone(rank: int) -> tuple[str, str, str]:
+    plain = DistributedDataParallel(mlp())
+    train(plain, rank, range(4))
+    model, state = wrapped({}, {"bits": 2})
+    train(model, rank, range(4))
+    return fingerprint(plain), fingerprint(model), state.report()
+
+
+def test_one_rank_is_plain_training(tmp_path: Path) -> None:
+    ((plain, quantised, report),) = run(_alone, 1, tmp_path)
+    assert plain == quantised
+    assert "nothing to reduce" in report
+
+
+def _not_finite(rank: int, value: float) -> list[list[bool]]:
+    finite = []
+    for reducer in QUANTISING:
+        model, state = wrapped({}, {"reducer": reducer})
+        x, y = batch(rank, 0)
+        loss = nn.functional.cross_entropy(model(x), y)
+        if rank == 1:
+            loss = loss * value
+        loss.backward()
+        finite += [parameter.grad.isfinite().flatten().tolist() for parameter in model.parameters()]
+        assert state.telemetry.totals()["nonfinite_blocks"] > 0
+        state.close()
+    return finite
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_on_one_rank_reaches_all(value: float, tmp_path: Path) -> None:
+    first, *others = run(_not_finite, 3, tmp_path, value)
+    assert not any(all(parameter) for parameter in first)
+    assert all(other == first for other in others)
+
+
+def _grad_scaler(rank: int) -> list[Any]:
+    model, state = wrapped({}, {"bits": 4})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    history = []
+    for step in range(8):
+        x, y = batch(rank, step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        if step in (2, 5) and rank == step % 2:
+            loss = loss * float("inf")
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        history.append(scaler.get_scale())
+    return [history, finish(state, model)["bits"]]
+
+
+def test_grad_scaler_skips_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run(_grad_scaler, 2, tmp_path)
+    assert first == second
+    assert first[0][2] < first[0][1]
+
+
+def _dtypes(rank: int) -> list[str]:
+    bits = []
+    for dtype in (torch.bfloat16, torch.float64):
+        model, state = wrapped({}, {}, mlp().to(dtype))
+        for step in range(3):
+            x, y = batch(rank, step)
+            nn.functional.cross_entropy(model(x.to(dtype)).float(), y).backward()
+        bits.append(str(sum(parameter.grad.double().sum().item() for parameter in model.parameters())))
+        state.close()
+    return bits
+
+
+def test_models_in_other_dtypes(tmp_path: Path) -> None:
+    first, second = run(_dtypes, 2, tmp_path)
+    assert first == second
+
+
+def _mismatch(rank: int) -> str:
+    model = DistributedDataParallel(mlp())
+    with pytest.raises(ConfigError) as error:
+        register_gqsgd(model, bits=8 if rank == 0 else 4)
+    other = DistributedDataParallel(mlp())
+    with pytest.raises(ConfigError, match="parameters"):
+        register_gqsgd(other, exclude=["0.weight"] if rank == 0 else ["2.weight"])
+    return str(error.value)
+
+
+def test_ranks_that_do_not_agree_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for text in run(_mismatch, 2, tmp_path):
+        assert "ranks 0 and 1 do not agree: bits: 8 != 4" in text
+
+
+def _bad_models(rank: int) -> None:
+    model = DistributedDataParallel(mlp())
+    state = register_gqsgd(model)
+    with pytest.raises(ConfigError, match="already has the communication hook 'gqsgd_hook'.*DDP takes one only"):
+        register_gqsgd(model)
+    state.close()
+    with pytest.raises(ConfigError, match="not a DistributedDataParallel"):
+        register_gqsgd(mlp())  # type: ignore[arg-type]
+    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=True)))
+    with pytest.raises(ConfigError, match="sparse=False"):
+        register_gqsgd(sparse)
+    with pytest.raises(ConfigError, match="match no parameter; names look like 0.weight"):
+        register_gqsgd(DistributedDataParallel(mlp()), exclude=["*.embedding"])
+    with pytest.raises(ConfigError, match="did you mean 'bits'"):
+        register_gqsgd(DistributedDataParallel(mlp()), bit=4)
+    with pytest.raises(ConfigError, match="at most 1 ranks, not 2"):
+        register_gqsgd(DistributedDataParallel(mlp()), bits=2, reducer="sum", dither="stochastic")
+    closed, state = wrapped({}, {})
+    train(closed, rank, range(1))
+    state.close()
+    with pytest.raises(RuntimeError, match="the hook was closed"):
+        train(closed, rank, range(1))
+
+
+def test_models_and_configurations_that_cannot_work(tmp_path: Path) -> None:
+    run(_bad_models, 2, tmp_path)
+
+
+def _killed(rank: int) -> str:
+    model, state = wrapped({}, {}, mlp(width=600))
+    train(model, rank, range(3))
+    if rank == 1:
+        # In the middle of a backward pass: after the first bucket has been submitted.
+        next(iter(model.parameters())).register_post_accumulate_grad_hook(lambda _: os._exit(7))
+    try:
+        train(model, rank, range(3, 5))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_killed_rank_is_an_error_in_backward(tmp_path: Path) -> None:
+    text, _ = run(_killed, 2, tmp_path, dies=(1,), timeout=60)
+    assert "failed on rank 0 of 2" in text
+    assert "Look for the first error among all ranks' logs" in text
+
+
+def _late(rank: int) -> str:
+    model, state = wrapped({}, {})
+    train(model, rank, range(2))
+    if rank == 1:
+        time.sleep(8)
+        return "late"
+    started = time.monotonic()
+    try:
+        train(model, rank, range(2, 3))
+    except RuntimeError as error:
+        assert time.monotonic() - started < 7
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_falls_behind_the_timeout_is_an_error(tmp_path: Path) -> None:
+    text, _ = run(_late, 2, tmp_path, collective_timeout=3)
+    assert "imed out" in text or "imeout" in text
+
+
+def test_report_says_what_is_compressed_and_what_is_not(tmp_path: Path) -> None:
+    for text in run(_report, 2, tmp_path):
+        assert "20,480 gradient values in 2 tensors at 4 bits" in text
+        assert "blocks of 128" in text
+        assert "by gather over 2 ranks" in text
+        assert "uncompressed: 1,546 values in 4 tensors (3 smaller than 1024, 1 excluded by name)" in text
+        assert "uncompressed until step 7" in text
+
+
+def _report(rank: int) -> str:
+    hook = {"bits": 4, "block_size": 128, "exclude": ["4.weight"], "warmup_steps": 7, "min_numel": 1024}
+    model, state = wrapped({}, hook)
+    state.close()
+    return state.report()

@@ -1,0 +1,184 @@
+"""Ordering, overlap and failure in the pipeline, over a wire that the test controls."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_gqsgd.pipeline import MAX_UNDER_WAY, Job, Sequencer, StreamRunner
+from lightning_gqsgd.reducers.base import Exchange, Steps
+from lightning_gqsgd.telemetry import BucketCounters, Telemetry
+
+
+class FakeWork:
+    """Completes when the test says so."""
+
+    def __init__(self) -> None:
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._error: Exception | None = None
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+    def complete(self, error: Exception | None = None) -> None:
+        self._error = error
+        self._future.set_result(None)
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if not self._future.done():
+            self.complete()
+
+
+class FakeCommunicator:
+    """Records what is started."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.started: list[tuple[int, int]] = []  # (stage, piece)
+        self.works: list[FakeWork] = []
+        self.changed = threading.Condition()
+
+    def start(self, exchange: Exchange, stage: int) -> FakeWork:
+        with self.changed:
+            self.started.append((stage, int(exchange.input[0])))
+            self.works.append(FakeWork())
+            self.changed.notify_all()
+            return self.works[-1]
+
+    def describe(self, error: BaseException, what: str) -> Exception:
+        return RuntimeError(f"{what} {error}")
+
+    def wait_for(self, count: int) -> list[FakeWork]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.works) >= count, timeout=10)
+            return self.works[:count]
+
+
+def piece(number: int, stages: int = 2, fails_in: int | None = None) -> Callable[[], Steps]:
+    def steps() -> Steps:
+        for stage in range(stages):
+            if stage == fails_in:
+                raise ValueError(f"piece {number} broke")
+            yield (Exchange("sum", torch.tensor([number]), torch.tensor([number])),)
+        return 1
+
+    return steps
+
+
+def job(pieces: list[Callable[[], Steps]], name: str = "bucket") -> Job:
+    return Job(torch.zeros(3), pieces, name, BucketCounters(), Telemetry(), last_of_step=True)
+
+
+@pytest.fixture
+def sequencer():
+    one = Sequencer()
+    yield one
+    one.stop()
+
+
+def test_stages_start_in_order_whatever_completes_first(sequencer: Sequencer) -> None:
+    wire = FakeCommunicator()
+    jobs = [job([piece(2 * number), piece(2 * number + 1)]) for number in range(3)]
+    for one in jobs:
+        sequencer.submit(wire, one)  # type: ignore[arg-type]
+    done: set[int] = set()
+    rng = random.Random(0)  # noqa: S311
+    while len(done) < 12:
+        with wire.changed:
+            assert wire.changed.wait_for(lambda: len(wire.works) > len(done), timeout=10)
+            index = rng.choice([i for i in range(len(wire.works)) if i not in done])
+        done.add(index)
+        wire.works[index].complete()
+    for one in jobs:
+        assert torch.equal(one.future.wait(), torch.zeros(3))
+    for stage in (1, 2):
+        assert [number for at, number in wire.started if at == stage] == list(range(6))
+
+
+def test_later_pieces_are_encoded_while_earlier_ones_are_on_the_wire(sequencer: Sequencer) -> None:
+    wire = FakeCommunicator()
+    one = job([piece(number) for number in range(MAX_UNDER_WAY + 3)])
+    sequencer.submit(wire, one)  # type: ignore[arg-type]
+    works = wire.wait_for(MAX_UNDER_WAY)
+    assert wire.started == [(1, number) for number in range(MAX_UNDER_WAY)]  # and no more: scratch memory is bounded
+    works[0].complete()
+    wire.wait_for(MAX_UNDER_WAY + 1)
+    assert wire.started[-1] == (2, 0)
+    finished: set[int] = {0}
+    while not one.future.done():
+        with wire.changed:
+            ready = [i for i in range(len(wire.works)) if i not in finished]
+        for i in ready:
+            finished.add(i)
+            wire.works[i].complete()
+    assert len(wire.works) == 2 * (MAX_UNDER_WAY + 3)
+
+
+def test_a_failing_stage_fails_all_that_is_under_way_and_all_that_follows(sequencer: Sequencer) -> None:
+    wire = FakeCommunicator()
+    jobs = [job([piece(0), piece(1, fails_in=1)], "first"), job([piece(2)], "second")]
+    for one in jobs:
+        sequencer.submit(wire, one)  # type: ignore[arg-type]
+    for work in wire.wait_for(3):
+        work.complete()
+    with pytest.raises(RuntimeError, match="first, stage 2, piece 1 broke"):
+        jobs[0].future.wait()
+    with pytest.raises(RuntimeError, match="second, behind it, piece 1 broke"):
+        jobs[1].future.wait()
+    assert all(one.tensor.isnan().all() for one in jobs)
+    later = job([piece(3)], "third")
+    sequencer.submit(wire, later)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="third, after an earlier failure, piece 1 broke"):
+        later.future.wait()
+    other = FakeCommunicator()  # other communicators go on
+    healthy = job([piece(0)], "healthy")
+    sequencer.submit(other, healthy)  # type: ignore[arg-type]
+    other.wait_for(1)[0].complete()
+    other.wait_for(2)[1].complete()
+    assert torch.equal(healthy.future.wait(), torch.zeros(3))
+
+
+def test_a_failing_collective_carries_its_error(sequencer: Sequencer) -> None:
+    wire = FakeCommunicator()
+    one = job([piece(0)])
+    sequencer.submit(wire, one)  # type: ignore[arg-type]
+    wire.wait_for(1)[0].complete(ConnectionError("Connection closed by peer"))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        one.future.wait()
+
+
+def test_closing_fails_what_is_under_way(sequencer: Sequencer) -> None:
+    wire = FakeCommunicator()
+    one = job([piece(0)])
+    sequencer.submit(wire, one)  # type: ignore[arg-type]
+    wire.wait_for(1)
+    sequencer.close(wire)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the hook was closed"):
+        one.future.wait()
+    wire.works[0].complete()  # what arrives late does no harm
+    again = job([piece(1)])
+    sequencer.submit(wire, again)  # type: ignore[arg-type]
+    wire.wait_for(2)[1].complete()
+    wire.wait_for(3)[2].complete()
+    assert torch.equal(again.future.wait(), torch.zeros(3))
+
+
+def test_stream_runner_takes_all_pieces_through_a_stage_before_the_next() -> None:
+    wire = FakeCommunicator()
+    one = job([piece(number) for number in range(3)])
+    StreamRunner(torch.device("cpu")).submit(wire, one)  # type: ignore[arg-type]
+    assert wire.started == [(stage, number) for stage in (1, 2) for number in range(3)]
+    assert torch.equal(one.future.wait(), torch.zeros(3))
+    assert one.counters.nonfinite_blocks == 3
+    broken = job([piece(0), piece(1, fails_in=1)])
+    StreamRunner(torch.device("cpu")).submit(wire, broken)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="stage 2, piece 1 broke"):
+        broken.future.wait()
+    assert broken.tensor.isnan().all()
