@@ -1,5 +1,6 @@
 """What every rank would import and compile: done once, in the server that ranks are forked from."""
 
+import lightning.pytorch  # noqa: F401
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -32,15 +33,21 @@ def run(
     timeout: float = 120,
     collective_timeout: float = 60,
     dies: tuple[int, ...] = (),
+    initialise: bool = True,
 ) -> list[Any]:
     """Results of ``function(rank, *args)`` by rank; None for the ranks that are expected to die.
 
     The process group is initialised before, and destroyed after; ``collective_timeout`` is its timeout in seconds.
+    Without ``initialise``, ranks find torchrun's environment instead.
     """
-    store = tmp_path / f"store-{time.monotonic_ns()}"
+    group = None
+    if initialise:
+        store = f"file://{tmp_path}/store-{time.monotonic_ns()}"
+        group = {"init_method": store, "world_size": ranks, "timeout": timedelta(seconds=collective_timeout)}
+    environment = _torchrun(ranks)
     answers: Any = _CONTEXT.Queue()
     processes = [
-        _CONTEXT.Process(target=_main, args=(function, rank, ranks, store, collective_timeout, answers, args))
+        _CONTEXT.Process(target=_main, args=(function, rank, environment, group, answers, args))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -76,21 +83,33 @@ def _check(processes: list[Any], results: dict[int, Any], deadline: float) -> No
         raise RankFailed(f"ranks {sorted(set(range(len(processes))) - set(results))} did not answer in time")
 
 
+def _torchrun(ranks: int) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+
+
 def _main(
     function: Callable[..., Any],
     rank: int,
-    ranks: int,
-    store: Path,
-    timeout: float,
+    environment: dict[str, str],
+    group: dict[str, Any] | None,
     answers: Any,
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-        )
+        if group is not None:
+            dist.init_process_group("gloo", rank=rank, **group)
         result = function(rank, *args)
         answers.put((rank, None, result))
     except BaseException:

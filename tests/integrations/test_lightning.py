@@ -1,0 +1,248 @@
+"""The Lightning strategies: names, hook, checkpoints, in processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_gqsgd
+from lightning_gqsgd._autoload import strategy_names
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from tests.distributed.ranks import run
+from tests.integrations.fit import fits
+
+SCRIPT = Path(__file__).with_name("fit.py")
+
+
+def start(folder: Path, *runs: dict[str, Any], fails: bool = False, **environment: str) -> list[list[dict[str, Any]]]:
+    """Run the script; what each rank saw in each run. With ``fails``, it must fail, and its output is the result."""
+    folder.mkdir(exist_ok=True)
+    options = json.dumps({"folder": str(folder), "runs": list(runs)})
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    if fails:
+        assert done.returncode != 0, output
+        return output  # type: ignore[return-value]
+    assert done.returncode == 0, output
+    (folder / "output.txt").write_text(output)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def elastic(folder: Path, *runs: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The same in processes that exist already, as under torchrun."""
+    return run(fits, 2, folder, folder, *runs, initialise=False)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_string_is_enough_in_both_packages(package: str, tmp_path: Path) -> None:
+    """No import of ours; the hook is installed on the CPU; two fits in a process; the start-up line; logged
+    counters."""
+    runs = [{"strategy": "gqsgd", "csv": True}, {"strategy": "gqsgd_4bit_find_unused_parameters_true"}]
+    first, second = start(tmp_path, *runs, FIT_FLAVOUR=package)
+    for mine, other in zip(first, second, strict=True):
+        assert (mine["world"], mine["step"], mine["hook_step"]) == (2, 8, 8)
+        assert mine["hooks"] == other["hooks"] == ["gqsgd_hook"]
+        assert mine["bits"] == other["bits"]
+        assert ("pytorch_lightning" in mine["strategy"]) == (package == "pytorch_lightning")
+    assert [run["config"]["bits"] for run in first] == [8, 4]
+    output = (tmp_path / "output.txt").read_text()
+    assert output.count("gqsgd: 5,376 gradient values in 2 tensors at 8 bits") == 1
+    assert output.count("gqsgd: 5,376 gradient values in 2 tensors at 4 bits") == 1
+    rows = list(csv.DictReader(next(tmp_path.glob("csv/*/metrics.csv")).open()))
+    sent = [float(row["gqsgd/bytes_sent"]) for row in rows if row["gqsgd/bytes_sent"]]
+    assert len(sent) == 8
+    assert sent == sorted(sent)
+    assert {"gqsgd/rel_l2", "gqsgd/encode_s", "gqsgd/wait_s", "gqsgd/exposed_s", "gqsgd/decode_s"} <= set(rows[0])
+    assert 0 < float(rows[-1]["gqsgd/rel_l2"]) < 0.05
+    assert 8 < float(rows[-1]["gqsgd/bits_per_coordinate"]) < 10
+
+
+@pytest.mark.parametrize("name", ["gqsgd_spawn", "gqsgd_fork_find_unused_parameters_true"])
+def test_other_start_methods(name: str, tmp_path: Path) -> None:
+    ((result,),) = start(tmp_path, {"strategy": name})
+    assert result["metrics"]["gqsgd/bytes_sent"] > 0
+
+
+def test_compression_is_close_to_plain_ddp_and_native_equal_to_it(tmp_path: Path) -> None:
+    runs = [{"strategy": "ddp"}, {"strategy": {"reducer": "native"}}, {"strategy": {"bits": 8}}]
+    (ddp, native, quantised), _ = elastic(tmp_path, *runs)
+    assert native["bits"] == ddp["bits"]
+    assert quantised["bits"] != ddp["bits"]
+    assert quantised["metrics"]["loss"] == pytest.approx(ddp["metrics"]["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("reducer", ["auto", "two_shot", "sum"])
+def test_an_interrupted_run_resumes_to_the_same_bits(reducer: str, tmp_path: Path) -> None:
+    strategy = {"bits": 4, "reducer": reducer, "warmup_steps": 3, "seed": 9, "bucket_cap_mb": 0.01}
+    path = str(tmp_path / "last.ckpt")
+    whole = elastic(tmp_path, {"strategy": strategy, "max_epochs": 3})
+    elastic(tmp_path, {"strategy": strategy, "max_epochs": 3, "max_steps": 16, "save": path})
+    saved = torch.load(path, weights_only=True)["gqsgd"]
+    assert (saved["schema"], saved["seed"], saved["step"]) == (1, 9, 16)
+    resumed = elastic(tmp_path, {"strategy": strategy, "max_epochs": 3, "ckpt_path": path})
+    for before, after in zip(whole, resumed, strict=True):
+        assert before[0]["hook_step"] == after[0]["hook_step"] == 24
+        assert before[0]["bits"] == after[0]["bits"]
+
+
+def test_checkpoints_go_between_ddp_and_gqsgd(tmp_path: Path) -> None:
+    plain, quantised = str(tmp_path / "ddp.ckpt"), str(tmp_path / "gqsgd.ckpt")
+    elastic(tmp_path, {"strategy": "ddp", "save": plain}, {"strategy": "gqsgd", "save": quantised})
+    assert "gqsgd" not in torch.load(plain, weights_only=True)
+    runs = [
+        {"strategy": "gqsgd", "ckpt_path": plain, "max_epochs": 2},
+        {"strategy": "ddp", "ckpt_path": quantised, "max_epochs": 2},
+        {"strategy": "gqsgd_4bit", "ckpt_path": quantised, "max_epochs": 2},
+    ]
+    first, second, third = elastic(tmp_path, *runs)[0]
+    assert (first["step"], first["hook_step"]) == (16, 8)  # the dither starts anew
+    assert (second["step"], second["hook_step"]) == (16, None)
+    assert (third["step"], third["hook_step"]) == (16, 16)
+
+
+def test_another_number_of_processes_in_one_process_is_an_error(tmp_path: Path) -> None:
+    output = start(tmp_path, {"strategy": "gqsgd", "devices": 1}, {"strategy": "gqsgd", "devices": 2}, fails=True)
+    assert "this run asks for 2 processes, but the process group of an earlier run in this process has 1" in output
+
+
+def test_unused_parameters_hint_names_this_strategy(tmp_path: Path) -> None:
+    strategy = lightning_gqsgd.GQSGDStrategy()
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before ...")
+    strategy.on_exception(error)
+    assert "strategy='gqsgd_find_unused_parameters_true'" in str(error)
+    assert "GQSGDStrategy(find_unused_parameters=True)" in str(error)
+
+
+NO_IMPORT = "import lightning.pytorch as pl; pl.Trainer(strategy='gqsgd', accelerator='cpu', devices=2, logger=False)"
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_names_are_known_without_an_import_unless_switched_off() -> None:
+    assert _python(NO_IMPORT).returncode == 0
+    off = _python(NO_IMPORT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert "strategy='gqsgd'" in off.stderr
+    assert off.returncode != 0
+    assert _python("import lightning_gqsgd;" + NO_IMPORT, TORCH_DEVICE_BACKEND_AUTOLOAD="0").returncode == 0
+    assert _python(NO_IMPORT + ";import lightning_gqsgd", PL_TRAINER_STRATEGY="gqsgd").returncode == 0
+
+
+def test_autoload_loads_nothing_and_takes_no_time() -> None:
+    code = (
+        "import sys, time; begun = time.process_time(); import lightning_gqsgd; spent = time.process_time() - begun;"
+        "loaded = {name.split('.')[0] for name in sys.modules};"
+        "assert not loaded & {'torch', 'numpy', 'numba', 'lightning', 'pytorch_lightning'}, loaded;"
+        "print(spent)"
+    )
+    done = _python(code, PYTHONDONTWRITEBYTECODE="0")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.05  # 3 ms on an idle machine
+
+
+def test_autoload_warns_and_never_raises() -> None:
+    code = (
+        "import warnings, lightning_gqsgd._autoload as a;"
+        "a._register = lambda *_: 1 / 0;"
+        "warnings.simplefilter('always');"
+        "import lightning.pytorch.strategies"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert "could not register its strategies by name (ZeroDivisionError: division by zero)" in done.stderr
+
+
+ALL_REGISTRIES = """
+import lightning_gqsgd, inspect, importlib.resources
+from lightning.pytorch.strategies import StrategyRegistry as a
+from pytorch_lightning.strategies import StrategyRegistry as b
+from lightning.fabric.strategies import STRATEGY_REGISTRY as c
+from lightning_fabric.strategies import STRATEGY_REGISTRY as d
+import lightning.pytorch.strategies as m
+inspect.getsource(m); importlib.resources.files(m)
+kinds = set()
+for registry in (a, b, c, d):
+    for name in NAMES:
+        one = registry.get(name)
+        kinds.add(type(one))
+        ddp = registry.get(name.replace(NAMES[0], "ddp")) if name.startswith("gqsgd_") is False else None
+        assert one.gqsgd_config.bits == (4 if "4bit" in name else 8)
+        assert one._start_method == NAMES_START[name]
+        assert one._ddp_kwargs.get("find_unused_parameters") == NAMES_UNUSED[name]
+assert len(kinds) == 4, kinds
+import importlib; importlib.reload(m); importlib.reload(lightning_gqsgd)
+"""
+
+
+def test_all_names_are_in_all_four_registries() -> None:
+    names = strategy_names()
+    assert len(names) == 2 * 4 * 3
+    assert {"gqsgd", "gqsgd_4bit", "gqsgd_spawn", "gqsgd_fork_find_unused_parameters_true", "gqsgd_notebook"} <= set(
+        names
+    )
+    code = f"NAMES = {list(names)}\n"
+    code += f"NAMES_START = { {name: one['start_method'] for name, one in names.items()} }\n"
+    code += f"NAMES_UNUSED = { {name: one.get('find_unused_parameters') for name, one in names.items()} }\n"
+    done = _python(code + ALL_REGISTRIES)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_field_is_an_argument() -> None:
+    values = {
+        "codec": "linear",
+        "bits": 5,
+        "block_size": 128,
+        "scale": "local",
+        "dither": "stochastic",
+        "reducer": "two_shot",
+        "min_numel": 7,
+        "exclude": ("*.bias",),
+        "warmup_steps": 3,
+        "seed": 4,
+        "sample_every": 5,
+    }
+    assert set(values) == set(GQSGDConfig.field_names())
+    assert lightning_gqsgd.GQSGDStrategy(**values).gqsgd_config == GQSGDConfig(**values)
+    assert lightning_gqsgd.GQSGDFabricStrategy(**values).gqsgd_config == GQSGDConfig(**values)
+    assert lightning_gqsgd.GQSGDStrategy(preset="gqsgd_4bit", block_size=64).gqsgd_config == GQSGDConfig(
+        bits=4, block_size=64
+    )
+
+
+@pytest.mark.parametrize("strategy", ["GQSGDStrategy", "GQSGDFabricStrategy"])
+def test_arguments_that_cannot_work(strategy: str) -> None:
+    make = getattr(lightning_gqsgd, strategy)
+    with pytest.raises(ConfigError, match="no argument 'bit'; did you mean 'bits'"):
+        make(bit=4)
+    with pytest.raises(ConfigError, match="no argument 'find_unused_params'; did you mean 'find_unused_parameters'"):
+        make(find_unused_params=True)
+    with pytest.raises(ConfigError, match="bits=9 is out of range: 1 to 8"):
+        make(bits=9)
+    with pytest.raises(ConfigError, match="unknown preset 'gqsgd4'"):
+        make(preset="gqsgd4")
+    with pytest.raises(ConfigError, match="drop ddp_comm_hook, or use DDPStrategy"):
+        make(ddp_comm_hook=print)
+    assert make(bits=4, bucket_cap_mb=50, static_graph=True)._ddp_kwargs == {"bucket_cap_mb": 50, "static_graph": True}
