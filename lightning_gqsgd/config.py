@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 CODECS = ("linear",)
-DITHERS = ("subtractive", "stochastic")
+DITHERS = ("adaptive", "subtractive", "stochastic")
 SCALES = ("auto", "global", "local")
 REDUCERS = ("auto", "native", "sum", "two_shot", "gather")
 
@@ -27,12 +27,13 @@ class GQSGDConfig:
 
     Attributes:
         codec: ``"linear"``, uniform levels with dither (QSGD, arXiv 1610.02132; Global-QSGD, arXiv 2305.18627).
-        bits: bits per coordinate on the wire, 1 to 8, whatever the number of ranks. 1 needs subtractive dither.
+        bits: bits per coordinate on the wire, 1 to 8, whatever the number of ranks. 1 excludes stochastic rounding.
         block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536.
         scale: ``"global"`` (the maximum over ranks), ``"local"`` (each rank its own) or ``"auto"`` (what the reducer
             uses).
-        dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12) or ``"stochastic"``
-            (stochastic rounding: Δ²/6 on average, zeros stay zeros).
+        dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12), ``"stochastic"``
+            (stochastic rounding: Δ²/6 on average, zeros stay zeros) or ``"adaptive"`` (in each block the one with the
+            smaller error: stochastic where more than about half is zero; with the reducer ``"sum"``, subtractive).
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"native"`` (no compression) or ``"auto"`` (least predicted
             error).
         min_numel: parameters with fewer elements travel uncompressed inside the same messages.
@@ -49,7 +50,7 @@ class GQSGDConfig:
     bits: int = 8
     block_size: int = 256
     scale: str = "auto"
-    dither: str = "subtractive"
+    dither: str = "adaptive"
     reducer: str = "auto"
     min_numel: int = 1024
     exclude: tuple[str, ...] = ()

@@ -6,6 +6,9 @@ apart, symmetric about zero. A code is the level's number, 0 to K-1, and stands 
 * stochastic: code = floor(y + v) + (K-1)/2, v uniform on [0, 1), K odd, so that zero is a level and stays zero.
 * subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2); the receiver, which knows u, decodes
   (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even and every code of the word is used.
+* adaptive: subtractive, but stochastic in blocks with so many zeros that it has the smaller error there.
+
+Both are unbiased. The choice between them depends on the gradient alone, not on the dither, so adaptive is, too.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.kernels.wire import Quantiser
 
 
 @dataclass(frozen=True)
@@ -22,54 +26,72 @@ class LinearCodec:
 
     Attributes:
         bits: bits of a code on the wire (of the sum of all ranks' codes, where codes are summed).
-        dither: ``"subtractive"`` or ``"stochastic"``.
+        dither: ``"adaptive"``, ``"subtractive"`` or ``"stochastic"``.
     """
 
     bits: int
     dither: str
 
-    @property
-    def stochastic(self) -> bool:
-        """True for stochastic rounding, False for subtractive dither."""
-        return self.dither == "stochastic"
-
-    def levels(self, summed: int = 1) -> int:
+    def levels(self, summed: int = 1, *, odd: bool | None = None) -> int:
         """Number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1) < 2^bits.
 
+        Args:
+            summed: number of ranks whose codes are added before they are decoded.
+            odd: for stochastic rounding, which needs an odd K; None for what the codec does on dense gradients.
+
         Raises:
-            ConfigError: fewer than two levels (three, for stochastic rounding) would be left.
+            ConfigError: fewer than two levels (three, if odd) would be left.
         """
+        odd = self.dither == "stochastic" if odd is None else odd
         levels = (2**self.bits - 1) // summed + 1
-        if self.stochastic:
+        if odd:
             levels -= 1 - levels % 2
-        if levels < (3 if self.stochastic else 2):
-            limit = (2**self.bits - 1) // (2 if self.stochastic else 1)
+        if levels < (3 if odd else 2):
+            limit = (2**self.bits - 1) // (2 if odd else 1)
             raise ConfigError(
-                f"reducer='sum' at bits={self.bits} with {self.dither} dither sums at most {limit} ranks, "
-                f"not {summed}; take more bits or reducer='two_shot'"
+                f"reducer='sum' at bits={self.bits} with {'stochastic' if odd else 'subtractive'} dither sums at most "
+                f"{limit} ranks, not {summed}; take more bits or reducer='two_shot'"
             )
         return levels
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
+        """What the kernels need; ``summed``: codes are added over so many ranks, under scales that all ranks share.
+
+        Sums have one dither in all blocks, since each rank's choice would have to reach the decoder: adaptive is
+        subtractive there.
+
+        Raises:
+            ConfigError: see `levels`.
+        """
+        if self.dither == "stochastic":
+            odd = self.levels(summed or 1)
+            return Quantiser(self.bits, odd, odd, -1.0, summed is not None, block_size)
+        even = odd = self.levels(summed or 1)
+        share = 1.0
+        if self.dither == "adaptive" and summed is None and self.bits > 1:
+            odd = self.levels(odd=True)
+            share = _break_even(even, odd)
+        return Quantiser(self.bits, even, odd, share, summed is not None, block_size)
 
     def step(self, summed: int = 1) -> float:
         """Distance Δ of two levels, in units of the block's scale."""
         return 2.0 / (self.levels(summed) - 1)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of one rank's coordinate, in units of the squared scale.
+        """Mean square error of one rank's coordinate, in units of the squared scale, on dense gradients.
 
         Subtractive dither: Δ²/12 whatever the coordinate. Stochastic rounding: f(1-f) Δ² with f the distance to the
         level below, Δ²/6 for uniform f.
         """
-        return self.step(summed) ** 2 / (6 if self.stochastic else 12)
+        return self.step(summed) ** 2 / (6 if self.dither == "stochastic" else 12)
 
     def omega(self, dimension: int) -> float:
         """Bound ω with E|Q(x) - x|² <= ω |x|² for a block of ``dimension`` coordinates under its own maximum.
 
         Subtractive: dimension Δ²/12 over |x|² >= M². Stochastic: min(d/(4s²), sqrt(d)/s) with s = (K-1)/2 levels on
-            each
-        side (QSGD's bound, arXiv 1610.02132, theorem 3.2, for the maximum norm).
+        each side (QSGD's bound, arXiv 1610.02132, theorem 3.2, for the maximum norm).
         """
-        if not self.stochastic:
+        if self.dither != "stochastic":
             return dimension * self.error_variance()
         s = (self.levels() - 1) / 2
         return min(dimension / (4 * s * s), math.sqrt(dimension) / s)
@@ -85,3 +107,8 @@ class LinearCodec:
         """
         one = self.error_variance(ranks if reducer == "sum" else 1)
         return one / ranks + (one if reducer == "two_shot" else 0.0)
+
+
+def _break_even(levels: int, odd_levels: int) -> float:
+    """Share c of zeros from which stochastic rounding, with steps Δ', has the smaller error: (1-c) Δ'²/6 < Δ²/12."""
+    return 1 - ((odd_levels - 1) / (levels - 1)) ** 2 / 2

@@ -53,10 +53,12 @@ class _Constants(NamedTuple):
     """The quantiser and the number format, typed for the kernels; ``c`` below."""
 
     bits: int
-    stochastic: bool
     summable: bool
     zero: np.int32  # K // 2, the level at zero or next above it
-    middle: np.floating  # (K-1)/2, in the compute type, as are the next four
+    odd_zero: np.int32  # the same for stochastic rounding
+    middle: np.floating  # (K-1)/2, in the compute type, as are the next six
+    odd_middle: np.floating
+    stochastic_from: np.floating  # see `wire.Quantiser`
     each: np.floating  # see `wire.Share`
     rest: np.floating
     largest: np.floating  # the largest finite number
@@ -149,6 +151,18 @@ def _maximum(bits, mask):
     for j in range(bits.size):
         largest = max(largest, bits[j] & mask)
     return largest
+
+
+@_inline
+def _maximum_and_zeros(bits, mask):
+    """Largest magnitude, and the number of zeros."""
+    largest = mask & bits[0]
+    zeros = int32(0)
+    for j in range(bits.size):
+        magnitude = bits[j] & mask
+        largest = max(largest, magnitude)
+        zeros = int32(zeros + int32(magnitude == 0))
+    return largest, zeros
 
 
 @_inline
@@ -266,21 +280,27 @@ def _unpack_words(words64, n, bits, codes):
 
 
 @_inline
-def _scale_code(bits, c):
-    """Scale on the wire for a largest magnitude with these bits: rounded up; all ones if not finite."""
+def _rounded_up(bits, c):
+    """Bits of the scale for a largest magnitude with these bits; of infinity, if it is not finite."""
     if bits >= c.infinity:
-        code = int64(-1)
-    elif bits == 0:
-        code = int64(0)
-    else:
-        code = (max(bits, c.tiny) + (int64(1) << c.shift) - 1) >> c.shift
-    return code
+        bits = c.infinity
+    elif bits > 0:
+        bits = (max(bits, c.tiny) + (int64(1) << c.shift) - 1) >> c.shift << c.shift
+        if bits == c.infinity:  # rounded up to it: the largest finite number
+            bits = c.infinity - 1
+    return bits
+
+
+@_inline
+def _scale_code(bits, stochastic, c):
+    """A scale on the wire: the largest finite number as if it were infinity, what is not finite as all ones."""
+    return int64(-1) if bits == c.infinity else ((bits + 1) >> c.shift) << 1 | int64(stochastic)
 
 
 @_inline
 def _scale_bits(code, c):
-    """Bits of the scale that a code on the wire stands for. Infinity's is the largest finite number, rounded up."""
-    bits = int64(code) << c.shift
+    """Bits of the scale that a code on the wire stands for."""
+    bits = (int64(code) >> 1) << c.shift
     if bits > c.infinity:
         bits = c.infinity
     elif bits == c.infinity:
@@ -289,49 +309,53 @@ def _scale_bits(code, c):
 
 
 @_inline
-def _write(values, largest, k, blocks, base, k0, k1, c, s, w):
-    """One coded block's record. ``largest``: bits of its largest magnitude, or of the scale of all ranks."""
-    if blocks[k, SCALE] >= 0:
-        code = _scale_code(largest, c)
-        w.scales[(blocks[k, SCALE] - base) >> c.scale_shift] = code
-        largest = _scale_bits(code, c)
-    if largest == 0 or largest >= c.infinity:
-        _fill(s.codes[: values.size], 0)
-    else:
-        scale = _float_of(max(largest, c.tiny), c.middle)
-        inverse = c.middle / scale
-        if scale * inverse < c.middle:  # the largest coordinate is to reach the last level
+def _write(values, zeros, scale_bits, k, blocks, base, k0, k1, c, s, w):
+    """One coded block's record. ``zeros``: how many values are zero; ``scale_bits``: the scale as an integer."""
+    stochastic = zeros > c.stochastic_from * values.size
+    if 0 < scale_bits < c.infinity:
+        scale = _float_of(max(scale_bits, c.tiny), c.middle)
+        middle = c.odd_middle if stochastic else c.middle
+        zero = c.odd_zero if stochastic else c.zero
+        inverse = middle / scale
+        if scale * inverse < middle:  # the largest coordinate is to reach the last level
             inverse = inverse * c.up
-        first = _FIRST - float32(c.zero - c.middle)
+        first = _FIRST - float32(zero - middle)
         _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, first, s.u)
-        _quantise(values, inverse, c.middle, s.u, c.zero, s.codes)
+        _quantise(values, inverse, middle, s.u, zero, s.codes)
+    else:
+        _fill(s.codes[: values.size], 0)
+    if blocks[k, SCALE] >= 0:
+        w.scales[(blocks[k, SCALE] - base) >> c.scale_shift] = _scale_code(scale_bits, stochastic, c)
     _pack(s.codes, values.size, c.bits, c.summable, w.bytes, w.words64, blocks[k, CODES] - base)
 
 
 @_inline
 def _read(k, blocks, base, k0, k1, c, add, s, w, out):
     """Set, or add, a coded block's coordinates times ``c.each``; NaN where the scale is not finite."""
-    largest = _scale_bits(w.scales[(blocks[k, SCALE] - base) >> c.scale_shift], c)
-    if largest >= c.infinity:
+    code = int64(w.scales[(blocks[k, SCALE] - base) >> c.scale_shift])
+    scale_bits = _scale_bits(code, c)
+    if scale_bits >= c.infinity:
         _fill(out, np.nan)
-    elif largest == 0 and not add:
+    elif scale_bits == 0 and not add:
         _fill(out, 0)
-    elif largest > 0:
+    elif scale_bits > 0:
+        stochastic = (code & 1) == 1
         _unpack(w.bytes, w.words64, blocks[k, CODES] - base, out.size, c.bits, c.summable, s.codes)
-        if c.stochastic:
-            _fill(s.u[: out.size], c.middle)
+        if stochastic:
+            _fill(s.u[: out.size], c.odd_middle)
         else:
             first = float32(c.middle) + (_FIRST - float32(0.5))
             _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], out.size, first, s.u)
-        _decode_block(_float_of(largest, c.middle) * c.each, c.middle, c, add, s, out)
+        middle = c.odd_middle if stochastic else c.middle
+        _decode_block(_float_of(scale_bits, c.middle) * c.each, middle, stochastic, c, add, s, out)
 
 
 @_inline
-def _decode_block(scale, middle, c, add, s, out):
+def _decode_block(scale, middle, stochastic, c, add, s, out):
     """Coordinates of s.codes under a scale; ``middle``, s.u: the code that stands for zero, and the same dithered."""
     step = scale / middle
     limit = c.largest
-    if c.stochastic:  # the last level is to stand for the scale, exactly
+    if stochastic:  # the last level is to stand for the scale, exactly
         limit = scale
         if step * middle < scale:
             step = step * c.up
@@ -370,8 +394,9 @@ def _encode_kernel(x, x_bits, blocks, maxima, keys, c, s, w):
         if blocks[k, RAW]:
             _copy(x[start : start + n], w.raw[blocks[k, CODES] // w.raw.itemsize :])
         else:
-            largest = int64(maxima[k]) if maxima.size else int64(_maximum(x_bits[start : start + n], c.mask))
-            _write(x[start : start + n], largest, k, blocks, 0, keys[0, 0], keys[0, 1], c, s, w)
+            largest, zeros = _maximum_and_zeros(x_bits[start : start + n], c.mask)
+            scale_bits = int64(maxima[k]) if maxima.size else _rounded_up(int64(largest), c)
+            _write(x[start : start + n], zeros, scale_bits, k, blocks, 0, keys[0, 0], keys[0, 1], c, s, w)
 
 
 @_kernel
@@ -382,8 +407,20 @@ def _reduce_kernel(w, stride, blocks, base, keys, out_keys, c, s, w_out):
         if blocks[k, RAW]:
             _copy(mean, w_out.raw[(blocks[k, CODES] - base) // w_out.raw.itemsize :])
         else:
-            largest = int64(_maximum(s.mean_bits[: mean.size], c.mask))
-            _write(mean, largest, k, blocks, base, out_keys[0, 0], out_keys[0, 1], c, s, w_out)
+            largest, zeros = _maximum_and_zeros(s.mean_bits[: mean.size], c.mask)
+            _write(
+                mean,
+                zeros,
+                _rounded_up(int64(largest), c),
+                k,
+                blocks,
+                base,
+                out_keys[0, 0],
+                out_keys[0, 1],
+                c,
+                s,
+                w_out,
+            )
 
 
 @_kernel
@@ -409,13 +446,14 @@ def _decode_sum_kernel(w, maxima, blocks, x, keys, middle, c, s):
         else:
             _unpack(w.bytes, w.words64, blocks[k, CODES], mean.size, c.bits, c.summable, s.codes)
             _fill(s.u[: mean.size], middle)
-            if not c.stochastic:
+            stochastic = c.stochastic_from < 0
+            if not stochastic:
                 first = _FIRST - float32(0.5)
                 for rank in range(keys.shape[0]):
                     k0, k1 = keys[rank, 0], keys[rank, 1]
                     _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], mean.size, first, s.other)
                     _add_scaled(s.other, float32(1), True, s.u[: mean.size])
-            _decode_block(_float_of(max(int64(maxima[k]), c.tiny), c.middle), middle, c, False, s, mean)
+            _decode_block(_float_of(max(int64(maxima[k]), c.tiny), c.middle), middle, stochastic, c, False, s, mean)
     return bad
 
 
@@ -471,7 +509,7 @@ def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Se
 
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_ANY = Quantiser(bits=8, levels=256, stochastic=False, summable=False, block_size=16)
+_ANY = Quantiser(bits=8, levels=256, odd_levels=255, stochastic_from=1.0, summable=False, block_size=16)
 
 
 @contextmanager
@@ -520,10 +558,12 @@ def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants
     form, share, real, wide = scale_format(dtype), Share.of(sources), _real(dtype), _wide(dtype)
     return _Constants(
         bits=q.bits,
-        stochastic=q.stochastic,
         summable=q.summable,
         zero=np.int32(q.levels // 2),
+        odd_zero=np.int32(q.odd_levels // 2),
         middle=real((q.levels - 1) / 2),
+        odd_middle=real((q.odd_levels - 1) / 2),
+        stochastic_from=real(q.stochastic_from),
         each=real(share.each),
         rest=real(share.rest),
         largest=np.finfo(real).max,

@@ -40,9 +40,7 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     NaN and infinity come out larger than any finite number, so that an integer MAX over ranks keeps them.
     """
     values = _gather(x, blocks, int(blocks[:, LENGTH].max()) if len(blocks) else 1)
-    integer = _INTEGERS[values.dtype]
-    bits = values.abs().view(integer)
-    return bits.amax(dim=1) if len(blocks) else torch.zeros(0, dtype=integer, device=x.device)
+    return _magnitudes(values).amax(dim=1) if len(blocks) else _magnitudes(values)[:, 0]
 
 
 def encode(x: Tensor, blocks: Tensor, wire: Tensor, key: Key, q: Quantiser, maxima: Tensor | None = None) -> None:
@@ -86,13 +84,14 @@ def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Qua
 def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
     """Write the mean that a message of summed codes stands for into ``x``; return the number of non-finite blocks."""
     ranks = len(keys)
-    middle = ranks * (q.levels - 1) / 2
     scales, finite = _from_bits(maxima, COMPUTE_DTYPES[x.dtype])
     codes = _unpack(wire, blocks, 0, q)
-    offset = torch.full(codes.shape, middle, device=x.device)
-    for key in keys if not q.stochastic else ():
+    stochastic = torch.full(scales.shape, q.always_stochastic, device=x.device)
+    middle = torch.full(scales.shape, ranks * (q.levels - 1) / 2, device=x.device)
+    offset = middle[:, None].repeat(1, q.block_size)
+    for key in keys if not q.always_stochastic else ():
         offset += _dither(blocks, key, q.block_size) - 0.5
-    mean = _values(codes, offset, middle, scales, q)
+    mean = _values(codes, offset, middle, scales, stochastic)
     mean[~finite] = torch.nan
     return _scatter(mean, blocks, x)
 
@@ -115,43 +114,43 @@ def _encode(
     if not len(coded):
         return
     form = SCALE_FORMATS[values.dtype]
-    if maxima is None:
-        bits = values.abs().view(_INTEGERS[values.dtype]).amax(dim=1).long()
-        bits = torch.where((bits > 0) & (bits < form.tiny), form.tiny, bits)
-        scale_codes = torch.where(
-            bits >= form.infinity, (1 << 8 * form.nbytes) - 1, (bits + (1 << form.shift) - 1) >> form.shift
-        )
-        sent = coded[:, SCALE] >= 0
-        for byte in range(form.nbytes):
-            wire[coded[sent, SCALE] - base + byte] = (scale_codes[sent] >> 8 * byte & 0xFF).to(torch.uint8)
-        bits = _wire_bits(scale_codes, form)
-    else:
-        bits = maxima[~raw].long()
-    scales, finite = _from_bits(bits, values.dtype)
-    codes = _codes(values, coded, scales, key, q)
+    scale_bits = _rounded_up(_magnitudes(values).amax(dim=1).long(), form) if maxima is None else maxima[~raw].long()
+    scales, finite = _from_bits(scale_bits, values.dtype)
+    stochastic = _rounds_stochastically(values, coded, q)
+    codes = _codes(values, coded, scales, stochastic, key, q)
     codes[~finite | (scales == 0)] = 0
+    sent = coded[:, SCALE] >= 0
+    scale_codes = torch.where(finite, (((scale_bits + 1) >> form.shift) << 1) | stochastic, -1)[sent]
+    for byte in range(form.nbytes):
+        wire[coded[sent, SCALE] - base + byte] = (scale_codes >> 8 * byte & 0xFF).to(torch.uint8)
     _pack(codes, coded, wire, base, q)
 
 
-def _codes(values: Tensor, blocks: Tensor, scales: Tensor, key: Key, q: Quantiser) -> Tensor:
+def _rounds_stochastically(values: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
+    """Which blocks have so many zeros: bool [B]."""
+    zeros = ((values == 0) & _positions(blocks, values.shape[1])[1]).sum(dim=1)
+    share = torch.tensor(q.stochastic_from, dtype=values.dtype, device=values.device)
+    return zeros > share.double() * blocks[:, LENGTH]
+
+
+def _codes(values: Tensor, blocks: Tensor, scales: Tensor, stochastic: Tensor, key: Key, q: Quantiser) -> Tensor:
     """Codes 0 to K-1, int64 [B, block_size]."""
-    middle, zero = (q.levels - 1) / 2, q.levels // 2
-    # Not `middle / scales`, which PyTorch computes as middle times a rounded reciprocal.
-    inverse = torch.full_like(scales, middle) / scales
+    levels = torch.where(stochastic, q.odd_levels, q.levels)
+    middle, zero = ((levels - 1) / 2).to(scales.dtype), levels // 2
+    inverse = middle / scales
     inverse = torch.where(scales * inverse < middle, inverse * (1 + 2 * _ulp(scales.dtype)), inverse)
-    y = (values * inverse[:, None]).clamp(-middle, middle)
-    dither = _dither(blocks, key, q.block_size).to(y.dtype) - (zero - middle)
-    return (y + dither).nan_to_num().floor().long() + zero
+    y = (values * inverse[:, None]).clamp(-middle[:, None], middle[:, None])
+    dither = _dither(blocks, key, q.block_size).to(y.dtype) - (zero - middle)[:, None]
+    return (y + dither).nan_to_num().floor().long() + zero[:, None]
 
 
-def _values(codes: Tensor, offset: Tensor, middle: float, scales: Tensor, q: Quantiser) -> Tensor:
+def _values(codes: Tensor, offset: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
     """Coordinates that (sums of) codes stand for; ``middle``: the code for zero; ``offset``: the same, dithered."""
-    step = scales / torch.full_like(scales, middle)
-    limit = torch.full_like(scales, torch.finfo(scales.dtype).max)
-    if q.stochastic:
-        step = torch.where(step * middle < scales, step * (1 + 2 * _ulp(scales.dtype)), step)
-        limit = scales
-    return ((codes.float() - offset).to(scales.dtype) * step[:, None]).clamp(-limit[:, None], limit[:, None])
+    middle = middle.to(scales.dtype)
+    step = scales / middle
+    step = torch.where(stochastic & (step * middle < scales), step * (1 + 2 * _ulp(scales.dtype)), step)
+    limit = torch.where(stochastic, scales, torch.finfo(scales.dtype).max)[:, None]
+    return ((codes.float() - offset).to(scales.dtype) * step[:, None]).clamp(-limit, limit)
 
 
 def _mean(wires: Tensor, blocks: Tensor, base: int, keys: Sequence[Key], q: Quantiser, dtype: torch.dtype) -> Tensor:
@@ -170,12 +169,11 @@ def _mean(wires: Tensor, blocks: Tensor, base: int, keys: Sequence[Key], q: Quan
         for byte in range(form.nbytes):
             scale_codes |= wire[coded[:, SCALE] - base + byte].long() << 8 * byte
         scales, finite = _from_bits(_wire_bits(scale_codes, form), compute)
-        middle = (q.levels - 1) / 2
-        codes = _unpack(wire, coded, base, q)
-        offset = torch.full(codes.shape, middle, device=wires.device)
-        if not q.stochastic:
-            offset += _dither(coded, key, q.block_size) - 0.5
-        values = _values(codes, offset, middle, scales * share.each, q)
+        stochastic = (scale_codes & 1) == 1
+        middle = (torch.where(stochastic, q.odd_levels, q.levels) - 1) / 2
+        dither = _dither(coded, key, q.block_size) - 0.5
+        offset = middle[:, None] + torch.where(stochastic[:, None], 0, dither)
+        values = _values(_unpack(wire, coded, base, q), offset, middle, scales * share.each, stochastic)
         values[~finite] = torch.nan
         mean[~raw] += values
     mean = mean / torch.full_like(mean, share.rest)
@@ -183,9 +181,21 @@ def _mean(wires: Tensor, blocks: Tensor, base: int, keys: Sequence[Key], q: Quan
     return mean
 
 
+def _magnitudes(values: Tensor) -> Tensor:
+    """Magnitudes as integers, which are ordered like them, with NaN above infinity above everything finite."""
+    return values.abs().view(_INTEGERS[values.dtype])
+
+
+def _rounded_up(bits: Tensor, form: ScaleFormat) -> Tensor:
+    """Bits of the scales for largest magnitudes with these bits; of infinity, where they are not finite."""
+    up = torch.where(bits > 0, (bits.clamp(min=form.tiny) + (1 << form.shift) - 1) >> form.shift << form.shift, 0)
+    up = torch.where(up == form.infinity, form.infinity - 1, up)  # rounded up to it: the largest finite number
+    return torch.where(bits >= form.infinity, form.infinity, up)
+
+
 def _wire_bits(scale_codes: Tensor, form: ScaleFormat) -> Tensor:
-    """Bits of the compute type that scale codes stand for. Infinity's is the largest finite number, rounded up."""
-    bits = scale_codes << form.shift
+    """Bits of the scales that codes on the wire stand for."""
+    bits = (scale_codes >> 1) << form.shift
     bits = torch.where(bits == form.infinity, form.infinity - 1, bits)
     return bits.clamp(max=form.infinity)
 

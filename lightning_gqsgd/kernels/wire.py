@@ -1,9 +1,8 @@
 """What all kernel files agree on: number formats of scales, the dither's hash, and the shape of a quantiser.
 
-Scales travel as an unsigned float with the exponent of the compute type and a short mantissa, rounded up so that no
-coordinate exceeds its scale: 16 bits (8 + 8) for fp32, 32 bits (11 + 21) for fp64. As integers they are ordered like
-the numbers, with NaN above infinity above everything finite. A block that holds NaN or infinity has the scale ``all
-ones``.
+A block's scale travels as an unsigned float with the exponent of the compute type and a short mantissa, rounded up so
+that no coordinate exceeds it, and one more bit: 1 if the block was rounded stochastically, 0 if by subtractive dither.
+That is 16 bits (8 + 7 + 1) for fp32, 32 bits (11 + 20 + 1) for fp64. A block that holds NaN or infinity has all ones.
 
 The dither of coordinate j of block ``index`` of parameter ``parameter``, under the two 32-bit keys k0, k1 of (seed,
 step, rank), all arithmetic modulo 2^32:
@@ -35,7 +34,7 @@ class ScaleFormat(NamedTuple):
     """How a block's largest magnitude, as the bits of the compute type, becomes the scale on the wire.
 
     Attributes:
-        shift: bits of the mantissa that are dropped.
+        shift: bits of the mantissa that are dropped (the rest then moves up by one, to make room for the flag).
         infinity: bits of infinity; anything from there on is not finite.
         tiny: bits of the smallest scale used: below it, 1/Δ would overflow.
         nbytes: bytes on the wire.
@@ -50,8 +49,8 @@ class ScaleFormat(NamedTuple):
 
 
 SCALE_FORMATS = {
-    torch.float32: ScaleFormat(shift=15, infinity=0x7F800000, tiny=(127 - 118) << 23, nbytes=2, raw_bytes=4),
-    torch.float64: ScaleFormat(shift=31, infinity=0x7FF0000000000000, tiny=(1023 - 1014) << 52, nbytes=4, raw_bytes=8),
+    torch.float32: ScaleFormat(shift=16, infinity=0x7F800000, tiny=(127 - 118) << 23, nbytes=2, raw_bytes=4),
+    torch.float64: ScaleFormat(shift=32, infinity=0x7FF0000000000000, tiny=(1023 - 1014) << 52, nbytes=4, raw_bytes=8),
 }
 
 #: Gradient dtype -> dtype in which it is quantised, summed and, uncompressed, sent.
@@ -84,17 +83,25 @@ class Quantiser(NamedTuple):
 
     Attributes:
         bits: bits per code on the wire.
-        levels: number of levels K per rank; codes are 0 to K-1.
-        stochastic: stochastic rounding instead of subtractive dither.
+        levels: number of levels K per rank under subtractive dither; codes are 0 to K-1.
+        odd_levels: the same under stochastic rounding.
+        stochastic_from: a block is rounded stochastically if more than this share of its coordinates is zero: always
+            below 0, never at 1.
         summable: codes lie in lanes whose sums do not overflow.
         block_size: the most coordinates a block has.
     """
 
     bits: int
     levels: int
-    stochastic: bool
+    odd_levels: int
+    stochastic_from: float
     summable: bool
     block_size: int
+
+    @property
+    def always_stochastic(self) -> bool:
+        """Which dither codes have whose scale comes from elsewhere, so that no flag travels with it."""
+        return self.stochastic_from < 0
 
 
 Key = tuple[int, int]

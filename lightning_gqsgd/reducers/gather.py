@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.wire import Quantiser, scale_format
+from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import place
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
 
@@ -20,13 +20,7 @@ class Gather:
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, self.ranks, form = setting.config, setting.ranks, scale_format(setting.dtype)
-        self.quantiser = Quantiser(
-            bits=config.bits,
-            levels=setting.codec.levels(),
-            stochastic=setting.codec.stochastic,
-            summable=False,
-            block_size=config.block_size,
-        )
+        self.quantiser = setting.codec.quantiser(config.block_size)
         self.layout = place(table, shards=1, bits=config.bits, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes)
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = (self.ranks - 1) * self.message_bytes

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.wire import Quantiser
 from lightning_gqsgd.layout import RAW, place
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.two_shot import TwoShot
@@ -23,13 +22,7 @@ class Sum:
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, ranks = setting.config, setting.ranks
-        self.quantiser = Quantiser(
-            bits=config.bits,
-            levels=setting.codec.levels(summed=ranks),
-            stochastic=setting.codec.stochastic,
-            summable=True,
-            block_size=config.block_size,
-        )
+        self.quantiser = setting.codec.quantiser(config.block_size, summed=ranks)
         raw = table[:, RAW] == 1
         self.layout = place(table[~raw], shards=1, bits=config.bits, scale_bytes=0, raw_bytes=0, summable=True)
         self.raw = TwoShot(table[raw], setting)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.wire import Quantiser, scale_format
+from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import place
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes
 
@@ -21,13 +21,7 @@ class TwoShot:
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, self.ranks, form = setting.config, setting.ranks, scale_format(setting.dtype)
-        self.quantiser = Quantiser(
-            bits=config.bits,
-            levels=setting.codec.levels(),
-            stochastic=setting.codec.stochastic,
-            summable=False,
-            block_size=config.block_size,
-        )
+        self.quantiser = setting.codec.quantiser(config.block_size)
         self.layout = place(
             table, shards=self.ranks, bits=config.bits, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes
         )
