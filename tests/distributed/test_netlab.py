@@ -1,0 +1,167 @@
+"""The lab of network namespaces. Most tests need root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import netlab
+from benchmarks.netlab import NetLab, NetLabError, parse_rate
+
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
+)
+
+
+def _namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout  # noqa: S607
+
+
+def _cli(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.netlab", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_rates() -> None:
+    assert parse_rate("1gbit") == 10**9
+    assert parse_rate("2.5Gbit") == 2_500_000_000
+    assert parse_rate("100mbit") == 10**8
+    assert parse_rate("none") is None
+    for bad in ("1", "fast", "1 gbit", "-1gbit", "1gbps", ""):
+        with pytest.raises(NetLabError, match="write e.g. 100mbit"):
+            parse_rate(bad)
+    with pytest.raises(NetLabError, match="1mbit to 100gbit"):
+        parse_rate("10kbit")
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hosts in (0, 65):
+        with pytest.raises(NetLabError, match=f"hosts={hosts} is out of range: 1 to 64"):
+            NetLab(hosts)
+    monkeypatch.setattr(netlab.shutil, "which", lambda _: None)
+    with pytest.raises(NetLabError, match="apt-get install iproute2"), NetLab(2):
+        pass
+    monkeypatch.setattr(netlab.shutil, "which", lambda name: name)
+    monkeypatch.setattr(netlab.os, "geteuid", lambda: 1000)
+    with pytest.raises(NetLabError, match="needs root; run the same command with sudo"), NetLab(2):
+        pass
+
+
+def test_command_line_wants_a_command() -> None:
+    assert "give a command after --, or --check" in _cli("--hosts", "2").stderr
+    done = _cli("--rate", "quick", "--", "true")
+    assert done.returncode == 2
+    assert "write e.g. 100mbit" in done.stderr
+
+
+ALLREDUCE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.full((1000,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+print("sum", x[0].item(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+dist.destroy_process_group()
+"""
+
+
+@needs_root
+def test_hosts_reach_each_other_in_torchruns_environment() -> None:
+    done = _cli("--hosts", "3", "--rate", "100mbit", "--", sys.executable, "-c", ALLREDUCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for host in range(3):
+        assert f"[host{host}] sum 6.0 {host} 0 3" in done.stdout
+    assert f"{netlab.PREFIX}-" not in _namespaces()
+
+
+@needs_root
+def test_a_failing_host_ends_the_others() -> None:
+    code = "import os, sys, time; time.sleep(60) if os.environ['RANK'] == '0' else sys.exit(3)"
+    begun = time.monotonic()
+    done = _cli("--", sys.executable, "-c", code)
+    assert done.returncode == 3
+    assert time.monotonic() - begun < 30
+    assert f"{netlab.PREFIX}-" not in _namespaces()
+
+
+@needs_root
+def test_timeout() -> None:
+    done = _cli("--timeout", "1", "--", "sleep", "60")
+    assert done.returncode == 124
+    assert "stopped after 1 s" in done.stdout
+
+
+@needs_root
+def test_links_are_shaped_in_both_directions() -> None:
+    with NetLab(2, "20mbit") as lab:
+        assert 0.5 * 20e6 < lab.measure(2_000_000) < 1.5 * 20e6
+
+
+@needs_root
+def test_a_command_that_does_not_exist() -> None:
+    with NetLab(1) as lab, pytest.raises(NetLabError, match="command 'trian.py' was not found"):
+        lab.popen(0, ["trian.py"])
+
+
+@needs_root
+def test_nothing_is_left_after_an_exception() -> None:
+    processes = []
+
+    def fail() -> None:
+        with NetLab(2) as lab:
+            processes.append(lab.popen(0, ["sleep", "60"]))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    (process,) = processes
+    assert process.poll() is not None
+    assert f"{netlab.PREFIX}-{os.getpid()}" not in _namespaces()
+
+
+@needs_root
+def test_nothing_is_left_after_a_failure_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netlab, "_shape", lambda *_: netlab._run("tc", "nonsense"))
+    with pytest.raises(NetLabError, match="'tc nonsense' failed"), NetLab(2):
+        pass
+    assert f"{netlab.PREFIX}-{os.getpid()}" not in _namespaces()
+
+
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    command = [
+        "--",
+        sys.executable,
+        "-c",
+        f"open(r'{tmp_path}/pid', 'w').write(str(__import__('os').getpid()));input()",
+    ]
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.netlab", "--hosts", "1", *command], stdin=subprocess.PIPE
+    )
+    file = tmp_path / "pid"
+    deadline = time.monotonic() + 30
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    driver.send_signal(number)
+    driver.wait(30)
+    if number == signal.SIGKILL:
+        assert f"{netlab.PREFIX}-{driver.pid}-" in _namespaces()
+        netlab.remove_leftovers()  # the next lab does it
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{file.read_text()}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{file.read_text()}")
+    assert f"{netlab.PREFIX}-{driver.pid}-" not in _namespaces()
