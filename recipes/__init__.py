@@ -1,0 +1,1 @@
+"""Training recipes: `run.py` trains once, `compare.py` trains one task under several strategies."""

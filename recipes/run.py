@@ -1,0 +1,197 @@
+"""One training run: ``python recipes/run.py +exp=quickstart strategy=gqsgd logger=wandb``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import Logger, WandbLogger
+from omegaconf import DictConfig, OmegaConf
+
+import lightning_gqsgd  # registers its strategies
+from recipes.tasks.baselines import StrategyError
+from recipes.tasks.building import TargetError, build
+from recipes.tasks.classifier import ImageClassifier, SGDSettings
+from recipes.tasks.clock import TrainingClock
+from recipes.tasks.communication import CommunicationCounter
+from recipes.tasks.exposed import ExposedCommunication
+from recipes.tasks.images import DataError, ImageDataModule
+from recipes.tasks.launch import cluster_environment, hydra_arguments, is_rank_zero, local_processes, set_threads
+from recipes.tasks.loggers import METRICS_FILE, ContinuedCSVLogger
+from recipes.tasks.progress import PlainProgress
+from recipes.tasks.report import StartupSummary, finish, run_facts
+
+CHECKPOINTS = "checkpoints"
+LAST = "last.ckpt"
+
+
+class RunError(RuntimeError):
+    """A run that cannot be made as asked; the message names the remedy."""
+
+
+def train(cfg: DictConfig, folder: Path) -> float:
+    """Train as ``cfg`` says, with all files below ``folder``; returns the final accuracy, 0 to 1.
+
+    Raises:
+        RunError, DataError, StrategyError, TargetError: with what to change.
+    """
+    threads = set_threads(
+        cfg.threads, local_processes(cfg.trainer.accelerator, cfg.trainer.devices), environment=os.environ
+    )
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    _silence_known_messages()
+    checkpoint = find_checkpoint(cfg, folder)
+
+    data: ImageDataModule = build(cfg.data)
+    if is_rank_zero():
+        # Before anything is named: the name of the data may turn out to be that of the fallback. The other processes
+        # start later, or wait for this one to join the process group.
+        data.prepare_data()
+    config = _plain(cfg)
+    config["data"]["name"] = data.data_name
+    title = f"{cfg.title} on {data.data_name}"
+
+    network = build(cfg.model, leave_out=("name",))
+    module = ImageClassifier(network, cfg.data.num_classes, SGDSettings(**config["optimizer"]))
+    numbers = clock, counter, exposed = TrainingClock(), CommunicationCounter(), ExposedCommunication()
+    parameters = sum(p.numel() for p in network.parameters())
+    facts = {
+        "data": f"{data.data_name}, {cfg.data.batch_size} samples per process and step",
+        "model": f"{cfg.model.name}, {parameters / 1e6:.2f} M parameters",
+        "strategy": _described(config["strategy"]),
+        "threads": f"{threads} per process",
+        "folder": str(folder),
+    }
+    callbacks: list[Callback] = [clock, counter, exposed, StartupSummary(title, facts)]
+    interactive = sys.stdout.isatty()
+    callbacks.append(RichProgressBar() if interactive else PlainProgress())
+    if cfg.checkpoint:
+        # One file, written over after each validation; saving is atomic.
+        callbacks.append(
+            ModelCheckpoint(folder / CHECKPOINTS, filename=Path(LAST).stem, save_top_k=1, enable_version_counter=False)
+        )
+    trainer = Trainer(
+        **config["trainer"],
+        strategy=build(cfg.strategy, leave_out=("name",)),
+        plugins=cluster_environment(os.environ),
+        logger=_loggers(cfg, config, folder, f"{title}, {cfg.strategy.name}, seed {cfg.seed}", checkpoint),
+        callbacks=callbacks,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        enable_progress_bar=interactive,
+        enable_checkpointing=bool(cfg.checkpoint),
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    if cfg.test:
+        trainer.test(module, datamodule=data, verbose=False)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+    result = run_facts(config, data, module, trainer, numbers)
+    if trainer.is_global_zero:
+        finish(folder, result, str(folder / CHECKPOINTS / LAST) if cfg.checkpoint else None)
+    metrics = result["metrics"]
+    return metrics.get("test/acc", metrics.get("val/acc", float("nan")))
+
+
+def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
+    """The checkpoint to go on from, or None for a new run.
+
+    Raises:
+        RunError: one is asked for and there is none.
+    """
+    if cfg.ckpt_path:
+        if not Path(cfg.ckpt_path).is_file():
+            raise RunError(f"ckpt_path={cfg.ckpt_path} is no file; name a last.ckpt, or take resume=true")
+        return str(cfg.ckpt_path)
+    if not cfg.resume:
+        return None
+    own = folder / CHECKPOINTS / LAST
+    if own.is_file():
+        return str(own)
+    earlier = sorted(Path(cfg.run_root).glob(f"*/{CHECKPOINTS}/{LAST}"), key=lambda file: file.stat().st_mtime)
+    if not earlier:
+        raise RunError(
+            f"resume=true: there is no {CHECKPOINTS}/{LAST} in {folder} nor in any folder of {cfg.run_root}; "
+            "leave resume out for a new run, or name a file with ckpt_path=PATH"
+        )
+    return str(earlier[-1])
+
+
+def _loggers(cfg: DictConfig, config: dict[str, Any], folder: Path, name: str, checkpoint: str | None) -> list[Logger]:
+    """The CSV logger, always, and the chosen one; both know the whole configuration."""
+    if checkpoint:
+        step = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
+        csv = ContinuedCSVLogger(folder, Path(checkpoint).parents[1] / METRICS_FILE, before_step=step)
+    else:
+        csv = ContinuedCSVLogger(folder)
+    loggers: list[Logger] = [csv]
+    if "_target_" in cfg.logger:
+        loggers.append(build(cfg.logger, leave_out=("name",), folder=str(folder), run_name=name, group=cfg.title))
+    for logger in loggers:
+        logger.log_hyperparams(config)
+    return loggers
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def _described(strategy: dict[str, Any]) -> str:
+    settings = ", ".join(f"{key}={value}" for key, value in strategy.items() if key not in ("name", "_target_"))
+    return f"{strategy['name']} ({settings})" if settings else str(strategy["name"])
+
+
+def _silence_known_messages() -> None:
+    # Data is in memory: worker processes would only take cores away.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # In evaluation, equal numbers of batches are wanted: DDP synchronises buffers in every forward pass.
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    # Time and bytes are those of one process, not means over processes.
+    warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True.*")
+    # A resumed run has a folder of its own.
+    warnings.filterwarnings("ignore", message="The dirpath has changed from.*")
+    # Lightning's own use of torch.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.. is deprecated.*")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _refuse_sweeps_of_processes(cfg: DictConfig) -> None:
+    several = local_processes(cfg.trainer.accelerator, cfg.trainer.devices) * cfg.trainer.num_nodes > 1
+    if HydraConfig.get().mode == RunMode.MULTIRUN and several:
+        raise RunError(
+            "-m / --multirun cannot be used with several processes: every process would run the whole sweep. "
+            "Take recipes/compare.py, which starts a fresh run for every combination"
+        )
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg: DictConfig) -> float:
+    try:
+        _refuse_sweeps_of_processes(cfg)
+        return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+    except (RunError, DataError, StrategyError, TargetError, lightning_gqsgd.ConfigError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            raise
+        sys.exit(f"{type(error).__name__}: {error}")  # these messages say all; a traceback would hide them
+
+
+if __name__ == "__main__":
+    sys.argv += hydra_arguments(sys.argv[1:], os.environ)
+    main()

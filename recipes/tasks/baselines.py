@@ -1,0 +1,97 @@
+"""DistributedDataParallel with torch's own compression hooks, the same on every device.
+
+Lightning registers communication hooks on CUDA only, without a word; and it leaves the process group open at exit on
+every backend but NCCL, upon which Gloo's threads now and then abort a finished run with exit code 134.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+HOOKS = ("none", "bf16", "fp16", "powersgd")
+
+
+class StrategyError(RuntimeError):
+    """A strategy that cannot work here; the message names reason and remedy."""
+
+
+class BaselineDDPStrategy(DDPStrategy):
+    """DDPStrategy with one of torch's communication hooks.
+
+    Args:
+        hook: ``"none"`` (gradients in their own type), ``"bf16"``, ``"fp16"`` or ``"powersgd"`` (CUDA only).
+        powersgd_rank: rank of PowerSGD's approximation.
+        powersgd_start: first optimizer steps in which PowerSGD does not compress, at least 2.
+        **arguments: of DDPStrategy.
+
+    Raises:
+        StrategyError: an unknown hook; at set-up, PowerSGD without CUDA, or a process group of another size.
+    """
+
+    def __init__(self, hook: str = "none", powersgd_rank: int = 4, powersgd_start: int = 100, **arguments: Any) -> None:
+        if hook not in HOOKS:
+            raise StrategyError(f"hook={hook!r} is not one of {', '.join(HOOKS)}")
+        super().__init__(**arguments)
+        self._hook = hook
+        self._powersgd_rank, self._powersgd_start = powersgd_rank, powersgd_start
+        self._powersgd: powerSGD_hook.PowerSGDState | None = None
+        self._compressed_before = 0
+
+    def setup_environment(self) -> None:
+        # The trainer knows the device here, and nothing has been connected yet.
+        if self._hook == "powersgd" and self.root_device.type != "cuda":
+            raise StrategyError(
+                f"strategy=powersgd needs CUDA, this is {self.root_device.type}: torch's PowerSGD hook starts "
+                "collectives from inside a callback, and Gloo aborts the process on that. "
+                "Take trainer=gpu, or strategy=ddp_bf16 or gqsgd_4bit"
+            )
+        super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        size = dist.get_world_size()
+        if size != self.world_size:
+            raise StrategyError(
+                f"this process already has a process group of {size} processes, the trainer wants {self.world_size}; "
+                "start a fresh process for every number of processes"
+            )
+        # At exit and not at the end of fit: testing and further fits use the same group.
+        atexit.unregister(_destroy_process_group)
+        atexit.register(_destroy_process_group)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        model = self.model
+        assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        self._numel_by_itemsize = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
+        if self._hook == "bf16":
+            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif self._hook == "fp16":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self._hook == "powersgd":
+            self._powersgd = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=self._powersgd_rank,
+                start_powerSGD_iter=self._powersgd_start,
+            )
+            model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
+
+    def bytes_sent_in_step(self, ring_factor: float) -> float:
+        """Bytes that a ring allreduce of the last step's gradients has sent from this process."""
+        compressed = self._powersgd.total_numel_after_compression if self._powersgd else 0
+        newly, self._compressed_before = compressed - self._compressed_before, compressed
+        if newly:
+            return ring_factor * newly * 4
+        two_bytes = self._hook in ("bf16", "fp16")
+        return ring_factor * sum(numel * (2 if two_bytes else size) for numel, size in self._numel_by_itemsize)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

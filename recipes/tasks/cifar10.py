@@ -1,0 +1,181 @@
+"""CIFAR-10 from wherever it is to be had, and the digits when it is not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from torchvision.datasets import CIFAR10
+
+from recipes.tasks import jpegs
+from recipes.tasks.digits import load_digits
+from recipes.tasks.images import DataError, ImageDataModule, ImageSet
+
+REMEDY = (
+    "name it with data.root=PATH (torchvision's folder, a folder train/CLASS/*.jpg + test/CLASS/*.jpg, or a tar of it) "
+    "or run once with data.download=true where there is a network"
+)
+
+
+class Cifar10Data(ImageDataModule):
+    """CIFAR-10 as a data module; the sources are those of ``conf/data/cifar10.yaml``, in that order.
+
+    Args:
+        root: folder or archive; what is named here is used or refused, never replaced.
+        download: whether torchvision may download the data set to ``cache_dir``.
+        download_timeout: seconds without an answer after which the network counts as absent.
+        fallback: whether the digits stand in when there is no CIFAR-10.
+        cache_dir: folder of decoded images and downloads; None: ``~/.cache/lightning_gqsgd``.
+        **images: see `ImageDataModule`.
+    """
+
+    def __init__(
+        self,
+        root: str | None = None,
+        download: bool = True,
+        download_timeout: float = 10,
+        fallback: bool = True,
+        cache_dir: str | None = None,
+        **images: Any,
+    ) -> None:
+        super().__init__(**images)
+        self._root = Path(root).expanduser() if root else None
+        self._download, self._timeout, self._fallback = download, download_timeout, fallback
+        self._cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+        self._prepared = False
+
+    def prepare_data(self) -> None:
+        """Download or decode, once per machine; says so when the digits stand in.
+
+        Raises:
+            DataError: ``root`` is not what it should be, or there is no CIFAR-10 and ``fallback`` is off.
+        """
+        if self._prepared:
+            return  # Lightning asks again after run.py has
+        if self._root is not None:
+            self._from_root(self._root)
+        elif not self._downloaded():
+            reason = self._try_download()
+            if reason and not self._fallback:
+                raise DataError(f"there is no CIFAR-10: {reason}; {REMEDY}")
+            if reason:
+                self.data_name = self.fallback_name
+                self._announce_fallback(reason)
+        self._prepared = True
+
+    def load(self) -> ImageSet:
+        if self._root is not None:
+            return self._from_root(self._root)
+        if self._downloaded():
+            return from_torchvision(self._cache, self.data_name)
+        if not self._fallback:
+            raise DataError(f"there is no CIFAR-10 in {self._cache}; {REMEDY}")
+        self._flip = False  # the mirror image of a digit is another sign
+        return load_digits(self.fallback_name, self.image_size, self.channels)
+
+    @property
+    def fallback_name(self) -> str:
+        """What the digits are called when they stand in."""
+        return f"digits{self.image_size} (fallback)"
+
+    def _from_root(self, root: Path) -> ImageSet:
+        if not root.exists():
+            raise DataError(f"data.root={root} does not exist; {REMEDY}")
+        if root.is_file():
+            if not jpegs.is_archive(root):
+                raise DataError(f"data.root={root} is no {', '.join(jpegs.ARCHIVES)}; {REMEDY}")
+        elif (root / CIFAR10.base_folder).is_dir():
+            return from_torchvision(root, self.data_name)
+        elif root.name == CIFAR10.base_folder:
+            return from_torchvision(root.parent, self.data_name)
+        elif not all((root / split).is_dir() for split in jpegs.SPLITS):
+            raise DataError(f"data.root={root} holds neither {CIFAR10.base_folder} nor train and test; {REMEDY}")
+        return jpegs.load_cached(root, self._cache, self.data_name, self.image_size, self.channels)
+
+    def _downloaded(self) -> bool:
+        return (self._cache / CIFAR10.base_folder).is_dir()
+
+    def _try_download(self) -> str | None:
+        """Download; why not, in words, if it does not work."""
+        if not self._download:
+            return f"data.root is not set, {self._cache} holds none, and data.download is off"
+        problem = unreachable(CIFAR10.url, self._timeout)
+        if problem:
+            return f"data.root is not set, {self._cache} holds none, and {CIFAR10.url} does not answer ({problem})"
+        try:
+            with _socket_timeout(self._timeout), redirect_stdout(None):
+                CIFAR10(str(self._cache), download=True)
+        except (OSError, RuntimeError, EOFError) as error:
+            return f"data.root is not set, and the download of {CIFAR10.url} failed ({error})"
+        return None
+
+    @rank_zero_only
+    def _announce_fallback(self, reason: str) -> None:
+        Console(stderr=True, soft_wrap=True).print(
+            f"[bold yellow]CIFAR-10 is not here:[/] {reason}.\n"
+            f"[bold yellow]Training on scikit-learn's digits at {self.image_size}x{self.image_size} instead[/], "
+            f"named {self.fallback_name!r} in this run.\n"
+            f"For CIFAR-10, {REMEDY}; data.fallback=false makes its absence an error.",
+            highlight=False,
+        )
+
+
+def default_cache_dir() -> Path:
+    """``lightning_gqsgd`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
+
+
+def from_torchvision(root: Path, name: str) -> ImageSet:
+    """CIFAR-10 from torchvision's folder, whose files are checked against their known digests before they are read.
+
+    Raises:
+        DataError: files are missing or damaged.
+    """
+    try:
+        train, test = CIFAR10(str(root), train=True), CIFAR10(str(root), train=False)
+    except RuntimeError as error:
+        damaged = root / CIFAR10.base_folder
+        raise DataError(f"{damaged} is incomplete or damaged ({error}); delete it or {REMEDY}") from error
+    labels = [np.asarray(part.targets, dtype=np.int64) for part in (train, test)]
+    return ImageSet(name, train.data, labels[0], test.data, labels[1], tuple(train.classes))
+
+
+def unreachable(url: str, timeout: float) -> str | None:
+    """Why a URL does not answer within ``timeout`` seconds, or None if it does.
+
+    In a thread of its own: without a network the look-up of a name alone may block for minutes, and has no timeout.
+    """
+    outcome: list[str | None] = [f"no answer within {timeout:g} s"]
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD")  # noqa: S310  (the URL is torchvision's constant)
+            with urllib.request.urlopen(request, timeout=timeout):  # noqa: S310
+                outcome[0] = None
+        except (OSError, urllib.error.URLError) as error:
+            outcome[0] = str(getattr(error, "reason", error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return outcome[0]
+
+
+@contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -1,0 +1,214 @@
+"""Small image collections held in memory, as a LightningDataModule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.tasks.augmentation import augment
+
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+IndexedBatch = tuple[Tensor, Tensor, Tensor]
+
+
+class DataError(RuntimeError):
+    """Data that is absent or not what the configuration says; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """A training and a test split.
+
+    Attributes:
+        name: what runs, dashboards and plots call it.
+        train_images, test_images: uint8 (N, height, width, channels).
+        train_labels, test_labels: int64 (N,), indices into ``classes``.
+    """
+
+    name: str
+    train_images: Images
+    train_labels: Labels
+    test_images: Images
+    test_labels: Labels
+    classes: tuple[str, ...]
+
+    def part(self, train: int | None, test: int | None) -> ImageSet:
+        """A stratified part with ``train`` and ``test`` images, the same in every run; None: all of them."""
+        if train is None and test is None:
+            return self
+        rows = stratified(self.train_labels, train, "data.train_samples")
+        test_rows = stratified(self.test_labels, test, "data.test_samples")
+        return replace(
+            self,
+            train_images=self.train_images[rows],
+            train_labels=self.train_labels[rows],
+            test_images=self.test_images[test_rows],
+            test_labels=self.test_labels[test_rows],
+        )
+
+
+def stratified(labels: Labels, count: int | None, setting: str) -> NDArray[np.int64]:
+    """Indices of ``count`` samples with the classes in proportion, the same in every run; None: all, in order.
+
+    Raises:
+        DataError: more than there are, or none; ``setting`` is the name in the message.
+    """
+    if count is None:
+        return np.arange(len(labels))
+    if not 1 <= count <= len(labels):
+        raise DataError(f"{setting}={count} is out of range: 1 to {len(labels)}")
+    shuffled = np.random.default_rng(0).permutation(len(labels))
+    place = np.empty(len(labels))  # of each sample inside its class, as a fraction
+    for label in np.unique(labels):
+        rows = shuffled[labels[shuffled] == label]
+        place[rows] = (np.arange(len(rows)) + 0.5) / len(rows)
+    return np.sort(shuffled[np.argsort(place[shuffled], kind="stable")][:count])
+
+
+class _Rows(Dataset[IndexedBatch]):
+    """Batches (images, labels, indices) by one indexing operation, not image by image."""
+
+    def __init__(self, images: Images, labels: Labels) -> None:
+        self._images, self._labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> IndexedBatch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> IndexedBatch:
+        rows = np.asarray(indices, dtype=np.int64)
+        return torch.from_numpy(self._images[rows]), torch.from_numpy(self._labels[rows]), torch.from_numpy(rows)
+
+
+def _as_is(batch: IndexedBatch) -> IndexedBatch:
+    return batch
+
+
+class ImageDataModule(LightningDataModule):
+    """Loads an `ImageSet`, augments and normalises whole batches on the training device.
+
+    Validation and test are the same split: nothing is chosen by it, the last weights are the result.
+
+    Args:
+        name: name of the data in runs and plots.
+        batch_size: samples per process and step.
+        image_size, channels, num_classes: shape of images and number of classes.
+        train_samples, test_samples: size of a stratified part; None: all.
+        shift, flip, seed: see `augmentation.augment`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        batch_size: int,
+        image_size: int,
+        channels: int,
+        num_classes: int,
+        train_samples: int | None = None,
+        test_samples: int | None = None,
+        shift: int = 0,
+        flip: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise DataError(f"data.batch_size={batch_size} must be at least 1")
+        self.data_name = name
+        self.batch_size, self.num_classes = batch_size, num_classes
+        self.image_size, self.channels = image_size, channels
+        self._train_samples, self._test_samples = train_samples, test_samples
+        self._shift, self._flip, self._seed = shift, flip, seed
+        self._set: ImageSet | None = None
+
+    def load(self) -> ImageSet:
+        """The whole collection, from what `prepare_data` has left on this machine."""
+        raise NotImplementedError
+
+    @property
+    def images(self) -> ImageSet:
+        """The collection in use.
+
+        Raises:
+            DataError: before `setup`.
+        """
+        if self._set is None:
+            raise DataError("the data is not loaded; call setup() first")
+        return self._set
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load, check and cut down the collection; on every process.
+
+        Raises:
+            DataError: the images are not what the configuration says, or the processes have found different data.
+        """
+        if self._set is not None:
+            return
+        found = self.load()
+        shape = (self.image_size, self.image_size, self.channels)
+        if found.train_images.shape[1:] != shape or found.test_images.shape[1:] != shape:
+            found_shape = found.train_images.shape[1:]
+            raise DataError(f"images of {found.name} have shape {found_shape}, the configuration says {shape}")
+        if len(found.classes) != self.num_classes:
+            count = len(found.classes)
+            raise DataError(f"{found.name} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
+        self._check_same_everywhere(found)
+        self.data_name = found.name
+        self._set = found.part(self._train_samples, self._test_samples)
+        # At most some thousand images, evenly spread: the statistics need no more, and float copies of all are large.
+        some = self._set.train_images[:: max(1, len(self._set.train_images) // 5000)].astype(np.float32)
+        self._mean = torch.from_numpy(some.mean((0, 1, 2)))
+        self._std = torch.from_numpy(some.std((0, 1, 2))).clamp_min(1.0)
+
+    def train_dataloader(self) -> DataLoader[IndexedBatch]:
+        images = self.images
+        processes = self.trainer.world_size if self.trainer else 1
+        if len(images.train_labels) < self.batch_size * processes:
+            raise DataError(
+                f"{len(images.train_labels)} training samples do not fill one step of {processes} processes with "
+                f"data.batch_size={self.batch_size}; lower data.batch_size or raise data.train_samples"
+            )
+        return self._loader(images.train_images, images.train_labels, train=True)
+
+    def val_dataloader(self) -> DataLoader[IndexedBatch]:
+        return self._loader(self.images.test_images, self.images.test_labels, train=False)
+
+    def test_dataloader(self) -> DataLoader[IndexedBatch]:
+        return self.val_dataloader()
+
+    def on_after_batch_transfer(self, batch: IndexedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Float images (N, C, H, W) in channels-last memory, and labels; augmented in training."""
+        images, labels, indices = batch
+        if self.trainer is not None and self.trainer.training:
+            epoch = self.trainer.current_epoch
+            images = augment(images, indices, seed=self._seed, epoch=epoch, shift=self._shift, flip=self._flip)
+        scaled = (images.float() - self._mean.to(images.device)) / self._std.to(images.device)
+        return scaled.permute(0, 3, 1, 2), labels
+
+    def _loader(self, images: Images, labels: Labels, train: bool) -> DataLoader[IndexedBatch]:
+        # No worker processes: a batch is one indexing operation, and they would compete with training for the cores.
+        # Lightning puts a DistributedSampler in place of the default one.
+        size = self.batch_size if train else max(self.batch_size, 256)
+        rows: Any = _Rows(images, labels)
+        as_is: Any = _as_is
+        return DataLoader(rows, batch_size=size, shuffle=train, drop_last=train, collate_fn=as_is)
+
+    def _check_same_everywhere(self, found: ImageSet) -> None:
+        if self.trainer is None or self.trainer.world_size == 1:
+            return
+        mine = (found.name, len(found.train_labels), len(found.test_labels))
+        first = self.trainer.strategy.broadcast(mine, src=0)
+        if mine != first:
+            raise DataError(
+                f"process {self.trainer.global_rank} has found {mine} (name, training and test samples), "
+                f"process 0 {first}; put the same data at data.root on every machine"
+            )

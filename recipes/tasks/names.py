@@ -1,0 +1,37 @@
+"""Names of the logged metrics: the same in the CSV, in W&B and in TensorBoard."""
+
+TRAIN_LOSS = "train/loss"
+TRAIN_ACC = "train/acc"
+LEARNING_RATE = "train/lr"
+VAL_LOSS = "val/loss"
+VAL_ACC = "val/acc"
+TEST_LOSS = "test/loss"
+TEST_ACC = "test/acc"
+
+TRAIN_TIME = "train_time"  # seconds in training steps since the start, resumed runs included
+SAMPLES = "samples"  # training samples seen by all processes together
+STEP_S = "perf/step_s"  # seconds of one training step
+EXPOSED_S = "perf/exposed_s"  # seconds of a step in which backward waited for communication
+MB_SENT = "comm/mb_sent"  # 10^6 bytes of gradients sent by this process since the start
+
+BYTES_SENT = "gqsgd/bytes_sent"
+BITS_PER_COORDINATE = "gqsgd/bits_per_coordinate"
+ENCODE_S = "gqsgd/encode_s"
+DECODE_S = "gqsgd/decode_s"
+GQSGD = (
+    BYTES_SENT,
+    BITS_PER_COORDINATE,
+    ENCODE_S,
+    "gqsgd/wait_s",
+    DECODE_S,
+    "gqsgd/exposed_s",
+    "gqsgd/rel_l2",
+    "gqsgd/nonfinite_blocks",
+)
+
+#: What dashboards plot against training seconds.
+AGAINST_TIME = (
+    *(TRAIN_LOSS, TRAIN_ACC, LEARNING_RATE, VAL_LOSS, VAL_ACC, TEST_LOSS, TEST_ACC),
+    *(SAMPLES, STEP_S, EXPOSED_S, MB_SENT),
+    *GQSGD,
+)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: A run of some seconds: three steps per epoch, two epochs.
+TINY = (
+    "+exp=quickstart",
+    "data.train_samples=100",
+    "data.batch_size=32",
+    "model.blocks=[1,1]",
+    "model.width=4",
+    "trainer.max_epochs=2",
+    "trainer.log_every_n_steps=1",
+)
+
+
+@pytest.fixture
+def composed() -> Callable[..., DictConfig]:
+    """Configuration of a command line."""
+
+    def make(*overrides: str) -> DictConfig:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return compose("config", overrides=list(overrides))
+
+    return make
+
+
+@pytest.fixture
+def tiny(composed: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
+    """Configuration of a run of some seconds in this process."""
+
+    def make(*overrides: str) -> DictConfig:
+        cfg = composed(*TINY, "trainer.devices=1", "threads=1", *overrides)
+        OmegaConf.resolve(cfg)
+        return cfg
+
+    return make
+
+
+@pytest.fixture
+def clean_process() -> Iterator[None]:
+    """Takes back what training in this process leaves behind: environment, process group, rank, threads."""
+    environment, rank, threads = dict(os.environ), rank_zero_only.rank, torch.get_num_threads()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    rank_zero_only.rank = rank
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """A folder train/CLASS/*.jpg, test/CLASS/*.jpg: 3 classes, 12 and 4 images of 32x32 each, class = colour."""
+    root = tmp_path / "pictures"
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for channel, label in enumerate(("blue", "green", "red")):
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                image = rng.integers(0, 60, (32, 32, 3), dtype=np.uint8)
+                image[..., 2 - channel] += 150
+                Image.fromarray(image).save(folder / f"{number:04}.jpg")
+    return root
+
+
+@pytest.fixture
+def archive(pictures: Path, tmp_path: Path) -> Path:
+    """The same as a tar below one more folder, with a member that tries to leave it, a link and a text file."""
+    path = tmp_path / "pictures.tar.xz"
+    with tarfile.open(path, "w:xz") as tar:
+        tar.add(pictures, arcname="data/cifar")
+        for name in ("../../escaped.jpg", "notes.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"oops"))
+        link = tarfile.TarInfo("data/cifar/train/red/link.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    return path
+
+
+def run_script(
+    script: str, *arguments: str, cwd: Path, timeout: float = 150, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A script of recipes/ in a process of its own, without traces of an earlier launch in its environment."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / script), *arguments],
+        cwd=cwd,
+        env={**clean_environment(), **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what Lightning, launchers and W&B put there."""
+    launch = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launch and not name.startswith(("PL_", "WANDB_", "TORCHELASTIC_"))
+    }
+
+
+@pytest.fixture
+def script() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """See `run_script`."""
+    return run_script

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.tasks.building import ALLOWED_TARGETS, TargetError, build
+from recipes.tasks.networks import ResNet
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+Compose = Callable[..., DictConfig]
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("strategy", _choices("strategy"))
+@pytest.mark.parametrize("experiment", _choices("exp"))
+def test_every_experiment_with_every_strategy(composed: Compose, experiment: str, strategy: str) -> None:
+    cfg = composed(f"+exp={experiment}", f"strategy={strategy}")
+    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    assert config["title"] == experiment
+    assert config["strategy"]["name"] == strategy
+    assert config["run_root"] == f"outputs/{experiment}/{strategy}-seed0"
+    assert config["model"]["num_classes"] == config["data"]["num_classes"]
+
+
+@pytest.mark.parametrize("group", ["logger", "model", "trainer", "data"])
+def test_every_choice_composes(composed: Compose, group: str) -> None:
+    for choice in _choices(group):
+        assert OmegaConf.to_container(composed(f"{group}={choice}"), resolve=True)
+
+
+def test_experiments_are_added_not_overridden(composed: Compose) -> None:
+    with pytest.raises(ConfigCompositionException):
+        composed("exp=quickstart")
+
+
+def test_the_files_name_exactly_the_allowed_targets() -> None:
+    files = [OmegaConf.load(file) for file in CONF.rglob("*.yaml")]
+    named = {cfg._target_ for cfg in files if isinstance(cfg, DictConfig) and "_target_" in cfg}
+    assert named == ALLOWED_TARGETS
+
+
+@pytest.mark.parametrize("target", ["os.system", "recipes.tasks.images.np.load", None])
+def test_no_other_target_is_called(target: str | None) -> None:
+    with pytest.raises(TargetError, match="is not one of"):
+        build(OmegaConf.create({"_target_": target, "command": "true"}))
+
+
+def test_targets_inside_a_node_are_not_called() -> None:
+    node = OmegaConf.create(
+        {
+            "_target_": "recipes.tasks.networks.ResNet",
+            "blocks": {"_target_": "os.system", "command": "true"},
+            "width": 4,
+        }
+    )
+    with pytest.raises(TypeError):
+        build(node)
+
+
+def test_build_calls_with_plain_values(composed: Compose) -> None:
+    network = build(composed("model.width=4").model, leave_out=("name",))
+    assert isinstance(network, ResNet)
+    assert len(network.stages) == 3
+
+
+def test_lightnings_strategies_are_built_from_their_files(composed: Compose) -> None:
+    for strategy in _choices("strategy"):
+        built = build(composed(f"strategy={strategy}").strategy, leave_out=("name",))
+        assert hasattr(built, "configure_ddp")

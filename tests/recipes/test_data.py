@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import os
+import socket
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.tasks import cifar10, jpegs
+from recipes.tasks.augmentation import augment, hashed
+from recipes.tasks.cifar10 import Cifar10Data
+from recipes.tasks.digits import DigitsData, load_digits
+from recipes.tasks.images import DataError, ImageSet, stratified
+
+
+def _cifar(tmp_path: Path, **settings: Any) -> Cifar10Data:
+    defaults: dict[str, Any] = {
+        "name": "cifar10",
+        "batch_size": 4,
+        "image_size": 32,
+        "channels": 3,
+        "num_classes": 3,
+        "shift": 4,
+        "flip": True,
+        "download": False,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    return Cifar10Data(**{**defaults, **settings})
+
+
+def _ready(data: Cifar10Data | DigitsData) -> ImageSet:
+    data.prepare_data()
+    data.setup()
+    return data.images
+
+
+# --- digits ----------------------------------------------------------------------------------------------------------
+
+
+def test_digits_split_is_fixed_and_stratified() -> None:
+    images = load_digits("digits", 8, 1)
+    assert images.train_images.shape == (1437, 8, 8, 1)
+    assert images.test_images.shape == (360, 8, 8, 1)
+    assert images.train_images.dtype == np.uint8
+    assert images.train_images.max() == 255
+    assert np.ptp(np.bincount(images.test_labels)) <= 2
+    again = load_digits("digits", 8, 1)
+    assert np.array_equal(images.test_images, again.test_images)
+
+
+def test_digits_grow_to_coloured_32x32() -> None:
+    images = load_digits("digits", 32, 3)
+    assert images.train_images.shape == (1437, 32, 32, 3)
+    assert np.array_equal(images.train_images[..., 0], images.train_images[..., 2])
+
+
+def test_batches_are_normalised_channels_first() -> None:
+    data = DigitsData("digits", batch_size=1437, image_size=8, channels=1, num_classes=10)
+    _ready(data)
+    batch = next(iter(data.train_dataloader()))
+    images, labels = data.on_after_batch_transfer(batch, 0)
+    assert images.shape == (1437, 1, 8, 8)
+    assert labels.dtype == torch.int64
+    assert abs(float(images.mean())) < 0.01
+    assert float(images.std()) == pytest.approx(1, abs=0.01)
+
+
+def test_too_few_samples_for_a_step_are_refused() -> None:
+    data = DigitsData("digits", batch_size=64, image_size=8, channels=1, num_classes=10, train_samples=50)
+    _ready(data)
+    with pytest.raises(DataError, match=r"50 training samples .*data\.batch_size=64"):
+        data.train_dataloader()
+
+
+def test_other_shape_or_classes_than_configured_are_refused() -> None:
+    with pytest.raises(DataError, match=r"set data\.num_classes=10"):
+        _ready(DigitsData("digits", batch_size=8, image_size=8, channels=1, num_classes=7))
+    with pytest.raises(DataError, match="setup"):
+        _ = DigitsData("digits", batch_size=8, image_size=8, channels=1, num_classes=10).images
+
+
+# --- subsets ---------------------------------------------------------------------------------------------------------
+
+
+def test_stratified_parts_keep_proportions_and_nest() -> None:
+    labels = np.repeat(np.arange(4), [400, 200, 100, 100])
+    some, more = stratified(labels, 80, "data.train_samples"), stratified(labels, 200, "data.train_samples")
+    assert np.bincount(labels[some]).tolist() == pytest.approx([40, 20, 10, 10], abs=1)
+    assert np.bincount(labels[more]).tolist() == pytest.approx([100, 50, 25, 25], abs=1)
+    assert set(some) <= set(more)
+    assert len(set(some)) == 80
+
+
+@pytest.mark.parametrize("count", [0, 11])
+def test_impossible_parts_are_refused(count: int) -> None:
+    with pytest.raises(DataError, match=rf"data\.test_samples={count} is out of range: 1 to 10"):
+        stratified(np.zeros(10, dtype=np.int64), count, "data.test_samples")
+
+
+# --- augmentation ----------------------------------------------------------------------------------------------------
+
+
+def test_augmentation_depends_on_seed_epoch_and_image_only() -> None:
+    images = torch.randint(0, 256, (8, 6, 6, 3), dtype=torch.uint8)
+    indices = torch.arange(8)
+
+    def draw(rows: Any = slice(None), seed: int = 0, epoch: int = 0) -> torch.Tensor:
+        return augment(images[rows], indices[rows], seed=seed, epoch=epoch, shift=2, flip=True)
+
+    assert torch.equal(draw(), draw())
+    assert torch.equal(draw([5, 2]), draw()[[5, 2]])
+    assert not torch.equal(draw(), draw(epoch=1))
+    assert not torch.equal(draw(), draw(seed=1))
+
+
+def test_augmentation_shifts_and_mirrors() -> None:
+    image = torch.zeros(1, 5, 5, 1, dtype=torch.uint8)
+    image[0, 2, 2] = 1
+    many = augment(image.expand(2000, -1, -1, -1), torch.arange(2000), seed=0, epoch=0, shift=2, flip=False)
+    rows, columns = many[..., 0].nonzero()[:, 1:].unbind(1)
+    assert len(rows) == 2000  # shifts by at most 2 never lose the middle
+    counts = torch.bincount(rows * 5 + columns, minlength=25)
+    assert counts.min() > 40  # 25 places, 80 each expected
+    assert counts.max() < 130
+    image[0, 2, 2], image[0, 2, 4] = 0, 1
+    mirrored = augment(image.expand(2000, -1, -1, -1), torch.arange(2000), seed=0, epoch=0, shift=0, flip=True)
+    assert 900 < int(mirrored[:, 2, 0, 0].sum()) < 1100
+
+
+def test_augmentation_without_shift_and_flip_changes_nothing() -> None:
+    images = torch.randint(0, 256, (4, 5, 7, 3), dtype=torch.uint8)
+    assert torch.equal(augment(images, torch.arange(4), seed=3, epoch=9, shift=0, flip=False), images)
+
+
+def test_hashes_are_splitmix64s() -> None:
+    # First outputs of the published generator with seeds 0 and 1, without the sign bit.
+    def published(seed: int) -> int:
+        z = (seed + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    assert published(0) == 0xE220A8397B1DCDAF
+    inner = [published(seed) for seed in (0, 1)]
+
+    def finaliser(z: int) -> int:
+        return published((z - 0x9E3779B97F4A7C15) % 2**64)
+
+    expected = [finaliser(value) % 2**63 for value in inner]
+    assert hashed(torch.tensor([0, 1]), 0).tolist() == expected
+
+
+# --- CIFAR-10 from files ---------------------------------------------------------------------------------------------
+
+
+def test_folder_and_archive_give_the_same_images(pictures: Path, archive: Path, tmp_path: Path) -> None:
+    folder = _ready(_cifar(tmp_path, root=str(pictures)))
+    packed = _ready(_cifar(tmp_path, root=str(archive)))
+    assert folder.classes == packed.classes == ("blue", "green", "red")
+    assert np.array_equal(folder.train_images, packed.train_images)
+    assert np.array_equal(folder.test_labels, packed.test_labels)
+    assert folder.train_images.shape == (36, 32, 32, 3)
+    brightest = folder.train_images.mean((1, 2)).argmax(1)
+    assert np.array_equal(2 - brightest, folder.train_labels)
+
+
+def test_members_are_never_extracted(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("extract", "extractall"):
+        monkeypatch.setattr(tarfile.TarFile, name, lambda *_: pytest.fail("extracted to disk"))
+    _ready(_cifar(tmp_path, root=str(archive)))
+    assert not list(tmp_path.rglob("escaped.jpg"))
+
+
+def test_decoding_happens_once_until_the_archive_changes(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[Path] = []
+    original = jpegs.decode
+
+    def counting(path: Path, *rest: Any) -> ImageSet:
+        decoded.append(path)
+        return original(path, *rest)
+
+    monkeypatch.setattr(jpegs, "decode", counting)
+    first = _ready(_cifar(tmp_path, root=str(archive)))
+    second = _ready(_cifar(tmp_path, root=str(archive)))
+    assert len(decoded) == 1
+    assert np.array_equal(first.train_images, second.train_images)
+    os.utime(archive, (1, 1))
+    _ready(_cifar(tmp_path, root=str(archive)))
+    assert len(decoded) == 2
+
+
+def test_first_images_are_of_several_classes(pictures: Path, tmp_path: Path) -> None:
+    images = _ready(_cifar(tmp_path, root=str(pictures)))
+    assert len(set(images.train_labels[:12])) == 3
+
+
+def test_images_of_another_size_are_resized(pictures: Path, tmp_path: Path) -> None:
+    assert _ready(_cifar(tmp_path, root=str(pictures), image_size=16)).test_images.shape == (12, 16, 16, 3)
+    assert _ready(_cifar(tmp_path, root=str(pictures), channels=1)).test_images.shape == (12, 32, 32, 1)
+
+
+def test_damaged_cache_names_the_remedy(archive: Path, tmp_path: Path) -> None:
+    _ready(_cifar(tmp_path, root=str(archive)))
+    (cached,) = (tmp_path / "cache").glob("*.npz")
+    cached.write_bytes(cached.read_bytes()[:1000])
+    with pytest.raises(DataError, match="delete it"):
+        _ready(_cifar(tmp_path, root=str(archive)))
+
+
+def test_truncated_archive_is_refused(archive: Path, tmp_path: Path) -> None:
+    archive.write_bytes(archive.read_bytes()[:-2000])
+    with pytest.raises(DataError, match="is the download complete"):
+        _ready(_cifar(tmp_path, root=str(archive)))
+
+
+def test_broken_image_is_refused(pictures: Path, tmp_path: Path) -> None:
+    (pictures / "train" / "red" / "0003.jpg").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"train/red cannot be decoded"):
+        _ready(_cifar(tmp_path, root=str(pictures)))
+
+
+def test_class_without_test_images_is_refused(pictures: Path, tmp_path: Path) -> None:
+    for file in (pictures / "test" / "green").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match="no images in test/green"):
+        _ready(_cifar(tmp_path, root=str(pictures)))
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "file.zip"])
+def test_a_root_that_is_nothing_known_is_an_error_whatever_fallback_says(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.zip").write_bytes(b"")
+    with pytest.raises(DataError, match=r"data\.root=.*name it with data\.root"):
+        _cifar(tmp_path, root=str(tmp_path / name), fallback=True).prepare_data()
+
+
+def test_incomplete_torchvision_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(DataError, match="incomplete or damaged"):
+        _cifar(tmp_path, root=str(tmp_path)).prepare_data()
+
+
+# --- CIFAR-10 that is nowhere ----------------------------------------------------------------------------------------
+
+
+def test_fallback_says_so_and_changes_the_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = _cifar(tmp_path, num_classes=10)
+    data.prepare_data()
+    assert data.data_name == "digits32 (fallback)"
+    message = capsys.readouterr().err
+    assert "CIFAR-10 is not here" in message
+    assert "digits32 (fallback)" in message
+    assert "data.root=PATH" in message
+    data.setup()
+    assert data.images.name == "digits32 (fallback)"
+    assert data.images.train_images.shape == (1437, 32, 32, 3)
+    data.prepare_data()
+    assert not capsys.readouterr().err  # once
+
+
+def test_processes_that_did_not_prepare_find_the_fallback_too(tmp_path: Path) -> None:
+    data = _cifar(tmp_path, num_classes=10)
+    data.setup()
+    assert data.data_name == "digits32 (fallback)"
+
+
+def test_digits_are_not_mirrored(tmp_path: Path) -> None:
+    data = _cifar(tmp_path, num_classes=10, flip=True)
+    _ready(data)
+    assert data._flip is False
+
+
+def test_without_fallback_absence_is_an_error(tmp_path: Path) -> None:
+    data = _cifar(tmp_path, fallback=False)
+    with pytest.raises(DataError, match=r"there is no CIFAR-10: .*data\.root=PATH"):
+        data.prepare_data()
+    with pytest.raises(DataError, match="there is no CIFAR-10"):
+        data.setup()
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """URL of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/cifar.tar.gz"
+
+
+def test_a_network_that_never_answers_does_not_hang(
+    silent_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cifar10.CIFAR10, "url", silent_server)
+    data = _cifar(tmp_path, num_classes=10, download=True, download_timeout=0.3)
+    finished = threading.Event()
+    threading.Thread(target=lambda: (data.prepare_data(), finished.set()), daemon=True).start()
+    assert finished.wait(20)
+    assert data.data_name == "digits32 (fallback)"
+
+
+def test_a_name_look_up_that_blocks_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> None:
+        blocked.wait(30)
+        raise OSError("released")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert cifar10.unreachable("http://cifar.invalid/", timeout=0.2) == "no answer within 0.2 s"
+    blocked.set()
+
+
+def test_a_refused_connection_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    reason = cifar10.unreachable(f"http://127.0.0.1:{port}/", timeout=5)
+    assert reason is not None
+    assert "refused" in reason
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("GQSGD_DATA" not in os.environ, reason="needs the real data: set GQSGD_DATA")
+def test_real_cifar10_archive(tmp_path: Path) -> None:
+    root = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
+    images = _ready(_cifar(tmp_path, root=str(root), num_classes=10, fallback=False))
+    assert images.train_images.shape == (50_000, 32, 32, 3)
+    assert np.bincount(images.test_labels).tolist() == [1000] * 10
+    assert images.classes[0] == "airplane"

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from recipes.tasks.launch import cluster_environment, external_rank, hydra_arguments, local_processes, set_threads
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+LIGHTNINGS_CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, None),
+        (LIGHTNINGS_CHILD, None),
+        (TORCHRUN, 1),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "3"}, 3),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+    ],
+)
+def test_external_rank(environment: dict[str, str], rank: int | None) -> None:
+    assert external_rank(environment) == rank
+
+
+def test_only_rank_zero_of_an_external_launch_gets_a_directory() -> None:
+    assert hydra_arguments(["+exp=quickstart"], {**TORCHRUN, "RANK": "0"}) == []
+    assert hydra_arguments(["+exp=quickstart"], LIGHTNINGS_CHILD) == []
+    quiet = ["hydra.output_subdir=null", "hydra/job_logging=none"]
+    assert hydra_arguments(["+exp=quickstart"], TORCHRUN) == [*quiet, "hydra.run.dir=."]
+    assert hydra_arguments(["hydra.run.dir=/there"], TORCHRUN) == quiet
+
+
+def test_lightning_is_told_of_launchers_that_it_does_not_know() -> None:
+    environment = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}
+    (plugin,) = cluster_environment(environment)
+    assert isinstance(plugin, TorchElasticEnvironment)
+    assert environment["LOCAL_RANK"] == "0"
+    assert cluster_environment({}) == cluster_environment(dict(LIGHTNINGS_CHILD)) == []
+
+
+def test_torchrun_is_left_to_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert cluster_environment(dict(TORCHRUN)) == []
+
+
+@pytest.mark.usefixtures("clean_process")
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    environment: dict[str, str] = {}
+    assert set_threads(None, 2, environment) == torch.get_num_threads() == 4
+    assert environment == {"OMP_NUM_THREADS": "4"}
+    assert set_threads(None, 16, {}) == 1
+    assert set_threads(None, 2, {"LOCAL_WORLD_SIZE": "8"}) == 1
+    assert set_threads(None, 2, {"OMP_NUM_THREADS": "3"}) == 3
+    assert set_threads(5, 2, {"OMP_NUM_THREADS": "3"}) == 5
+
+
+def test_local_processes() -> None:
+    assert local_processes("cpu", 2) == local_processes("cpu", "2") == 2
+    assert local_processes("cpu", "auto") == 1

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from recipes.tasks.networks import ResNet
+from recipes.tasks.schedules import make_schedule
+
+
+def _parameters(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def test_resnet18_is_torchvisions_with_another_stem() -> None:
+    theirs = torchvision.models.resnet18(num_classes=10)
+    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    ours = ResNet((2, 2, 2, 2), width=64)
+    assert _parameters(ours) == _parameters(theirs) == 11_173_962
+    assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
+
+
+def test_resnet20_has_the_papers_size() -> None:
+    network = ResNet((3, 3, 3), width=16)
+    assert _parameters(network) == pytest.approx(0.27e6, rel=0.02)
+    assert sum(isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3) for m in network.modules()) == 19
+
+
+@pytest.mark.parametrize(("blocks", "width", "channels", "size"), [((1, 1, 1), 16, 1, 8), ((2, 2, 2, 2), 8, 3, 32)])
+def test_output_shape(blocks: tuple[int, ...], width: int, channels: int, size: int) -> None:
+    network = ResNet(blocks, width, channels, num_classes=7)
+    assert network(torch.randn(2, channels, size, size)).shape == (2, 7)
+
+
+def test_width_scales_the_network() -> None:
+    assert _parameters(ResNet((1, 1), 8)) < _parameters(ResNet((1, 1), 16)) / 3
+
+
+@pytest.mark.parametrize(("blocks", "width"), [((), 16), ((1, 0), 16), ((1,), 0)])
+def test_empty_networks_are_refused(blocks: tuple[int, ...], width: int) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        ResNet(blocks, width)
+
+
+def _rates(name: str, steps: int, warmup: float) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = make_schedule(optimizer, name, steps, warmup)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0.1, 0.3])
+def test_onecycle_is_torchs(warmup: float) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.5, total_steps=60, pct_start=warmup, cycle_momentum=False
+    )
+    expected = []
+    for _ in range(60):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    assert _rates("onecycle", 60, warmup) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_cosine_rises_linearly_and_falls_towards_zero() -> None:
+    rates = _rates("cosine", 100, 0.1)
+    assert rates[:10] == pytest.approx([0.05 * (step + 1) for step in range(10)])
+    assert rates[10] == 0.5
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] < 0.001
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("warmup", [0.0, 0.5, 0.9])
+def test_shortest_runs(name: str, steps: int, warmup: float) -> None:
+    assert all(0 <= rate <= 0.5 for rate in _rates(name, steps, warmup))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "warmup", "message"),
+    [
+        ("linear", 10, 0.1, "schedule='linear'"),
+        ("cosine", 10, 1.0, "warmup=1.0"),
+        ("cosine", float("inf"), 0.1, "max_"),
+    ],
+)
+def test_impossible_schedules_are_refused(name: str, steps: float, warmup: float, message: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    with pytest.raises(ValueError, match=message):
+        make_schedule(optimizer, name, steps, warmup)

@@ -1,0 +1,117 @@
+"""`recipes/run.py` as users start it: real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.tasks import names
+from tests.recipes.conftest import ROOT, TINY, clean_environment
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _validations(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [row for row in csv.DictReader(file) if row[names.VAL_ACC]]
+
+
+def test_two_processes(script: Script, tmp_path: Path) -> None:
+    folder = tmp_path / "a folder, with = signs"
+    finished = script("run.py", *TINY, "data.batch_size=16", f"hydra.run.dir='{folder}'", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "quickstart on digits" in finished.stdout
+    assert finished.stdout.count("epoch 1/2") == 1  # rank 0 only
+    assert str(folder / "metrics.csv") in finished.stdout
+    facts = json.loads((folder / "result.json").read_text())
+    assert facts["processes"] == 2
+    assert facts["steps"] == 6
+    assert facts["samples"] == 6 * 32
+    # 6 steps, 4 bytes a coordinate, the ring's factor is 1.
+    assert facts["mb_sent"] == pytest.approx(6 * 4 * facts["parameters"] / 1e6)
+    assert facts["bits_per_coordinate"] == 32
+    assert float(_validations(folder)[-1][names.MB_SENT]) == pytest.approx(facts["mb_sent"])
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_processes_of_an_outside_launcher_share_one_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "recipes" / "run.py"), *TINY, "data.batch_size=16"]
+            + ["trainer.num_nodes=2", "trainer.devices=1", "strategy=ddp_bf16"],
+            cwd=tmp_path,
+            env={
+                **clean_environment(),
+                **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": str(rank)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (result,) = tmp_path.rglob("result.json")
+    assert result.parent.parent == tmp_path / "outputs" / "quickstart" / "ddp_bf16-seed0"
+    assert [path.name for path in result.parent.parent.iterdir()] == [result.parent.name]
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    facts = json.loads(result.read_text())
+    assert (facts["processes"], facts["nodes"], facts["threads"]) == (2, 2, 1)
+    assert facts["bits_per_coordinate"] == 16
+
+
+def test_mistakes_end_with_one_line_that_names_the_remedy(script: Script, tmp_path: Path) -> None:
+    finished = script("run.py", *TINY, "data=cifar10", "data.root=/nowhere", cwd=tmp_path)
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stderr
+    assert finished.stderr.startswith("DataError: data.root=/nowhere does not exist; name it with data.root=PATH")
+
+
+@pytest.mark.slow
+def test_multirun_with_several_processes_is_refused(script: Script, tmp_path: Path) -> None:
+    finished = script("run.py", "-m", *TINY, "seed=0,1", cwd=tmp_path)
+    assert finished.returncode == 1
+    assert "recipes/compare.py" in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "gqsgd", "gqsgd_4bit"])
+def test_quickstart_learns(script: Script, tmp_path: Path, strategy: str) -> None:
+    finished = script("run.py", "+exp=quickstart", f"strategy={strategy}", f"hydra.run.dir={tmp_path}", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    facts = json.loads((tmp_path / "result.json").read_text())
+    assert facts["metrics"][names.TEST_ACC] >= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("GQSGD_DATA" not in os.environ, reason="needs the real data: set GQSGD_DATA")
+def test_resnet20_learns_from_the_real_archive(script: Script, tmp_path: Path) -> None:
+    root = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
+    finished = script(
+        "run.py",
+        *("+exp=resnet_cifar", "model=resnet20", f"data.root={root}", f"data.cache_dir={tmp_path / 'cache'}"),
+        *("trainer.max_steps=100", "trainer.limit_test_batches=4", "optimizer.lr=0.05", f"hydra.run.dir={tmp_path}"),
+        cwd=tmp_path,
+        timeout=290,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    facts = json.loads((tmp_path / "result.json").read_text())
+    assert facts["data"] == "cifar10"
+    assert facts["metrics"][names.TEST_ACC] > 0.25  # 0.1 by chance

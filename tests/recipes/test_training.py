@@ -1,0 +1,317 @@
+"""Trainings of some seconds in this process: what callbacks count and what is written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from recipes.run import RunError, find_checkpoint, train
+from recipes.tasks import baselines, names
+from recipes.tasks.baselines import BaselineDDPStrategy, StrategyError
+from recipes.tasks.classifier import ImageClassifier
+from recipes.tasks.communication import CommunicationCounter, ring_factor
+from recipes.tasks.stopwatch import Stopwatch
+
+pytestmark = pytest.mark.usefixtures("clean_process")
+
+Tiny = Callable[..., DictConfig]
+
+STEPS = 3  # per epoch: 100 samples in batches of 32
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that moves by 1 s in every training step and by 100 s in every validation step, and at no other time."""
+    fake = SimpleNamespace(now=0.0)
+    training, validation = ImageClassifier.training_step, ImageClassifier.validation_step
+
+    def slow_training(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        fake.now += 1
+        return training(self, batch, batch_idx)
+
+    def slow_validation(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+        fake.now += 100
+        return validation(self, batch, batch_idx)
+
+    monkeypatch.setattr(ImageClassifier, "training_step", slow_training)
+    monkeypatch.setattr(ImageClassifier, "validation_step", slow_validation)
+    monkeypatch.setattr(Stopwatch, "mark", lambda self: fake.now)
+    return fake
+
+
+# --- time and resuming -----------------------------------------------------------------------------------------------
+
+
+def test_training_time_leaves_validation_out(tiny: Tiny, tmp_path: Path, clock: SimpleNamespace) -> None:
+    train(tiny(), tmp_path)
+    assert clock.now > 2 * 100
+    validations = [row for row in _rows(tmp_path) if names.VAL_ACC in row]
+    assert [float(row[names.TRAIN_TIME]) for row in validations] == [STEPS, 2 * STEPS]
+    assert [float(row[names.SAMPLES]) for row in validations] == [STEPS * 32, 2 * STEPS * 32]
+    (test,) = [row for row in _rows(tmp_path) if names.TEST_ACC in row]
+    assert float(test[names.TRAIN_TIME]) == 2 * STEPS
+    facts = json.loads((tmp_path / "result.json").read_text())
+    assert facts["train_time"] == 2 * STEPS
+    assert facts["step_s"]["median"] == 1
+
+
+def test_training_time_leaves_callbacks_out_that_a_strategy_inserts(
+    tiny: Tiny, tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Callback):
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            clock.now += 10
+
+    connect = BaselineDDPStrategy.connect
+
+    def inserting(self: BaselineDDPStrategy, model: Any) -> None:
+        connect(self, model)
+        model.trainer.callbacks.insert(0, Slow())
+
+    monkeypatch.setattr(BaselineDDPStrategy, "connect", inserting)
+    train(tiny("test=false"), tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["train_time"] == 2 * STEPS
+
+
+@pytest.mark.parametrize("same_folder", [True, False])
+def test_resumed_run_goes_on_where_the_first_stopped(
+    tiny: Tiny, tmp_path: Path, clock: SimpleNamespace, same_folder: bool
+) -> None:
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+    first = tmp_path / "runs" / "first"
+    second = first if same_folder else tmp_path / "runs" / "second"
+    train(tiny(), first)
+    train(tiny("trainer.max_epochs=3", "resume=true", f"run_root={tmp_path / 'runs'}"), second)
+    rows = _rows(second)
+    steps = [int(row["step"]) for row in rows if names.TRAIN_LOSS in row]
+    assert steps == list(range(3 * STEPS))
+    times = [float(row[names.TRAIN_TIME]) for row in rows if names.TRAIN_LOSS in row]
+    assert times == [step + 1 for step in range(3 * STEPS)]
+    assert [int(row["epoch"]) for row in rows if names.VAL_ACC in row] == [0, 1, 2]
+    facts = json.loads((second / "result.json").read_text())
+    assert facts["samples"] == 3 * STEPS * 32
+    assert facts["steps"] == 3 * STEPS
+
+
+def test_resuming_gives_the_same_weights_as_one_run(tiny: Tiny, tmp_path: Path) -> None:
+    constant = ("optimizer.schedule=cosine", "optimizer.warmup=0")
+    train(tiny(*constant, "trainer.max_epochs=2"), tmp_path / "one")
+    # The schedule knows the length of the run, so the interrupted run is one of two epochs as well.
+    stopped = tiny(*constant, "trainer.max_epochs=2")
+    with pytest.MonkeyPatch.context() as patch:
+        _stop_after_first_epoch(patch)
+        train(stopped, tmp_path / "two")
+    train(tiny(*constant, f"ckpt_path={tmp_path / 'two/checkpoints/last.ckpt'}"), tmp_path / "rest")
+    one, rest = (
+        torch.load(tmp_path / name / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for name in ("one", "rest")
+    )
+    for name, value in one.items():
+        torch.testing.assert_close(rest[name], value, rtol=0, atol=0, msg=name)
+
+
+def _stop_after_first_epoch(patch: pytest.MonkeyPatch) -> None:
+    def stop(self: ImageClassifier) -> None:
+        self.trainer.should_stop = True
+
+    patch.setattr(ImageClassifier, "on_train_epoch_end", stop)
+
+
+def test_checkpoint_is_safe_to_load_and_small(tiny: Tiny, tmp_path: Path) -> None:
+    train(tiny("trainer.max_epochs=1"), tmp_path)
+    checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == STEPS
+    assert checkpoint["callbacks"]["TrainingClock"]["steps"] == STEPS
+    assert not any("network" in str(key) for key in checkpoint.get("hyper_parameters", {}))
+
+
+def test_resume_without_a_checkpoint_names_the_remedy(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"resume=true: there is no .*ckpt_path=PATH"):
+        find_checkpoint(tiny("resume=true", f"run_root={tmp_path}"), tmp_path)
+    with pytest.raises(RunError, match="is no file"):
+        find_checkpoint(tiny("ckpt_path=/nowhere/last.ckpt"), tmp_path)
+
+
+def test_newest_of_several_runs_is_resumed(tiny: Tiny, tmp_path: Path) -> None:
+    for number in (1, 2):
+        file = tmp_path / f"run{number}" / "checkpoints" / "last.ckpt"
+        file.parent.mkdir(parents=True)
+        file.touch()
+    os.utime(tmp_path / "run1" / "checkpoints" / "last.ckpt", (2e9, 2e9))
+    found = find_checkpoint(tiny("resume=true", f"run_root={tmp_path}"), tmp_path / "run3")
+    assert found == str(tmp_path / "run1" / "checkpoints" / "last.ckpt")
+
+
+# --- names and files -------------------------------------------------------------------------------------------------
+
+
+def test_fallback_is_named_everywhere(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = tiny("+data@cifar=cifar10").copy()
+    cfg.data = {**cfg.cifar, "download": False, "cache_dir": str(tmp_path / "cache"), "batch_size": 32}
+    cfg.data.train_samples = 100
+    cfg.model.channels = 3
+    train(cfg, tmp_path / "run")
+    output = capsys.readouterr()
+    assert "CIFAR-10 is not here" in output.err
+    assert "quickstart on digits32 (fallback)" in output.out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["data"] == "digits32 (fallback)"
+    assert "digits32 (fallback)" in (tmp_path / "run" / "hparams.yaml").read_text()
+    assert (tmp_path / "run" / "accuracy.png").stat().st_size > 10_000
+
+
+def test_every_promised_metric_is_in_the_csv(tiny: Tiny, tmp_path: Path) -> None:
+    accuracy = train(tiny(), tmp_path)
+    rows = _rows(tmp_path)
+    training = {names.TRAIN_LOSS, names.TRAIN_ACC, names.LEARNING_RATE, names.STEP_S, names.EXPOSED_S}
+    always = {names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, "step", "epoch"}
+    assert training | always <= set(rows[0])
+    (validation, _) = [row for row in rows if names.VAL_ACC in row]
+    assert {names.VAL_LOSS} | always <= set(validation)
+    assert {names.TEST_LOSS, names.TEST_ACC} | always <= set(rows[-1])
+    assert accuracy == pytest.approx(float(rows[-1][names.TEST_ACC]))
+    assert 0 < accuracy <= 1
+
+
+def test_without_test_the_last_validation_is_the_result(tiny: Tiny, tmp_path: Path) -> None:
+    accuracy = train(tiny("test=false", "checkpoint=false"), tmp_path)
+    assert accuracy == pytest.approx(float([row for row in _rows(tmp_path) if names.VAL_ACC in row][-1][names.VAL_ACC]))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_accumulated_batches_are_one_exchange(tiny: Tiny, tmp_path: Path) -> None:
+    train(tiny("trainer.accumulate_grad_batches=3", "trainer.max_epochs=2"), tmp_path)
+    facts = json.loads((tmp_path / "result.json").read_text())
+    assert facts["steps"] == 2
+    assert facts["samples"] == 2 * STEPS * 32
+
+
+# --- baselines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hook"), [("ddp", ""), ("ddp_bf16", "bf16_compress_hook"), ("ddp_fp16", "fp16_compress_hook")]
+)
+def test_hooks_are_installed_on_cpu(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, hook: str
+) -> None:
+    found: list[str] = []
+    teardown = BaselineDDPStrategy.teardown
+
+    def spy(self: BaselineDDPStrategy) -> None:
+        if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
+            found.append(self.model._get_ddp_logging_data().get("comm_hook", ""))
+        teardown(self)
+
+    monkeypatch.setattr(BaselineDDPStrategy, "teardown", spy)
+    train(tiny(f"strategy={strategy}", "trainer.max_epochs=1", "test=false"), tmp_path)
+    assert found == [hook]
+
+
+def test_powersgd_without_cuda_is_refused_with_the_reason(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"powersgd needs CUDA.*Gloo aborts.*strategy=ddp_bf16"):
+        train(tiny("strategy=powersgd"), tmp_path)
+
+
+def test_unknown_hook_is_refused() -> None:
+    with pytest.raises(StrategyError, match="hook='int8' is not one of"):
+        BaselineDDPStrategy(hook="int8")
+
+
+def test_process_group_of_another_size_is_refused(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines.dist, "get_world_size", lambda: 3)
+    with pytest.raises(StrategyError, match="process group of 3 processes, the trainer wants 1"):
+        train(tiny(), tmp_path)
+
+
+def test_process_group_is_destroyed_at_exit_on_every_backend(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(baselines.atexit, "register", registered.append)
+    train(tiny("trainer.max_epochs=1"), tmp_path)
+    assert baselines._destroy_process_group in registered
+    assert torch.distributed.is_initialized()
+    baselines._destroy_process_group()
+    assert not torch.distributed.is_initialized()
+    baselines._destroy_process_group()  # again does nothing
+
+
+@pytest.mark.parametrize(("hook", "bytes_per_coordinate"), [("none", 4), ("bf16", 2), ("fp16", 2)])
+def test_baselines_count_the_rings_bytes(hook: str, bytes_per_coordinate: int) -> None:
+    strategy = BaselineDDPStrategy(hook=hook)
+    strategy._numel_by_itemsize = [(1000, 4), (24, 4)]
+    assert strategy.bytes_sent_in_step(ring_factor(4)) == 1.5 * 1024 * bytes_per_coordinate
+
+
+def test_powersgd_counts_what_its_state_reports() -> None:
+    strategy = BaselineDDPStrategy(hook="powersgd")
+    strategy._numel_by_itemsize = [(1000, 4)]
+    state: Any = SimpleNamespace(total_numel_after_compression=0)
+    strategy._powersgd = state
+    assert strategy.bytes_sent_in_step(ring_factor(2)) == 4000  # before it starts to compress
+    state.total_numel_after_compression = 100
+    assert strategy.bytes_sent_in_step(ring_factor(2)) == 400
+
+
+# --- bytes of gqsgd --------------------------------------------------------------------------------------------------
+
+
+class _Trainer(SimpleNamespace):
+    """As much of a Trainer as `CommunicationCounter` looks at."""
+
+    def __init__(self) -> None:
+        super().__init__(global_step=0, log_every_n_steps=1, world_size=2, callback_metrics={}, strategy=None)
+
+
+def _step(counter: CommunicationCounter, trainer: Any, total: float) -> None:
+    trainer.global_step += 1
+    trainer.callback_metrics[names.BYTES_SENT] = torch.tensor(total)
+    counter.on_train_batch_end(trainer, SimpleNamespace(log=lambda *_: None), None, None, 0)  # type: ignore[arg-type]
+
+
+def test_counter_follows_the_strategys_total_through_a_resumed_run() -> None:
+    module: Any = SimpleNamespace(parameters=lambda: [torch.nn.Parameter(torch.zeros(1000))])
+    trainer: Any = _Trainer()
+    counter = CommunicationCounter()
+    counter.on_train_start(trainer, module)
+    for total in (1000, 2000, 3000):
+        _step(counter, trainer, total)
+    assert counter.bytes_sent == 3000
+    assert counter.bits_per_coordinate(2) == 8
+    resumed = CommunicationCounter()
+    resumed.load_state_dict(counter.state_dict())
+    resumed.on_train_start(trainer, module)
+    _step(resumed, trainer, 1000)  # the strategy's own total starts anew
+    _step(resumed, trainer, 2000)
+    assert resumed.bytes_sent == 5000
+    assert resumed.coordinates == 5000
+
+
+def test_ring_factor() -> None:
+    assert [ring_factor(n) for n in (1, 2, 4)] == [0, 1, 1.5]
+    assert CommunicationCounter().bits_per_coordinate(1) is None
+
+
+# --- input errors ----------------------------------------------------------------------------------------------------
+
+
+def test_unlimited_run_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match="max_"):
+        train(tiny("trainer.max_epochs=-1"), tmp_path)
