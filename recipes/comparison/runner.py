@@ -1,0 +1,164 @@
+"""Runs the cells of a comparison one after another, each in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from recipes.comparison.plan import CELL_FILE, RESULT_FILE, Cell, Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG = "output.log"
+TAIL_LINES = 25
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell that did not finish; ``tail`` holds the last lines of its output."""
+
+    cell: Cell
+    reason: str
+    tail: str
+
+
+def run_all(cells: tuple[Cell, ...], settings: Settings, console: Console, fresh: bool) -> list[Failure]:
+    """Run every cell that has no finished result, or all of them if ``fresh``; failures do not stop the rest."""
+    failures = []
+    with _lines(cells, console) as line:
+        for number, cell in enumerate(cells):
+            if not fresh and cell.is_finished():
+                line(number, "finished before", done=True)
+                continue
+            try:
+                line(number, "starting")
+                failure = _run(cell, settings, partial(line, number))
+            except KeyboardInterrupt:
+                line(number, "stopped", done=True)
+                raise
+            line(number, "[red]failed[/]" if failure else _outcome(cell), done=True)
+            failures += [failure] if failure else []
+    return failures
+
+
+def command(cell: Cell, settings: Settings) -> list[str]:
+    """Command line of one cell."""
+    quoted = str(cell.folder).replace("\\", "\\\\").replace("'", "\\'")
+    run = [sys.executable, str(ROOT / "recipes" / "run.py"), *cell.overrides, f"hydra.run.dir='{quoted}'"]
+    if settings.launcher == "netlab":
+        hosts = ["--hosts", str(settings.hosts), "--rate", settings.rate]
+        return [sys.executable, "-m", "benchmarks.netlab", *hosts, "--", *run]
+    return run
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Environment of one cell: netlab's hosts share this machine's cores, and its module lies in the repository."""
+    result = dict(os.environ)
+    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if settings.launcher == "netlab":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        result.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.hosts)))
+    return result
+
+
+def _run(cell: Cell, settings: Settings, say: Callable[[str], None]) -> Failure | None:
+    if (cell.folder / CELL_FILE).exists():
+        shutil.rmtree(cell.folder)  # an unfinished run, or one with another configuration
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    (cell.folder / CELL_FILE).write_text(json.dumps(cell.config, indent=2) + "\n")
+    log = cell.folder / LOG
+    with open(log, "wb") as output:
+        # A session of its own, so that an interrupt ends the run with all its processes.
+        process = subprocess.Popen(
+            command(cell, settings),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(settings),
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(0.3)
+                say(_latest(log))
+        finally:
+            _end(process)
+    if process.returncode == 0 and (cell.folder / RESULT_FILE).is_file():
+        return None
+    reason = f"exit code {process.returncode}" if process.returncode else f"no {RESULT_FILE}"
+    return Failure(cell, reason, "\n".join(_read(log).splitlines()[-TAIL_LINES:]))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a run; after a normal end that is nothing."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _latest(log: Path) -> str:
+    """The last line of progress in a run's output."""
+    lines = [line for line in _read(log)[-4000:].splitlines() if line.startswith("epoch ")]
+    return escape(lines[-1]) if lines else "starting"
+
+
+def _read(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+def _outcome(cell: Cell) -> str:
+    facts = json.loads((cell.folder / RESULT_FILE).read_text())
+    accuracy = facts["metrics"].get("test/acc", facts["metrics"].get("val/acc"))
+    shown = f"accuracy {accuracy:.4f}, " if accuracy is not None else ""
+    return f"{shown}{facts['train_time']:.1f} s of training, {facts['mb_sent']:,.1f} MB sent"
+
+
+@contextmanager
+def _lines(cells: tuple[Cell, ...], console: Console) -> Iterator[Callable[..., None]]:
+    """A function (number of the cell, text, done) that shows a live line per cell, or prints plain lines in order."""
+    names = [f"{cell.variant}, seed {cell.seed}" for cell in cells]
+    width = max(map(len, names))
+    if not console.is_terminal:
+
+        def plain(number: int, text: str, done: bool = False) -> None:
+            if done or text == "starting" and number not in started:
+                started.add(number)
+                console.print(f"[{number + 1}/{len(cells)}] {names[number]:{width}}  {text}", markup=done)
+
+        started: set[int] = set()
+        yield plain
+        return
+    columns = (
+        SpinnerColumn(finished_text="[green]✓[/]"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=width)),
+        TimeElapsedColumn(Column(no_wrap=True, min_width=7)),
+        TextColumn("[dim]{task.fields[status]}[/]", table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks: list[TaskID] = [progress.add_task(name, total=1, start=False, status="waiting") for name in names]
+
+        def live(number: int, text: str, done: bool = False) -> None:
+            if not progress.tasks[number].started:
+                progress.start_task(tasks[number])
+            progress.update(tasks[number], status=text, completed=int(done))
+
+        yield live

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from recipes.comparison.plan import Cell, PlanError, make_plan
+from recipes.comparison.plots import save_curves, save_step_times
+from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
+from recipes.comparison.runner import command, environment
+from recipes.tasks import names
+from tests.recipes.conftest import ROOT, TINY
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_comma_lists_are_the_sweep_seed_by_seed(tmp_path: Path) -> None:
+    plan = make_plan(["+exp=quickstart", "strategy=ddp,gqsgd", "seed=0,1", f"output={tmp_path}"])
+    assert [(cell.variant, cell.seed) for cell in plan.cells] == [("ddp", 0), ("gqsgd", 0), ("ddp", 1), ("gqsgd", 1)]
+    assert plan.folder == tmp_path / "quickstart"
+    assert {cell.folder.name for cell in plan.cells} == {"ddp-seed0", "gqsgd-seed0", "ddp-seed1", "gqsgd-seed1"}
+    assert plan.cells[3].overrides == ("+exp=quickstart", "strategy=gqsgd", "seed=1")
+    assert plan.cells[3].config["seed"] == 1
+    assert plan.cells[3].config["strategy"]["bits"] == 8
+
+
+def test_other_lists_make_variants_with_telling_names() -> None:
+    plan = make_plan(["+exp=quickstart", "strategy=gqsgd", "strategy.bits=2,4", "optimizer.lr=0.1"])
+    assert [cell.variant for cell in plan.cells] == ["gqsgd bits=2", "gqsgd bits=4"]
+    assert [cell.config["strategy"]["bits"] for cell in plan.cells] == [2, 4]
+    named = make_plan(["+exp=quickstart", "strategy=gqsgd", "strategy.name=mine"])
+    assert [cell.variant for cell in named.cells] == ["mine"]
+
+
+def test_lists_in_brackets_are_values() -> None:
+    plan = make_plan(["+exp=quickstart", "strategy=ddp", "model.blocks=[1,2]"])
+    assert plan.cells[0].config["model"]["blocks"] == [1, 2]
+
+
+def test_default_strategies() -> None:
+    assert [cell.variant for cell in make_plan(["+exp=quickstart"]).cells] == ["ddp", "gqsgd"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["strategy=ddp"], r"\+exp=NAME, one of quickstart, resnet_cifar"),
+        (["+exp=quickstart", "strategy=dpp"], "dpp"),
+        (["+exp=quickstart", "optimizer.rate=1"], "rate"),
+        (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
+        (["+exp=quickstart", "target=high"], "target='high' cannot be read"),
+        (["+exp=quickstart", "launcher=slurm"], "launcher='slurm' is not one of lightning, netlab"),
+        (["+exp=quickstart", "launcher=netlab", "hosts=1"], "hosts=1 must be at least 2"),
+        (["+exp=quickstart", "strategy=ddp,ddp"], "list every strategy and seed once"),
+        (["+exp=quickstart", "model.blocks=[1"], "cannot read"),
+    ],
+)
+def test_mistakes_come_up_before_anything_runs(arguments: list[str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make_plan(arguments)
+
+
+def test_netlab_runs_one_process_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    arguments = ["+exp=resnet_cifar", "strategy=ddp", "launcher=netlab", "hosts=3", "rate=100mbit"]
+    plan = make_plan(arguments)
+    (cell,) = plan.cells
+    assert plan.folder.name == "resnet_cifar-netlab-100mbit"
+    assert (cell.config["trainer"]["num_nodes"], cell.config["trainer"]["devices"]) == (3, 1)
+    line = command(cell, plan.settings)
+    assert line[:8] == [sys.executable, "-m", "benchmarks.netlab", "--hosts", "3", "--rate", "100mbit", "--"]
+    assert line[8:10] == [sys.executable, str(ROOT / "recipes" / "run.py")]
+    assert "OMP_NUM_THREADS" in environment(plan.settings)
+    other = make_plan([*arguments[:-2], "hosts=2", arguments[-1]]).cells[0]
+    assert other.folder == cell.folder
+    assert other.config != cell.config
+
+
+def _finish(cell: Cell, folder: Path) -> Cell:
+    folder.mkdir()
+    (folder / "cell.json").write_text(json.dumps(cell.config))
+    (folder / "result.json").write_text("{}")
+    return Cell(cell.variant, cell.seed, cell.overrides, cell.config, folder)
+
+
+def test_a_cell_is_finished_only_with_its_own_configuration(tmp_path: Path) -> None:
+    (cell,) = make_plan(["+exp=quickstart", "strategy=ddp"]).cells
+    done = _finish(cell, tmp_path / "cell")
+    assert done.is_finished()
+    (changed,) = make_plan(["+exp=quickstart", "strategy=ddp", "optimizer.lr=0.3"]).cells
+    assert not Cell(changed.variant, changed.seed, changed.overrides, changed.config, done.folder).is_finished()
+    (done.folder / "result.json").unlink()
+    assert not done.is_finished()
+    (done.folder / "cell.json").write_text("{")
+    assert not done.is_finished()
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    folder: Path, accuracies: list[float], step_s: float = 0.1, seed: int = 0, codec: bool = False, final: float = 0.9
+) -> Run:
+    """A run with a validation every 10 steps of ``step_s`` seconds and 1 MB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts: dict[str, Any] = {
+        "train_samples": 1000,
+        "steps": 10 * len(accuracies),
+        "train_time": 10 * step_s * len(accuracies),
+        "step_s": {"median": step_s},
+        "exposed_s": {"median": step_s / 4},
+        "mb_sent": 10.0 * len(accuracies),
+        "bits_per_coordinate": 8.5,
+        "metrics": {names.TEST_ACC: final},
+        "seed": seed,
+    }
+    (folder / "result.json").write_text(json.dumps(facts))
+    columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, names.VAL_ACC, names.ENCODE_S, names.DECODE_S, "step"]
+    with open(folder / "metrics.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for number, accuracy in enumerate(accuracies, start=1):
+            time = 10 * step_s * number
+            totals = {names.TRAIN_TIME: time, names.SAMPLES: 500 * number, names.MB_SENT: 10 * number}
+            writer.writerow({**totals, names.VAL_ACC: accuracy, "step": 10 * number - 1})
+            if codec:
+                writer.writerow({names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20, "step": 10 * number - 1})
+    return Run.load(folder)
+
+
+@pytest.fixture
+def variants(tmp_path: Path) -> dict[str, list[Run]]:
+    """Two strategies, three seeds; gqsgd steps take 0.4 of ddp's."""
+    rng = np.random.default_rng(0)
+    curve = 0.95 - 0.6 * np.exp(-np.arange(1, 21) / 4)
+    return {
+        name: [
+            _run(
+                tmp_path / f"{name}{seed}",
+                (curve + rng.normal(0, 0.01, 20)).clip(0, 1).tolist(),
+                step,
+                seed,
+                codec=name != "ddp",
+                final=0.94 + 0.01 * seed,
+            )
+            for seed in range(3)
+        ]
+        for name, step in (("ddp", 0.5), ("gqsgd", 0.2), ("gqsgd_4bit", 0.12))
+    }
+
+
+def test_run_is_read_back(tmp_path: Path) -> None:
+    run = _run(tmp_path, [0.5, 0.8, 0.7], step_s=0.1, codec=True)
+    assert run.time.tolist() == pytest.approx([1, 2, 3])
+    assert run.epoch.tolist() == [0.5, 1, 1.5]
+    assert run.mb_sent.tolist() == [10, 20, 30]
+    assert run.best == 0.8
+    assert run.codec_s == pytest.approx(0.015)
+    assert run.time_to(0.75) == 2
+    assert run.time_to(0.9) == math.inf
+
+
+def test_a_run_without_validation_has_the_final_test_as_its_point(tmp_path: Path) -> None:
+    _run(tmp_path, [])
+    with open(tmp_path / "metrics.csv", "w") as file:
+        file.write(f"{names.TRAIN_TIME},{names.SAMPLES},{names.MB_SENT},{names.TEST_ACC},step\n7,700,70,0.6,7\n")
+    run = Run.load(tmp_path)
+    assert (run.time.tolist(), run.accuracy.tolist()) == ([7], [0.6])
+
+
+def test_table(variants: dict[str, list[Run]], tmp_path: Path) -> None:
+    target = common_target(variants)
+    assert target == pytest.approx(0.99 * min(run.best for runs in variants.values() for run in runs))
+    lines = compare(variants, target)
+    assert [line.variant for line in lines] == ["ddp", "gqsgd", "gqsgd_4bit"]
+    assert [line.step_ratio for line in lines] == pytest.approx([1, 0.4, 0.24])
+    assert all(math.isfinite(line.time_to_target) for line in lines)
+    assert lines[0].accuracy == pytest.approx(0.95)
+    assert lines[0].accuracy_spread == pytest.approx(0.01)
+    assert len(cells(lines[0])) == len(headings(target))
+    markdown, plain = write_tables(lines, target, "title", tmp_path)
+    assert "| ddp | 3 | 95.00 ± 1.00 |" in markdown.read_text()
+    with open(plain, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert float(rows[1]["step_s"]) == pytest.approx(0.2)
+    assert float(rows[1]["target"]) == pytest.approx(target)
+
+
+def test_table_says_what_is_not_known(tmp_path: Path) -> None:
+    (line,) = compare({"gqsgd": [_run(tmp_path, [0.5])]}, target=0.9)
+    assert "not reached" in cells(line)
+    assert cells(line)[7] == "–"  # no ddp to compare with
+    assert "±" not in cells(line)[2]
+
+
+@pytest.mark.parametrize("axis", ["time", "epoch", "mb_sent"])
+def test_curves_are_drawn(variants: dict[str, list[Run]], tmp_path: Path, axis: Any) -> None:
+    save_curves(variants, axis, "title", tmp_path / "plot.png", target=0.9)
+    with Image.open(tmp_path / "plot.png") as picture:
+        assert picture.width == 900
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(2**20)}
+    assert {(0x4D, 0x4D, 0x4D), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours
+
+
+def test_plots_of_runs_without_points_or_communication(tmp_path: Path) -> None:
+    empty = {"ddp": [_run(tmp_path, [])]}
+    for axis in ("time", "epoch", "mb_sent"):
+        save_curves(empty, axis, "title", tmp_path / f"{axis}.png")  # type: ignore[arg-type]
+    run = _run(tmp_path / "alone", [0.4, 0.5])
+    silent = Run(run.facts, run.time, run.epoch, 0 * run.mb_sent, run.accuracy, math.nan)
+    save_curves({"other name": [silent]}, "mb_sent", "title", tmp_path / "silent.png")
+
+
+def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) -> None:
+    save_step_times(variants, "title", tmp_path / "steps.png")
+    with Image.open(tmp_path / "steps.png") as picture:
+        assert picture.width == 900
+
+
+# --- the real thing ---------------------------------------------------------------------------------------------------
+
+
+def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, tmp_path: Path) -> None:
+    arguments = ("compare.py", *TINY, "trainer.devices=1", "test=false")
+    finished = script(*arguments, "strategy=ddp,ddp_bf16", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    folder = tmp_path / "outputs" / "compare" / "quickstart"
+    files = [
+        "table.md",
+        "table.csv",
+        "accuracy_time.png",
+        "accuracy_epoch.png",
+        "accuracy_mb_sent.png",
+        "step_time.png",
+    ]
+    last = finished.stdout.splitlines()[-len(files) :]
+    assert [line.partition(": ")[2] for line in last] == [str(folder / name) for name in files]
+    assert all((folder / name).stat().st_size > 100 for name in files)
+    assert "ddp_bf16" in (folder / "table.md").read_text()
+    times = {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}
+    assert len(times) == 2
+
+    again = script(*arguments, "strategy=ddp,ddp_bf16,powersgd", cwd=tmp_path)
+    assert again.returncode == 1
+    assert again.stdout.count("finished before") == 2
+    assert times == {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}
+    assert "powersgd, seed 0: exit code 1" in again.stdout
+    assert "powersgd needs CUDA" in again.stdout
+    assert "table: " in again.stdout  # of the two others
+
+    changed = script(*arguments, "strategy=ddp_bf16", "optimizer.lr=0.01", cwd=tmp_path)
+    assert changed.returncode == 0
+    assert "finished before" not in changed.stdout
+
+
+def test_mistakes_are_explained_with_the_usage(script: Script, tmp_path: Path) -> None:
+    finished = script("compare.py", "strategy=ddp", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "name one experiment: +exp=NAME" in finished.stderr
