@@ -1,9 +1,8 @@
 """Runs the steps of reducers: over Gloo on one thread that puts them in order, over NCCL on a stream of our own.
 
 Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
-    run
-on several threads in no order. Here one thread per process starts every collective; callbacks only wake it. Pieces are
-started in the order in which they were submitted, stage by stage, so each group sees the same order on every rank;
+run on several threads in no order. Here one thread per process starts every collective; callbacks only wake it. Pieces
+are started in the order in which they were submitted, stage by stage, so each group sees the same order on every rank;
 within that, the thread does whatever is ready: encoding, the wire and decoding of different pieces overlap.
 """
 
