@@ -166,7 +166,7 @@ def _start(context: _Context, flat: Tensor, config: GQSGDConfig, step: int) -> J
     if context.communicator.size > 1 and flat.numel():
         facts = {**config.to_dict(), "numel": flat.numel(), "dtype": str(flat.dtype), "step": step}
         starts = context.plan(flat, config).starts(flat, context.communicator.rank, step, counters, telemetry)
-        starts = [partial(_after_agreement, facts, start, context.communicator.size, flat.device) for start in starts]
+        starts[0] = partial(_after_agreement, facts, starts[0], context.communicator.size, flat.device)
     name = f"all_reduce number {step}"
     job = context.latest = Job(flat, starts, name, counters, telemetry, last_of_step=True, first_stage=0)
     if starts:
@@ -177,7 +177,7 @@ def _start(context: _Context, flat: Tensor, config: GQSGDConfig, step: int) -> J
 
 
 def _after_agreement(facts: dict[str, Any], start: Callable[[], Steps], ranks: int, device: torch.device) -> Steps:
-    """A piece's steps once all ranks have said that they reduce the same: messages of unlike sizes abort Gloo."""
+    """The first piece's steps once all ranks have said that they reduce the same: unlike messages abort Gloo."""
     yield from agreement(facts, ranks, device)
     return (yield from start())
 

@@ -43,7 +43,7 @@ class Job:
         name: for messages.
         counters, telemetry: where time is booked.
         last_of_step: True for the last bucket of a step.
-        first_stage: 0 if the pieces begin with an agreement, otherwise 1; the same for all jobs of a communicator.
+        first_stage: 0 if the first piece begins with an agreement, otherwise 1; the same for all jobs of a communicator.
         future: completes with the tensor, or with the error.
         error: the error, once complete.
     """
@@ -86,9 +86,9 @@ class Job:
 class _Piece:
     """One piece of a job under way."""
 
-    def __init__(self, job: Job, start: Callable[[], Steps]) -> None:
+    def __init__(self, job: Job, start: Callable[[], Steps], stage: int) -> None:
         self.job = job
-        self.stage = job.first_stage  # of the next exchange
+        self.stage = stage  # of the next exchange
         self.works: list[dist.Work] = []
         self.waiting_for = 0
         self._start = start
@@ -111,6 +111,10 @@ class _Piece:
         self.waiting_for = len(self.works)
         self.stage += 1
         return True
+
+
+def _pieces_of(job: Job) -> list[_Piece]:
+    return [_Piece(job, start, 1 if number else job.first_stage) for number, start in enumerate(job.pieces)]
 
 
 class Runner(Protocol):
@@ -140,10 +144,12 @@ class StreamRunner:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(job.tensor.device))
             job.tensor.record_stream(self._stream)
-        left = deque(_Piece(job, start) for start in job.pieces)
+        left = deque(_pieces_of(job))
         error = None
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             try:
+                if left and left[0].stage == 0:
+                    left[0].resume(communicator)
                 while left:
                     if left[0].resume(communicator):
                         left.rotate(-1)
@@ -205,7 +211,7 @@ class Sequencer:
         if cause is not None:
             job.finish(communicator.describe(cause, f"{job.name}, after an earlier failure,"))
             return
-        self._lanes.setdefault(communicator, deque()).extend(_Piece(job, start) for start in job.pieces)
+        self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job))
         self._advance(communicator)
 
     def _advance(self, communicator: Communicator) -> None:
