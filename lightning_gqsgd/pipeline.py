@@ -43,7 +43,8 @@ class Job:
         name: for messages.
         counters, telemetry: where time is booked.
         last_of_step: True for the last bucket of a step.
-        first_stage: 0 if the first piece begins with an agreement, otherwise 1; the same for all jobs of a communicator.
+        first_stage: 0 if the first piece begins with an agreement, otherwise 1; the same for all jobs of a
+            communicator.
         future: completes with the tensor, or with the error.
         error: the error, once complete.
     """

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
+from benchmarks.accuracy import gaussian, heavy_tailed
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.config import DITHERS
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.layout import Segment, cut, place
-from tests.unit.virtual import average, relative_error
+from lightning_gqsgd.simulate import average, relative_error
 
 REPEATS = 400
 
@@ -97,22 +98,9 @@ def test_error_of_the_mean_is_as_predicted(reducer: str, ranks: int, dither: str
     assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=tolerance)
 
 
-def heavy_tailed(ranks: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """64 layers with scales from 1e-3 to 1 and Student-t(3) entries, correlated 0.1 between ranks."""
-    scales = torch.logspace(-3, 0, 64).repeat_interleave(1 << 12)
-
-    def student() -> torch.Tensor:
-        normal, chi2 = torch.randn(4, 1 << 18, generator=generator).split([1, 3])
-        return normal[0] / (chi2.square().sum(0) / 3).sqrt()
-
-    shared = student()
-    return [scales * (math.sqrt(0.1) * shared + math.sqrt(0.9) * student()) for _ in range(ranks)]
-
-
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_relative_error_of_8_bits_on_gaussian_and_heavy_tailed_gradients(ranks: int) -> None:
     generator = torch.Generator().manual_seed(ranks)
-    gaussian = [torch.randn(1 << 18, generator=generator) for _ in range(ranks)]
-    assert relative_error(average(gaussian, reducer="two_shot")[0], gaussian) <= 0.015
-    heavy = heavy_tailed(ranks, generator)
-    assert relative_error(average(heavy, reducer="two_shot")[0], heavy) <= 0.042
+    for kind, limit in ((gaussian, 0.015), (heavy_tailed, 0.042)):
+        gradients = kind(ranks, generator)
+        assert relative_error(average(gradients, reducer="two_shot")[0], gradients) <= limit

@@ -72,8 +72,15 @@ def piece(number: int, stages: int = 2, fails_in: int | None = None) -> Callable
     return steps
 
 
-def job(pieces: list[Callable[[], Steps]], name: str = "bucket") -> Job:
-    return Job(torch.zeros(3), pieces, name, BucketCounters(), Telemetry(), last_of_step=True)
+def job(pieces: list[Callable[[], Steps]], name: str = "bucket", first_stage: int = 1) -> Job:
+    telemetry = Telemetry()
+    return Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, last_of_step=True, first_stage=first_stage)
+
+
+def agreeing_job(first: int) -> Job:
+    """Three pieces, the first of which begins with an agreement."""
+    pieces = [piece(first, stages=3), piece(first + 1), piece(first + 2)]
+    return job(pieces, first_stage=0)
 
 
 @pytest.fixture
@@ -98,6 +105,24 @@ def test_stages_start_in_order_whatever_completes_first(sequencer: Sequencer) ->
         wire.works[index].complete()
     for one in jobs:
         assert torch.equal(one.future.wait(), torch.zeros(3))
+    for stage in (1, 2):
+        assert [number for at, number in wire.started if at == stage] == list(range(6))
+
+
+def test_nothing_is_sent_before_the_agreement_of_its_job(sequencer: Sequencer) -> None:
+    wire = FakeCommunicator()
+    jobs = [agreeing_job(0), agreeing_job(3)]
+    for one in jobs:
+        sequencer.submit(wire, one)  # type: ignore[arg-type]
+    agreements = wire.wait_for(2)
+    assert wire.started == [(0, 0), (0, 3)]
+    agreements[1].complete()  # the later one first: its pieces still wait for their predecessors
+    assert len(wire.works) == 2
+    agreements[0].complete()
+    for count in range(3, 15):
+        wire.wait_for(count)[-1].complete()
+    for one in jobs:
+        one.future.wait()
     for stage in (1, 2):
         assert [number for at, number in wire.started if at == stage] == list(range(6))
 
@@ -177,6 +202,9 @@ def test_stream_runner_takes_all_pieces_through_a_stage_before_the_next() -> Non
     assert wire.started == [(stage, number) for stage in (1, 2) for number in range(3)]
     assert torch.equal(one.future.wait(), torch.zeros(3))
     assert one.counters.nonfinite_blocks == 3
+    wire = FakeCommunicator()
+    StreamRunner(torch.device("cpu")).submit(wire, agreeing_job(0))  # type: ignore[arg-type]
+    assert wire.started == [(0, 0), *((stage, number) for stage in (1, 2) for number in range(3))]
     broken = job([piece(0), piece(1, fails_in=1)])
     StreamRunner(torch.device("cpu")).submit(wire, broken)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="stage 2, piece 1 broke"):
