@@ -117,6 +117,8 @@ class NetLab:
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": threads,
+            # Hosts have no names, about which torch warns at every connection.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
 
     def popen(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen[str]:

@@ -116,9 +116,9 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path) -> N
         )
         widest = float(step.max())
         for place, total, waiting in zip(places, step, exposed, strict=True):
-            text = f"{total:.3g} ms"
+            text = f"{_three_digits(total)} ms"
             if waiting >= 0.005 * total:
-                text += f"  ({waiting:.3g} exposed)"
+                text += f"  ({_three_digits(waiting)} exposed)"
             axes.annotate(text, (total, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
         for place, seconds in zip(places, codec, strict=True):
             if not math.isnan(seconds):
@@ -128,10 +128,14 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path) -> N
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
-        axes.set_xlim(0, widest * 1.38)
+        axes.set_xlim(0, widest * 1.42)
         axes.set_xlabel("median training step (ms)")
         axes.set_title(title)
         figure.savefig(file, dpi=DPI)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _step_parts(runs: list[Run]) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,12 @@ needs_root = pytest.mark.skipif(
 
 def _namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout  # noqa: S607
+
+
+def _leftovers() -> list[str]:
+    """Namespaces of labs whose process has ended; other labs of this machine are none of these tests' business."""
+    labs = re.findall(rf"^{netlab.PREFIX}-(\d+)-\S+", _namespaces(), re.MULTILINE)
+    return [pid for pid in labs if not os.path.exists(f"/proc/{pid}")]
 
 
 def _cli(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -83,7 +90,7 @@ def test_hosts_reach_each_other_in_torchruns_environment() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for host in range(3):
         assert f"[host{host}] sum 6.0 {host} 0 3" in done.stdout
-    assert f"{netlab.PREFIX}-" not in _namespaces()
+    assert not _leftovers()
 
 
 @needs_root
@@ -92,8 +99,8 @@ def test_a_failing_host_ends_the_others() -> None:
     begun = time.monotonic()
     done = _cli("--", sys.executable, "-c", code)
     assert done.returncode == 3
-    assert time.monotonic() - begun < 30
-    assert f"{netlab.PREFIX}-" not in _namespaces()
+    assert time.monotonic() - begun < 55  # not the 60 of the other host
+    assert not _leftovers()
 
 
 @needs_root

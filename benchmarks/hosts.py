@@ -1,0 +1,96 @@
+"""Runs a benchmark's worker once on every host of a lab, and collects what the first host has measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.netlab import NetLab, NetLabError, run_everywhere
+from benchmarks.report import Report, present
+
+RESULT = "GQSGD_BENCHMARK_RESULT"
+TIMEOUT_S = 1800.0
+
+
+class WorkerError(RuntimeError):
+    """A worker failed; its output is above."""
+
+
+def work_or_present(
+    parser: argparse.ArgumentParser,
+    work: Callable[[argparse.Namespace], None],
+    measure: Callable[[argparse.Namespace], Report],
+) -> None:
+    """Do a worker's part if this process is one; otherwise measure with workers and present the report."""
+    if os.environ.get(RESULT):
+        work(parser.parse_known_args()[0])  # what it does not know is for the presentation
+        return
+    try:
+        present(parser, measure)
+    except (NetLabError, WorkerError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def add_labs(parser: argparse.ArgumentParser) -> None:
+    """Arguments ``--hosts`` and ``--rate``, which `in_labs` reads."""
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2], help="numbers of hosts (default 2)")
+    parser.add_argument("--rate", nargs="+", default=["1gbit"], help="of each link, e.g. 100mbit 1gbit none")
+
+
+def in_labs(
+    options: argparse.Namespace, program: str, report: Report, add_rows: Callable[[Report, int, str, Any], None]
+) -> None:
+    """Run this command once on every host of a lab, for every number of hosts and rate; report what host 0 has left.
+
+    Args:
+        program: of the command line, ``"python -m ..."``; workers get this process's arguments.
+        add_rows: adds a lab's result to the report: (report, hosts, rate, what was given to `finish`).
+
+    Raises:
+        WorkerError: a worker failed or left no result.
+        NetLabError: a lab cannot be built.
+    """
+    command = [sys.executable, *program.split()[1:], *sys.argv[1:]]
+    for hosts in options.hosts:
+        for rate in options.rate:
+            with tempfile.TemporaryDirectory() as folder, NetLab(hosts, rate) as lab:
+                file = Path(folder) / "result.json"
+                os.environ[RESULT] = str(file)
+                code = run_everywhere(lab, command, timeout=TIMEOUT_S)
+                if code or not file.exists():
+                    raise WorkerError(f"{program} on {hosts} hosts at {rate} failed with exit code {code}")
+                result = json.loads(file.read_text())
+            add_rows(report, hosts, rate, result)
+            report.raw[f"{hosts} hosts, {rate}"] = result
+
+
+def begin() -> tuple[int, int]:
+    """Join the other workers over Gloo, with one compute thread; rank and number of ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def finish(result: Any) -> None:
+    """Leave this worker's result if it is the first, and part from the others."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(os.environ[RESULT]).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def slowest(seconds: Any) -> Any:
+    """Element-wise maximum over workers: a step lasts until the last one is through."""
+    tensor = torch.as_tensor(seconds, dtype=torch.float64).clone()
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.numpy()

@@ -1,0 +1,122 @@
+"""Speed of encoding and decoding on the CPU, one thread, against a copy of the same tensor.
+
+    python -m benchmarks.kernels --save
+
+Also the cast to bf16 and back, which is what torch's own compression hook costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import Report, present
+from benchmarks.timing import Spread, in_turns, ratio
+from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.wire import scale_format
+from lightning_gqsgd.layout import Segment, cut, pieces, place
+
+Case = Callable[[], object]
+
+
+def codec_cases(x: Tensor, bits: int, block_size: int, dither: str) -> tuple[Case, Case]:
+    """Encode and decode of a tensor as one rank, piece by piece, into buffers that are already there."""
+    form, quantiser = scale_format(x.dtype), LinearCodec(bits, dither).quantiser(block_size)
+    tables = pieces(cut([Segment(0, x.numel(), raw=False)], block_size))
+    layouts = [place(t, shards=1, bits=bits, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes) for t in tables]
+    messages = [torch.zeros(layout.message_bytes, dtype=torch.uint8) for layout in layouts]
+    kernels, out, key = kernels_for(x.device), torch.empty_like(x), (1, 2)
+
+    def encode() -> None:
+        for layout, message in zip(layouts, messages, strict=True):
+            kernels.encode(x, layout.blocks, message, key, quantiser)
+
+    def decode() -> None:
+        for layout, message in zip(layouts, messages, strict=True):
+            kernels.decode(message.view(1, -1), layout.blocks, out, (key,), quantiser)
+
+    return encode, decode
+
+
+def cast_cases(x: Tensor) -> tuple[Case, Case]:
+    """To bf16 and back."""
+    small, out = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x)
+    return partial(small.copy_, x), partial(out.copy_, small)
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run all cases in turns."""
+    torch.set_num_threads(1)
+    report = Report(
+        "kernels_cpu",
+        "CPU kernels against copy_, one thread",
+        {
+            "case": "",
+            "numel": ",d",
+            "dtype": "",
+            "copy_ (ms)": ".2f",
+            "encode (ms)": ".2f",
+            "decode (ms)": ".2f",
+            "(encode + decode) / copy_": ".2f",
+            "encode + decode (GB/s of gradient)": ".1f",
+        },
+        notes=(
+            "The ratio is the median over rounds of times within one round. Buffers are allocated beforehand. "
+            "Encoding reads each coordinate twice, for the scale of its block and for its code, but from memory once.",
+        ),
+    )
+    for dtype in (getattr(torch, name) for name in options.dtype):
+        for numel in options.numel:
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+            pairs = {
+                f"{bits} bit, blocks of {block}, {dither}": codec_cases(x, bits, block, dither)
+                for bits in options.bits
+                for block in options.block_size
+                for dither in options.dither
+            }
+            if dtype == torch.float32:
+                pairs = {"cast to bf16": cast_cases(x), **pairs}
+            _measure_one(x, pairs, options.rounds, report)
+    return report
+
+
+def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, report: Report) -> None:
+    out = torch.empty_like(x)
+    cases: dict[str, Case] = {"copy": partial(out.copy_, x)}
+    for name, (encode, decode) in pairs.items():
+        cases |= {f"{name}/encode": encode, f"{name}/decode": decode}
+    seconds = in_turns(cases, rounds)
+    for name in pairs:
+        both = seconds[f"{name}/encode"] + seconds[f"{name}/decode"]
+        seconds[f"{name}/both"] = both
+        report.rows.append(
+            [
+                name,
+                x.numel(),
+                str(x.dtype).removeprefix("torch."),
+                *(1e3 * Spread.of(seconds[key]).median for key in ("copy", f"{name}/encode", f"{name}/decode")),
+                ratio(seconds, f"{name}/both", "copy"),
+                x.numel() * x.element_size() / Spread.of(both).median / 1e9,
+            ]
+        )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
+    parser.add_argument("--numel", type=int, nargs="+", default=[6_553_600], help="sizes (default 6553600, 25 MiB)")
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
+    parser.add_argument("--block-size", type=int, nargs="+", default=[256])
+    parser.add_argument("--dither", nargs="+", default=["adaptive"], choices=["adaptive", "subtractive", "stochastic"])
+    parser.add_argument("--rounds", type=int, default=40)
+    present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Time of one bucket's reduction on links of a given rate, against the time that its bytes need on the link.
+
+    python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --save
+
+Needs Linux, root and iproute2, see `benchmarks.netlab`. Cases run in turns: torch's allreduce of fp32 and of bf16 (with
+both casts, as its compression hook does), each reducer, and the reducer's messages without the codec.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
+from benchmarks.netlab import parse_rate
+from benchmarks.report import Report
+from benchmarks.timing import Spread, in_turns, ratio
+from lightning_gqsgd.communicator import Communicator
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.pipeline import Job, release, runner_for
+from lightning_gqsgd.plan import Plan, compile_kernels
+from lightning_gqsgd.reducers import Setting, gather, two_shot
+from lightning_gqsgd.reducers import sum as sum_
+from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.telemetry import Telemetry
+
+PROGRAM = "python -m benchmarks.reducers"
+
+BARE = " without codec"
+#: Kernels that do nothing: what is left is the reducer's messages.
+IDLE = SimpleNamespace(
+    block_maxima=lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
+    encode=lambda *_: None,
+    reduce=lambda *_: None,
+    decode=lambda *_: 0,
+    decode_sum=lambda *_: 0,
+)
+
+
+class Bench:
+    """All cases on one buffer per rank, reduced in place."""
+
+    def __init__(self, numel: int, ranks: int, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.buffer = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+        self.communicator, self.runner = Communicator(self.buffer.device), runner_for(self.buffer.device)
+        self.telemetry = Telemetry()
+        self.cases: dict[str, Callable[[], object]] = {}
+        self.bytes: dict[str, int] = {}  # sent by each rank
+
+    def add_native(self) -> None:
+        small = torch.empty_like(self.buffer, dtype=torch.bfloat16)
+
+        def bf16() -> None:
+            small.copy_(self.buffer)
+            dist.all_reduce(small.div_(self.ranks))
+            self.buffer.copy_(small)
+
+        self.cases |= {"fp32": partial(_mean, self.buffer, self.ranks), "bf16": bf16}
+        fp32 = ring_bytes(self.buffer.nbytes, self.ranks)
+        self.bytes |= {"fp32": fp32, "bf16": fp32 // 2}
+
+    def add_reducer(self, reducer: str, bits: int) -> None:
+        config = GQSGDConfig(reducer=reducer, bits=bits, sample_every=0)
+        compile_kernels(config, self.buffer.dtype, self.buffer.device)
+        setting = Setting(config, self.ranks, self.buffer.dtype)
+        plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
+        name = f"{reducer}, {bits} bit"
+        self.cases |= {name: partial(self._run, plan), name + BARE: partial(self._run_bare, plan)}
+        counters = Telemetry().bucket(0)
+        plan.starts(self.buffer, self.rank, 0, counters, self.telemetry)
+        self.bytes[name] = self.bytes[name + BARE] = counters.bytes_sent
+
+    def close(self) -> None:
+        self.runner.close(self.communicator)
+        release(self.runner)
+        self.communicator.close()
+
+    def _run(self, plan: Plan) -> None:
+        counters = self.telemetry.bucket(0)
+        starts = plan.starts(self.buffer, self.rank, counters.calls, counters, self.telemetry)
+        job = Job(self.buffer, starts, "a bucket", counters, self.telemetry, last_of_step=True)
+        self.runner.submit(self.communicator, job)
+        job.future.wait()
+
+    def _run_bare(self, plan: Plan) -> None:
+        with ExitStack() as stack:
+            for module in (gather, sum_, two_shot):
+                stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
+            self._run(plan)
+
+
+def _mean(x: Tensor, ranks: int) -> None:
+    dist.all_reduce(x.div_(ranks))  # DDP divides first, too
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank's part."""
+    rank, ranks = begin()
+    bench = Bench(options.numel, ranks, rank)
+    bench.add_native()
+    for reducer in options.reducer:
+        if reducer != "gather" or ranks == 2:  # beyond, a gather moves more than its rivals
+            for bits in options.bits:
+                bench.add_reducer(reducer, bits)
+    seconds = in_turns(bench.cases, options.rounds, before=dist.barrier)
+    seconds = {name: slowest(values).tolist() for name, values in seconds.items()}
+    bench.close()
+    finish({"seconds": seconds, "bytes": bench.bytes})
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run the workers in every lab."""
+    report = Report(
+        "reducers_netlab",
+        f"Reduction of one bucket of {options.numel:,} fp32 coordinates over shaped links",
+        {
+            "case": "",
+            "hosts": "d",
+            "rate": "",
+            "sent (MB)": ".2f",
+            "wire (ms)": ".1f",
+            "time (ms)": ".1f",
+            "time / wire": ".2f",
+            "fp32 / time": ".2f",
+            "bf16 / time": ".2f",
+        },
+        notes=(
+            "wire = bytes sent by each host / rate of its link; time = median over rounds of the slowest host's time. "
+            "TCP's headers take 4.4 % of the rate (`python -m benchmarks.netlab --rate 1gbit --check`), so that "
+            "time / wire cannot fall below 1.05.",
+            "'without codec' sends the same messages through the same pipeline and neither encodes nor decodes: what "
+            "it has above 1.05 is Gloo's. Gloo takes about 0.5 ms of processor per collective, and a rank cannot "
+            "receive a message while it sends one of the same collective, so a bucket's first piece goes one way at a "
+            "time. All hosts share this machine's cores: with more hosts than cores they wait for each other's "
+            "network stacks.",
+        ),
+    )
+    in_labs(options, PROGRAM, report, _add_rows)
+    return report
+
+
+def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+    seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
+    bits_per_second = parse_rate(rate)
+    for name, values in seconds.items():
+        time, sent = Spread.of(values).median, result["bytes"][name]
+        wire = 8 * sent / bits_per_second if bits_per_second else None
+        faster = [None, None] if name.endswith(BARE) else [ratio(seconds, one, name) for one in ("fp32", "bf16")]
+        times = (1e3 * wire, 1e3 * time, time / wire) if wire else (None, 1e3 * time, None)
+        report.rows.append([name, hosts, rate, sent / 1e6, *times, *faster])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    add_labs(parser)
+    parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--reducer", nargs="+", default=["gather", "two_shot", "sum"])
+    parser.add_argument("--rounds", type=int, default=15)
+    work_or_present(parser, work, measure)
+
+
+if __name__ == "__main__":
+    main()

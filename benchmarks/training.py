@@ -1,0 +1,163 @@
+"""Time of whole training steps under DDP on links of a given rate: the hook against torch's own.
+
+    python -m benchmarks.training --hosts 2 --rate 1gbit --save
+
+Needs Linux, root and iproute2, see `benchmarks.netlab`. Every case is a DDP model of its own in the same processes;
+they train in turns, on equal data. PowerSGD is missing because torch's hook aborts on Gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
+from benchmarks.netlab import parse_rate
+from benchmarks.report import Report
+from benchmarks.timing import Spread, in_turns, ratio
+from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.reducers.base import ring_bytes
+
+PROGRAM = "python -m benchmarks.training"
+
+CLASSES = 10
+COMPUTE = "no communication"
+PRESETS = {"gqsgd": "gqsgd", "gqsgd_4bit": "gqsgd_4bit"}
+
+
+def mlp() -> tuple[nn.Module, tuple[int, ...]]:
+    """14.7 M parameters in dense layers, whose computation is short."""
+    widths = (1024, 2048, 2048, 2048, 2048)
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES)), (widths[0],)
+
+
+def resnet18() -> tuple[nn.Module, tuple[int, ...]]:
+    """Torchvision's ResNet-18 on images of 64x64."""
+    return torchvision.models.resnet18(num_classes=CLASSES), (3, 64, 64)
+
+
+MODELS = {"mlp": mlp, "resnet18": resnet18}
+
+
+class Case:
+    """A model with its optimizer, under one way to average gradients."""
+
+    def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
+        torch.manual_seed(0)
+        network, _ = MODELS[model]()
+        self.numel = sum(p.numel() for p in network.parameters())
+        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.batch, self.labels, self.synchronise = batch, labels, name != COMPUTE
+        self.state: GQSGDState | None = None
+        if name == "ddp_bf16":
+            self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif name in PRESETS:
+            self.state = register_gqsgd(self.model, PRESETS[name], sample_every=0)
+
+    def step(self) -> None:
+        """Forward, backward, optimizer."""
+        if self.synchronise:
+            self._backward()
+        else:
+            with self.model.no_sync():
+                self._backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sent_bytes(self, name: str, ranks: int) -> float:
+        """Bytes of gradients that each rank sends in a step."""
+        if self.state is not None:
+            totals = self.state.telemetry.totals()
+            return totals["bytes_sent"] / totals["steps"]
+        return ring_bytes({COMPUTE: 0, "ddp": 4, "ddp_bf16": 2}[name] * self.numel, ranks)
+
+    def _backward(self) -> None:
+        F.cross_entropy(self.model(self.batch), self.labels).backward()
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank's part."""
+    rank, ranks = begin()
+    generator = torch.Generator().manual_seed(rank)
+    shape = MODELS[options.model]()[1]
+    batch = torch.randn(options.batch_size, *shape, generator=generator)
+    labels = torch.randint(CLASSES, (options.batch_size,), generator=generator)
+    cases = {name: Case(name, options.model, batch, labels) for name in options.case}
+    steps: dict[str, Callable[[], object]] = {name: partial(case.step) for name, case in cases.items()}
+    seconds = in_turns(steps, options.rounds, warmup=3, before=dist.barrier)
+    result: dict[str, Any] = {
+        "seconds": {name: slowest(values).tolist() for name, values in seconds.items()},
+        "bytes": {name: case.sent_bytes(name, ranks) for name, case in cases.items()},
+        "numel": next(iter(cases.values())).numel,
+    }
+    for case in cases.values():
+        if case.state is not None:
+            case.state.close()
+    finish(result)
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run the workers in every lab."""
+    report = Report(
+        f"training_netlab_{options.model}",
+        f"Training step of {options.model}, {options.batch_size} samples per host, over shaped links",
+        {
+            "case": "",
+            "hosts": "d",
+            "rate": "",
+            "sent (MB)": ".1f",
+            "wire (ms)": ".0f",
+            "step (ms)": ".0f",
+            "10 to 90 % (ms)": "",
+            "ddp / step": ".2f",
+            "ddp_bf16 / step": ".2f",
+        },
+        notes=(
+            "wire = bytes that each host sends in a step / rate of its link. step = median over rounds of the slowest "
+            "host's time, one compute thread each. Ratios are medians over rounds of times within one round. "
+            "PowerSGD is missing because torch's hook aborts on Gloo.",
+        ),
+    )
+    in_labs(options, PROGRAM, report, _add_rows)
+    return report
+
+
+def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+    seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
+    bits_per_second = parse_rate(rate)
+    for name, values in seconds.items():
+        step, sent = Spread.of(values), result["bytes"][name]
+        wire = 8e3 * sent / bits_per_second if bits_per_second else None
+        spread = f"{1e3 * step.low:.0f} to {1e3 * step.high:.0f}"
+        ratios = [ratio(seconds, one, name) if one in seconds else None for one in ("ddp", "ddp_bf16")]
+        report.rows.append([name, hosts, rate, sent / 1e6, wire, 1e3 * step.median, spread, *ratios])
+
+
+def main() -> None:
+    """The command line."""
+    cases = [COMPUTE, "ddp", "ddp_bf16", *PRESETS]
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    add_labs(parser)
+    parser.add_argument("--model", choices=list(MODELS), default="mlp")
+    parser.add_argument("--batch-size", type=int, default=8, help="per host (default 8)")
+    parser.add_argument("--case", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--rounds", type=int, default=20)
+    work_or_present(parser, work, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Every benchmark runs; its figures are nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import report
+from benchmarks.timing import in_turns, ratio
+
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
+)
+LAB = ["--hosts", "2", "--rate", "none", "--rounds", "1"]
+
+
+def _run(module: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return " ".join(done.stdout.split())  # a table may break its cells in two
+
+
+def test_cases_run_in_turns() -> None:
+    order: list[str] = []
+    cases = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    seconds = in_turns(cases, 3, warmup=1, before=lambda: order.append("|"))
+    assert "".join(order) == "|a|b" * 4
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
+    assert ratio({"a": np.array([2.0, 4.0, 9.0]), "b": np.array([1.0, 2.0, 3.0])}, "a", "b") == 2.0
+
+
+def test_reports_are_tables_with_their_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--rounds", "2"])
+    one = report.Report("speed", "Speed", {"case": "", "ms": ".1f"}, notes=["A note."], rows=[["a", 1.25], ["b", None]])
+    one.save("python -m benchmarks.kernels")
+    text = (tmp_path / "speed.md").read_text()
+    assert "    python -m benchmarks.kernels --rounds 2\n" in text
+    assert "| a | 1.2 |\n| b | – |\n\nA note.\n" in text
+    assert json.loads((tmp_path / "speed.json").read_text())["rows"] == [["a", 1.25], ["b", None]]
+
+
+def test_kernels() -> None:
+    assert "4 bit, blocks of 256" in _run("kernels", "--numel", "10000", "--rounds", "2", "--bits", "4")
+
+
+def test_accuracy() -> None:
+    assert "network, n = 2" in _run("accuracy", "--bits", "8", "--block-size", "256", "--ranks", "2")
+
+
+@needs_root
+def test_reducers() -> None:
+    shown = _run("reducers", *LAB, "--numel", "70000")
+    assert "two_shot, 8 bit without codec" in shown
+    assert "sum, 4 bit" in shown
+
+
+@needs_root
+def test_training() -> None:
+    assert "gqsgd_4bit" in _run("training", *LAB, "--model", "resnet18", "--batch-size", "2")
