@@ -3,11 +3,16 @@
 Own groups, one for each stage of a piece's way: the order of our collectives then depends on nothing but ours (DDP
 broadcasts buffers, and users reduce metrics, on theirs), and stages need no order between them. Stage 0 is agreement:
 its group waits long, because other ranks may still be compiling kernels.
+
+The groups are backends made directly, under keys of the store that no other group has had. `new_group` gives names
+again once a group is destroyed (torch 2.5), or by how many groups a process has made (2.15), which may differ among the
+ranks of a subgroup; a group under a used or a different name waits for ever.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +28,9 @@ AGREEMENT_TIMEOUT = timedelta(minutes=10)
 
 #: Bytes of what is compared: JSON, padded.
 AGREEMENT_BYTES = 2048
+
+#: How many communicators this process has made on a parent (its name and ranks); the same number on all its ranks.
+_made: Counter[str] = Counter()
 
 
 class CollectiveError(RuntimeError):
@@ -55,25 +63,23 @@ class Communicator:
         self._ranks = dist.get_process_group_ranks(parent)
         self._backend = _backend_for(parent, device)
         self._device = device
-        self._groups: list[dist.ProcessGroup] = []
+        self._groups: list[Any] = []  # backends; torch's type stubs lack their collectives
         if self.size > 1:
             timeout = timeout or _timeout_of(parent, device)
             timeouts = [max(timeout, AGREEMENT_TIMEOUT), *[timeout] * STAGES]
-            self._groups = [self._new_group(one) for one in timeouts]
+            key = f"gqsgd/{parent.group_name}/{'_'.join(map(str, self._ranks))}"
+            _made[key] += 1
+            self._groups = [self._new_group(f"{key}/{_made[key]}/{stage}", one) for stage, one in enumerate(timeouts)]
 
-    def start(self, exchange: Exchange, stage: int) -> dist.Work:
-        """Start a collective of a stage: 0 is agreement, 1 to STAGES are a reducer's."""
+    def start(self, exchange: Exchange, stage: int) -> Any:
+        """Start a collective of a stage: 0 is agreement, 1 to STAGES are a reducer's. Returns torch's `Work`."""
         group = self._groups[stage]
         kind, output, source = exchange
         if kind == "all_to_all":
-            work = dist.all_to_all_single(output, source, group=group, async_op=True)
-        elif kind == "all_gather":
-            work = dist.all_gather_into_tensor(output.view(-1), source, group=group, async_op=True)
-        else:
-            op = dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM
-            work = dist.all_reduce(output, op=op, group=group, async_op=True)
-        assert work is not None  # None is for ranks outside the group
-        return work
+            return group.alltoall_base(output, source, [], [])
+        if kind == "all_gather":
+            return group._allgather_base(output.view(-1), source)
+        return group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
 
     def describe(self, error: BaseException, what: str) -> Exception:
         """An error of this rank with where it happened and what to do; a ConfigError says so itself."""
@@ -89,13 +95,13 @@ class Communicator:
         """Destroy the groups. Not a collective."""
         groups, self._groups = self._groups, []
         for group in groups:
-            if is_alive(group):  # where the user has destroyed the default group, ours went with it
-                dist.destroy_process_group(group)
+            if self._backend == "nccl":  # Gloo's end with their last reference
+                (getattr(group, "shutdown", None) or group._shutdown)()  # torch 2.5 has the latter
 
-    def _new_group(self, timeout: timedelta) -> dist.ProcessGroup:
-        group = dist.new_group(self._ranks, timeout=timeout, backend=self._backend, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # another value is for ranks outside the group
-        return group
+    def _new_group(self, key: str, timeout: timedelta) -> Any:
+        make: Any = dist.ProcessGroupGloo if self._backend == "gloo" else dist.ProcessGroupNCCL
+        store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+        return make(store, self.rank, self.size, timeout)
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Compare a flat dictionary of plain values over all ranks. A collective, outside any job.

@@ -125,6 +125,24 @@ def test_groups(tmp_path: Path) -> None:
     assert len({everyone for _, everyone in results}) == 1
 
 
+def _overlapping(rank: int) -> list[float]:
+    """Rank 0 makes twice as many groups as the others, in both orders, and makes them anew."""
+    groups = {other: dist.new_group([0, other]) for other in (1, 2)}
+    x = torch.full((2000,), float(rank))
+    means = []
+    for order in ((1, 2), (2, 1)):
+        for other in order:
+            if rank in (0, other):
+                means.append(all_reduce(x, group=groups[other])[0].item())
+        close()
+    return means
+
+
+def test_overlapping_groups_that_are_made_anew(tmp_path: Path) -> None:
+    means = run(_overlapping, 3, tmp_path)
+    assert [[round(one, 1) for one in row] for row in means] == [[0.5, 1.0, 1.0, 0.5], [0.5, 0.5], [1.0, 1.0]]
+
+
 def _errors(rank: int) -> None:
     x = _values(rank, 2000)
     with pytest.raises(ConfigError, match="dtype torch.int64; only floating-point"):
