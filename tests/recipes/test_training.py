@@ -235,7 +235,7 @@ def test_unknown_hook_is_refused() -> None:
 
 
 def test_process_group_of_another_size_is_refused(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(baselines.dist, "get_world_size", lambda *_: 3)
     with pytest.raises(StrategyError, match="process group of 3 processes, the trainer wants 1"):
         train(tiny(), tmp_path)
 
