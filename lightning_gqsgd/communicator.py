@@ -12,7 +12,6 @@ ranks of a subgroup; a group under a used or a different name waits for ever.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,9 +27,6 @@ AGREEMENT_TIMEOUT = timedelta(minutes=10)
 
 #: Bytes of what is compared: JSON, padded.
 AGREEMENT_BYTES = 2048
-
-#: How many communicators this process has made on a parent (its name and ranks); the same number on all its ranks.
-_made: Counter[str] = Counter()
 
 
 class CollectiveError(RuntimeError):
@@ -67,9 +63,8 @@ class Communicator:
         if self.size > 1:
             timeout = timeout or _timeout_of(parent, device)
             timeouts = [max(timeout, AGREEMENT_TIMEOUT), *[timeout] * STAGES]
-            key = f"gqsgd/{parent.group_name}/{'_'.join(map(str, self._ranks))}"
-            _made[key] += 1
-            self._groups = [self._new_group(f"{key}/{_made[key]}/{stage}", one) for stage, one in enumerate(timeouts)]
+            key = self._unused_key(parent)
+            self._groups = [self._new_group(f"{key}/{stage}", one) for stage, one in enumerate(timeouts)]
 
     def start(self, exchange: Exchange, stage: int) -> Any:
         """Start a collective of a stage: 0 is agreement, 1 to STAGES are a reducer's. Returns torch's `Work`."""
@@ -97,6 +92,16 @@ class Communicator:
         for group in groups:
             if self._backend == "nccl":  # Gloo's end with their last reference
                 (getattr(group, "shutdown", None) or group._shutdown)()  # torch 2.5 has the latter
+
+    def _unused_key(self, parent: dist.ProcessGroup) -> str:
+        """A key that this parent's communicators have not used yet, the same on all its ranks.
+
+        Numbered by the store, where every rank counts itself once per communicator: a process's own count would go on
+        after the default group is made anew, with processes that start at zero.
+        """
+        key = f"gqsgd/{parent.group_name}/{'_'.join(map(str, self._ranks))}"
+        count = dist.distributed_c10d._get_default_store().add(key, 1)
+        return f"{key}/{(count - 1) // self.size}"
 
     def _new_group(self, key: str, timeout: timedelta) -> Any:
         make: Any = dist.ProcessGroupGloo if self._backend == "gloo" else dist.ProcessGroupNCCL

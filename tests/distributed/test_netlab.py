@@ -156,7 +156,10 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) 
         f"open(r'{tmp_path}/pid', 'w').write(str(__import__('os').getpid()));input()",
     ]
     driver = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.netlab", "--hosts", "1", *command], stdin=subprocess.PIPE
+        [sys.executable, "-m", "benchmarks.netlab", "--hosts", "1", *command],
+        stdin=subprocess.PIPE,
+        # A shell that runs the tests in the background has switched SIGINT off for all below.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     file = tmp_path / "pid"
     deadline = time.monotonic() + 30
