@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.netlab import NetLab, NetLabError, run_everywhere
+from benchmarks.netlab import NetLab, NetLabError, parse_rate, run_everywhere
 from benchmarks.report import Report, present
 
 RESULT = "GQSGD_BENCHMARK_RESULT"
@@ -72,6 +72,12 @@ def in_labs(
                 result = json.loads(file.read_text())
             add_rows(report, hosts, rate, result)
             report.raw[f"{hosts} hosts, {rate}"] = result
+
+
+def wire_seconds(nbytes: float, rate: str) -> float | None:
+    """Seconds that a link of a rate needs for so many bytes; None if it is not shaped."""
+    bits_per_second = parse_rate(rate)
+    return 8 * nbytes / bits_per_second if bits_per_second else None
 
 
 def begin() -> tuple[int, int]:

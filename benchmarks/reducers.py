@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
-from benchmarks.netlab import parse_rate
+from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from benchmarks.timing import Spread, in_turns, ratio
 from lightning_gqsgd.communicator import Communicator
@@ -152,10 +151,9 @@ def measure(options: argparse.Namespace) -> Report:
 
 def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
     seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
-    bits_per_second = parse_rate(rate)
     for name, values in seconds.items():
         time, sent = Spread.of(values).median, result["bytes"][name]
-        wire = 8 * sent / bits_per_second if bits_per_second else None
+        wire = wire_seconds(sent, rate)
         faster = [None, None] if name.endswith(BARE) else [ratio(seconds, one, name) for one in ("fp32", "bf16")]
         times = (1e3 * wire, 1e3 * time, time / wire) if wire else (None, 1e3 * time, None)
         report.rows.append([name, hosts, rate, sent / 1e6, *times, *faster])

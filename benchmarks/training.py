@@ -21,8 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
-from benchmarks.netlab import parse_rate
+from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from benchmarks.timing import Spread, in_turns, ratio
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
@@ -138,13 +137,14 @@ def measure(options: argparse.Namespace) -> Report:
 
 def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
     seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
-    bits_per_second = parse_rate(rate)
     for name, values in seconds.items():
         step, sent = Spread.of(values), result["bytes"][name]
-        wire = 8e3 * sent / bits_per_second if bits_per_second else None
+        wire = wire_seconds(sent, rate)
         spread = f"{1e3 * step.low:.0f} to {1e3 * step.high:.0f}"
         ratios = [ratio(seconds, one, name) if one in seconds else None for one in ("ddp", "ddp_bf16")]
-        report.rows.append([name, hosts, rate, sent / 1e6, wire, 1e3 * step.median, spread, *ratios])
+        report.rows.append(
+            [name, hosts, rate, sent / 1e6, 1e3 * wire if wire else None, 1e3 * step.median, spread, *ratios]
+        )
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -17,7 +16,7 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
 from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, Steps, choose_reducer
+from lightning_gqsgd.reducers import Setting, Steps, resolve
 from lightning_gqsgd.telemetry import Telemetry
 
 
@@ -41,7 +40,7 @@ class _Context:
         key = (config, x.numel(), x.dtype)
         if key not in self.plans:
             ranks = self.communicator.size
-            chosen = replace(config, reducer=choose_reducer(config, ranks), scale="auto")
+            chosen = resolve(config, ranks)
             compile_kernels(chosen, x.dtype, x.device)
             raw = x.numel() < config.min_numel
             self.plans[key] = Plan([Segment(0, x.numel(), raw)], Setting(chosen, ranks, x.dtype))

@@ -27,7 +27,7 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
 from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, choose_reducer
+from lightning_gqsgd.reducers import Setting, resolve
 from lightning_gqsgd.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class GQSGDState:
             for entry, p in zip(_numbered(parameters, config), parameters.values(), strict=True)
         }
         ranks = dist.get_world_size(model.process_group)
-        self.config = replace(config, reducer=choose_reducer(config, ranks), scale="auto")
+        self.config = resolve(config, ranks)
         tensor = next(p for p in parameters.values() if p.requires_grad)
         compile_kernels(self.config, tensor.dtype, tensor.device)
         self._communicator = Communicator(tensor.device, model.process_group, timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import LENGTH, RAW, START, Segment, cut, pieces
+from lightning_gqsgd.layout import LENGTH, START, Segment, cut, pieces
 from lightning_gqsgd.reducers import REDUCERS, Reducer, Setting, StepKeys, Steps, run_virtual
 from lightning_gqsgd.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
@@ -45,7 +46,6 @@ class Plan:
         reducer = REDUCERS[setting.config.reducer]
         self._pieces: list[Reducer] = [reducer(piece, setting) for piece in tables]
         self._samples = [_sample_of(int(one[0, START]), int(one[-1, START] + one[-1, LENGTH])) for one in tables]
-        self.raw_numel = int(table[table[:, RAW] == 1, LENGTH].sum())
 
     def starts(
         self, x: Tensor, rank: int, step: int, counters: BucketCounters, telemetry: Telemetry
@@ -89,6 +89,4 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _with_reducer(config: GQSGDConfig, name: str) -> GQSGDConfig:
-    from dataclasses import replace
-
     return replace(config, reducer=name, scale="auto", bits=max(config.bits, 2) if name == "sum" else config.bits)

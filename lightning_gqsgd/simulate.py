@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import Segment, cut, pieces
 from lightning_gqsgd.plan import check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, choose_reducer, run_virtual
+from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, resolve, run_virtual
 
 
 def average(
@@ -41,7 +40,7 @@ def average(
     """
     _check(gradients)
     config, ranks, first = make_config(preset, **fields), len(gradients), gradients[0]
-    config = replace(config, reducer=choose_reducer(config, ranks), scale="auto")
+    config = resolve(config, ranks)
     setting, keys = Setting(config, ranks, first.dtype), StepKeys.of(config, step, ranks)
     results = [one.clone() for one in gradients]
     for table in pieces(cut(segments or [Segment(0, first.numel(), raw=False)], config.block_size)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_gqsgd.codecs import LinearCodec
-from lightning_gqsgd.config import REDUCER_SCALE, ConfigError, GQSGDConfig
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, run_virtual
 from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.reducers.native import Native
@@ -12,7 +14,17 @@ from lightning_gqsgd.reducers.two_shot import TwoShot
 
 REDUCERS: dict[str, type[Reducer]] = {"native": Native, "sum": Sum, "two_shot": TwoShot, "gather": Gather}
 
-__all__ = ["REDUCERS", "Exchange", "Reducer", "Setting", "StepKeys", "Steps", "choose_reducer", "run_virtual"]
+__all__ = [
+    "REDUCERS",
+    "Exchange",
+    "Reducer",
+    "Setting",
+    "StepKeys",
+    "Steps",
+    "choose_reducer",
+    "resolve",
+    "run_virtual",
+]
 
 
 def choose_reducer(config: GQSGDConfig, ranks: int) -> str:
@@ -37,9 +49,13 @@ def choose_reducer(config: GQSGDConfig, ranks: int) -> str:
     return min(names, key=lambda name: codec.mean_error(name, ranks))
 
 
-def scale_of(reducer: str) -> str:
-    """``"global"`` or ``"local"`` block scales, ``"none"`` for the native reducer."""
-    return REDUCER_SCALE.get(reducer, "none")
+def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+    """The configuration with the reducer chosen, and no demand on scales beyond what that reducer has anyway.
+
+    Raises:
+        ConfigError: see `choose_reducer`.
+    """
+    return replace(config, reducer=choose_reducer(config, ranks), scale="auto")
 
 
 def _fits_sum(codec: LinearCodec, ranks: int) -> bool:

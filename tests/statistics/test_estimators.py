@@ -53,6 +53,21 @@ def test_codec_is_unbiased_with_the_variance_of_theory(kernels, dither: str, bit
         assert float(each.max()) < 1.35
 
 
+@pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_error_of_a_block_is_within_omega(dither: str, bits: int) -> None:
+    omega = LinearCodec(bits, dither).omega(256)
+    spike = torch.zeros(256)
+    spike[0] = 1.0
+    ratios = []
+    for x in (torch.randn(256, generator=torch.Generator().manual_seed(0)), spike):
+        estimates = [average([x], step=step, bits=bits, dither=dither, reducer="gather")[0] for step in range(200)]
+        ratios.append(float(torch.stack([(one - x).square().sum() for one in estimates]).mean() / x.square().sum()))
+    assert ratios[0] < omega
+    # Of a spike, subtractive dither reaches its bound, and stochastic rounding makes no error.
+    assert ratios[1] == pytest.approx(omega if dither == "subtractive" else 0.0, rel=0.05)
+
+
 @pytest.mark.parametrize("dither", DITHERS)
 @pytest.mark.parametrize("reducer", ["sum", "two_shot", "gather"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])

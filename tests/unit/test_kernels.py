@@ -65,13 +65,18 @@ cases = st.fixed_dictionaries(
 )
 
 
+def drawn(case: dict) -> tuple[list[Segment], list[torch.Tensor]]:
+    """The segments of a case, and every rank's gradient."""
+    segments = [Segment(100 * number, numel, raw) for number, (numel, raw) in enumerate(case["rows"])]
+    numel = sum(segment.numel for segment in segments)
+    return segments, [gradient(case["seed"] + rank, numel, case["dtype"]) for rank in range(case["ranks"])]
+
+
 @settings(max_examples=150, deadline=None)
 @given(cases)
 def test_both_kernels_give_the_same_bits(case: dict) -> None:
     dtype, ranks = case["dtype"], case["ranks"]
-    segments = [Segment(100 * number, numel, raw) for number, (numel, raw) in enumerate(case["rows"])]
-    numel = sum(segment.numel for segment in segments)
-    xs = [gradient(case["seed"] + rank, numel, dtype) for rank in range(ranks)]
+    segments, xs = drawn(case)
     keys = KEYS[:ranks]
     try:
         q = quantiser(case["bits"], case["dither"], case["block"])
@@ -101,9 +106,7 @@ def test_both_kernels_give_the_same_bits(case: dict) -> None:
 @given(cases)
 def test_both_kernels_give_the_same_sums(case: dict) -> None:
     dtype, ranks = case["dtype"], case["ranks"]
-    segments = [Segment(100 * number, numel, raw) for number, (numel, raw) in enumerate(case["rows"])]
-    numel = sum(segment.numel for segment in segments)
-    xs = [gradient(case["seed"] + rank, numel, dtype) for rank in range(ranks)]
+    segments, xs = drawn(case)
     keys = KEYS[:ranks]
     try:
         q = quantiser(case["bits"], case["dither"], case["block"], summed=ranks)
