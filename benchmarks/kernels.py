@@ -28,7 +28,7 @@ def codec_cases(x: Tensor, bits: int, block_size: int, dither: str) -> tuple[Cas
     """Encode and decode of a tensor as one rank, piece by piece, into buffers that are already there."""
     form, quantiser = scale_format(x.dtype), LinearCodec(bits, dither).quantiser(block_size)
     tables = pieces(cut([Segment(0, x.numel(), raw=False)], block_size))
-    layouts = [place(t, shards=1, bits=bits, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes) for t in tables]
+    layouts = [place(t, quantiser, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes) for t in tables]
     messages = [torch.zeros(layout.message_bytes, dtype=torch.uint8) for layout in layouts]
     kernels, out, key = kernels_for(x.device), torch.empty_like(x), (1, 2)
 

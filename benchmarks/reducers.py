@@ -3,7 +3,10 @@
     python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --save
 
 Needs Linux, root and iproute2, see `benchmarks.netlab`. Cases run in turns: torch's allreduce of fp32 and of bf16 (with
-both casts, as its compression hook does), each reducer, and the reducer's messages without the codec.
+both casts, as its compression hook does), each reducer, and the reducer's messages without the codec. The two ways of
+adding exponential codes, in pairs along a tree or exactly after two shots:
+
+    python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --reducer tree "two_shot exponential"
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, release, runner_for
 from lightning_gqsgd.plan import Plan, compile_kernels
-from lightning_gqsgd.reducers import Setting, gather, two_shot
+from lightning_gqsgd.reducers import Setting, gather, link, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.telemetry import Telemetry
@@ -40,6 +43,7 @@ BARE = " without codec"
 IDLE = SimpleNamespace(
     block_maxima=lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
     encode=lambda *_: None,
+    combine=lambda *_: None,
     reduce=lambda *_: None,
     decode=lambda *_: 0,
     decode_sum=lambda *_: 0,
@@ -52,7 +56,9 @@ class Bench:
     def __init__(self, numel: int, ranks: int, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
         self.buffer = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-        self.communicator, self.runner = Communicator(self.buffer.device), runner_for(self.buffer.device)
+        depth = stages(case_config("tree", 8), ranks)
+        self.communicator = Communicator(self.buffer.device, stages=depth)
+        self.runner = runner_for(self.buffer.device)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
         self.bytes: dict[str, int] = {}  # sent by each rank
@@ -69,16 +75,14 @@ class Bench:
         fp32 = ring_bytes(self.buffer.nbytes, self.ranks)
         self.bytes |= {"fp32": fp32, "bf16": fp32 // 2}
 
-    def add_reducer(self, reducer: str, bits: int) -> None:
-        config = GQSGDConfig(reducer=reducer, bits=bits, sample_every=0)
+    def add_reducer(self, case: str, bits: int) -> None:
+        config = case_config(case, bits)
         compile_kernels(config, self.buffer.dtype, self.buffer.device)
         setting = Setting(config, self.ranks, self.buffer.dtype)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
-        name = f"{reducer}, {bits} bit"
+        name = f"{case}, {bits} bit"
         self.cases |= {name: partial(self._run, plan), name + BARE: partial(self._run_bare, plan)}
-        counters = Telemetry().bucket(0)
-        plan.starts(self.buffer, self.rank, 0, counters, self.telemetry)
-        self.bytes[name] = self.bytes[name + BARE] = counters.bytes_sent
+        self.bytes[name] = self.bytes[name + BARE] = plan.sent_bytes
 
     def close(self) -> None:
         self.runner.close(self.communicator)
@@ -94,9 +98,16 @@ class Bench:
 
     def _run_bare(self, plan: Plan) -> None:
         with ExitStack() as stack:
-            for module in (gather, sum_, two_shot):
+            for module in (gather, link, sum_, tree, two_shot):
                 stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
             self._run(plan)
+
+
+def case_config(case: str, bits: int) -> GQSGDConfig:
+    """A reducer's name, with exponential codes for the tree or where the name ends in so."""
+    reducer, _, codec = case.partition(" ")
+    codec = "exponential" if reducer == "tree" else codec or "linear"
+    return GQSGDConfig(reducer=reducer, codec=codec, bits=bits, sample_every=0)
 
 
 def _mean(x: Tensor, ranks: int) -> None:
@@ -165,7 +176,8 @@ def main() -> None:
     add_labs(parser)
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
-    parser.add_argument("--reducer", nargs="+", default=["gather", "two_shot", "sum"])
+    cases = ["gather", "two_shot", "sum", "tree", "two_shot exponential"]
+    parser.add_argument("--reducer", nargs="+", choices=cases, default=cases[:3])
     parser.add_argument("--rounds", type=int, default=15)
     work_or_present(parser, work, measure)
 

@@ -35,7 +35,7 @@ _TARGETS = {
 }
 
 #: Presets that are strategy names, and what Lightning appends to the name of its own DDP strategy.
-STRATEGY_PRESETS = ("gqsgd", "gqsgd_4bit")
+STRATEGY_PRESETS = ("gqsgd", "gqsgd_4bit", "gqsgd_exponential")
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {
     "": {},

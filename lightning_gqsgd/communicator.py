@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, describe_difference
-from lightning_gqsgd.reducers.base import STAGES, Exchange
+from lightning_gqsgd.reducers.base import Exchange
 
 #: How long ranks wait for each other to agree, at least, whatever the timeout of collectives.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
@@ -42,6 +43,7 @@ class Communicator:
         group: process group; None is the default group.
         device: device of the tensors to come: CPU over Gloo or CUDA over NCCL.
         timeout: of collectives; None takes that of ``group``.
+        stages: the most exchanges of a piece, hence the number of groups beside that of stage 0.
 
     Attributes:
         rank: this process's rank in the group.
@@ -52,7 +54,12 @@ class Communicator:
     """
 
     def __init__(
-        self, device: torch.device, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        *,
+        stages: int,
     ) -> None:
         parent = parent_group(group)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
@@ -62,16 +69,16 @@ class Communicator:
         self._groups: list[Any] = []  # backends; torch's type stubs lack their collectives
         if self.size > 1:
             timeout = timeout or _timeout_of(parent, device)
-            timeouts = [max(timeout, AGREEMENT_TIMEOUT), *[timeout] * STAGES]
+            timeouts = [max(timeout, AGREEMENT_TIMEOUT), *[timeout] * stages]
             key = self._unused_key(parent)
             self._groups = [self._new_group(f"{key}/{stage}", one) for stage, one in enumerate(timeouts)]
 
     def start(self, exchange: Exchange, stage: int) -> Any:
-        """Start a collective of a stage: 0 is agreement, 1 to STAGES are a reducer's. Returns torch's `Work`."""
+        """Start a collective of a stage: 0 is agreement, the others are a reducer's. Returns torch's `Work`."""
         group = self._groups[stage]
-        kind, output, source = exchange
+        kind, output, source, splits = exchange
         if kind == "all_to_all":
-            return group.alltoall_base(output, source, [], [])
+            return group.alltoall_base(output, source, *(splits or ([], [])))
         if kind == "all_gather":
             return group._allgather_base(output.view(-1), source)
         return group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
@@ -119,6 +126,14 @@ class Communicator:
             for exchanges in steps:
                 for exchange in exchanges:
                     self.start(exchange, stage=0).wait()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor, [ranks, ...]. A collective, outside any job."""
+        everyone = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if self.size == 1 or not tensor.numel():
+            return everyone.copy_(tensor)
+        self.start(Exchange("all_gather", everyone, tensor.contiguous().view(-1)), stage=0).wait()
+        return everyone
 
 
 def agreement(facts: dict[str, Any], ranks: int, device: torch.device) -> Generator[Sequence[Exchange], None, None]:

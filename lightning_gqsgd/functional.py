@@ -16,15 +16,15 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
 from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, Steps, resolve
+from lightning_gqsgd.reducers import Setting, Steps, resolve, stages
 from lightning_gqsgd.telemetry import Telemetry
 
 
 class _Context:
     """What all calls on one process group and kind of device share."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        self.communicator = Communicator(device, group)
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, stages: int) -> None:
+        self.communicator = Communicator(device, group, stages=stages)
         self.runner: Runner = runner_for(device)
         self.plans: dict[tuple[GQSGDConfig, int, torch.dtype], Plan] = {}
         self.telemetry = Telemetry()
@@ -39,11 +39,9 @@ class _Context:
     def plan(self, x: Tensor, config: GQSGDConfig) -> Plan:
         key = (config, x.numel(), x.dtype)
         if key not in self.plans:
-            ranks = self.communicator.size
-            chosen = resolve(config, ranks)
-            compile_kernels(chosen, x.dtype, x.device)
+            compile_kernels(config, x.dtype, x.device)
             raw = x.numel() < config.min_numel
-            self.plans[key] = Plan([Segment(0, x.numel(), raw)], Setting(chosen, ranks, x.dtype))
+            self.plans[key] = Plan([Segment(0, x.numel(), raw)], Setting(config, self.communicator.size, x.dtype))
         return self.plans[key]
 
     def close(self) -> None:
@@ -52,7 +50,7 @@ class _Context:
         self.communicator.close()
 
 
-_contexts: dict[tuple[dist.ProcessGroup, str], _Context] = {}
+_contexts: dict[tuple[dist.ProcessGroup, str, int], _Context] = {}
 
 
 class Reduction:
@@ -138,10 +136,16 @@ def all_reduce(
         ConfigError: a tensor or configuration that cannot work, or ranks that do not agree.
         CollectiveError: a collective failed; the result is all NaN. The next call makes its process groups anew.
     """
-    config = make_config(preset, **fields)
     check_gradient(tensor, "the tensor")
     _check_out(tensor, out)
-    context = _context(tensor.device, parent_group(group))
+    parent = parent_group(group)
+    config = resolve(make_config(preset, **fields), dist.get_world_size(parent))
+    if config.up is not None or config.down is not None:
+        raise ConfigError(
+            "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "
+            "the hook on a DDP model (register_gqsgd)"
+        )
+    context = _context(tensor.device, parent, stages(config, dist.get_world_size(parent)))
     step = context.calls if step is None else step
     context.calls += 1
 
@@ -181,12 +185,12 @@ def _after_agreement(facts: dict[str, Any], start: Callable[[], Steps], ranks: i
     return (yield from start())
 
 
-def _context(device: torch.device, group: dist.ProcessGroup) -> _Context:
+def _context(device: torch.device, group: dist.ProcessGroup, stages: int) -> _Context:
     for known in [key for key, context in _contexts.items() if context.failed or not is_alive(key[0])]:
         _contexts.pop(known).close()
-    key = (group, device.type)
+    key = (group, device.type, stages)
     if key not in _contexts:
-        _contexts[key] = _Context(device, group)
+        _contexts[key] = _Context(device, group, stages)
     return _contexts[key]
 
 

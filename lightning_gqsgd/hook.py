@@ -23,11 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.communicator import Communicator
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, describe_difference
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import MemoryStore, kinds
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
 from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, resolve
+from lightning_gqsgd.reducers import Setting, resolve, stages
+from lightning_gqsgd.reducers.base import uncompressed
 from lightning_gqsgd.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -66,10 +69,15 @@ class GQSGDState:
         self.config = resolve(config, ranks)
         tensor = next(p for p in parameters.values() if p.requires_grad)
         compile_kernels(self.config, tensor.dtype, tensor.device)
-        self._communicator = Communicator(tensor.device, model.process_group, timeout)
+        depth = stages(self.config, ranks)
+        self._communicator = Communicator(tensor.device, model.process_group, timeout, stages=depth)
         self._communicator.agree({**config.to_dict(), "parameters": _digest(self._parameters.values())})
         self._runner: Runner | None = runner_for(tensor.device)
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._store: MemoryStore | None = None
+        if kinds(self.config):
+            sizes = {p.number: p.numel for p in self._parameters.values() if not p.raw}
+            self._store = MemoryStore(sizes, COMPUTE_DTYPES[tensor.dtype], tensor.device)
         self.step = 0
         self.telemetry = Telemetry()
 
@@ -85,7 +93,7 @@ class GQSGDState:
             starts = []
         else:
             plan = self._plan(x, bucket.parameters(), warming_up=step < self.config.warmup_steps)
-            starts = plan.starts(x, communicator.rank, step, counters, self.telemetry)
+            starts = plan.starts(x, communicator.rank, step, counters, self.telemetry, self._store)
         job = Job(x, starts, f"bucket {bucket.index()} of step {step}", counters, self.telemetry, last)
         if starts:
             if self._runner is None:
@@ -103,35 +111,85 @@ class GQSGDState:
             segments = [Segment(p.number, p.numel, p.raw or warming_up) for p in known]
             # Uncompressed warm-up takes the two-shot way too: it adds in rank order, whatever the buckets.
             native = self.config.reducer == "native"
-            config = replace(self.config, reducer="two_shot") if warming_up and not native else self.config
-            self._plans[key] = Plan(segments, Setting(config, self._communicator.size, x.dtype))
+            setting = Setting(self.config, self._communicator.size, x.dtype)
+            self._plans[key] = Plan(segments, uncompressed(setting) if warming_up and not native else setting)
             assert self._plans[key].numel == x.numel()
         return self._plans[key]
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs for the same bits; plain values, equal on all ranks."""
-        return {"schema": STATE_SCHEMA, "seed": self.config.seed, "step": self.step, "config": self.requested.to_dict()}
+        """What a resumed run needs for the same bits; plain values and tensors.
+
+        Equal on all ranks and no collective, unless the configuration has a memory. Then every rank has to call it, and
+        only rank 0 gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save what rank 0 has.
+        """
+        state = {
+            "schema": STATE_SCHEMA,
+            "seed": self.config.seed,
+            "step": self.step,
+            "config": self.requested.to_dict(),
+        }
+        return state if self._store is None else {**state, "memory": self._gathered_memory(self._store)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the dither of a checkpoint.
+        """Continue the dither of a checkpoint, and what was remembered. Not a collective; every rank gets rank 0's.
+
+        A checkpoint of another number of ranks, or without memory, starts with empty memory, and a warning.
 
         Raises:
-            ConfigError: the state is of another schema.
+            ConfigError: the state is of another schema, or of a model with other parameters.
         """
         if state.get("schema") != STATE_SCHEMA:
             raise ConfigError(
                 f"gqsgd state of schema {state.get('schema')!r}; this version reads {STATE_SCHEMA}: "
                 "resume with the version that wrote it, or drop the entry to start the dither anew"
             )
-        difference = describe_difference(state["config"], self.requested.to_dict())
+        written = GQSGDConfig(**state["config"])
+        difference = describe_difference(written.to_dict(), self.requested.to_dict())
         if difference:
             logger.warning("gqsgd: the checkpoint was written under another configuration (%s)", difference)
+        if self._store is not None:
+            self._take_memory(self._store, state)
         self.config = replace(self.config, seed=state["seed"])
         self.requested = replace(self.requested, seed=state["seed"])
         self.step = state["step"]
         self._plans.clear()
+
+    def _gathered_memory(self, store: MemoryStore) -> dict[str, dict[int, Tensor]] | None:
+        """All ranks' memory, on the CPU; None on all ranks but the first. A parameter at a time: peers keep nothing."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for kind in kinds(self.config):
+            for number in store.parameters:
+                rows = self._communicator.gather(store.row(kind, number))
+                if self._communicator.rank == 0:
+                    found.setdefault(kind, {})[number] = rows.cpu()
+        return found if self._communicator.rank == 0 else None
+
+    def _take_memory(self, store: MemoryStore, state: dict[str, Any]) -> None:
+        saved, ranks = state.get("memory"), self._communicator.size
+        if "memory" in state and saved is None:
+            raise ConfigError("this gqsgd state has no memory because it is not rank 0's; load what rank 0 has saved")
+        sizes = {rows.shape for tensors in (saved or {}).values() for rows in tensors.values()}
+        counts = {shape[0] for shape in sizes}
+        if not saved or set(saved) != set(kinds(self.config)) or counts != {ranks}:
+            logger.warning(
+                "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
+                *(", ".join(map(str, counts)) or "no", ", ".join(saved or {}) or "nothing"),
+                *(ranks, ", ".join(kinds(self.config))),
+            )
+            return
+        for kind, tensors in saved.items():
+            for number in {*store.parameters, *tensors}:
+                row = store.row(kind, number) if number in store.parameters else None
+                rows = tensors.get(number)
+                if row is None or rows is None or rows.shape[1:] != row.shape:
+                    there, here = (0 if one is None else one.shape[-1] for one in (rows, row))
+                    raise ConfigError(
+                        f"the checkpoint remembers {there} values of parameter {number}, the model compresses {here}; "
+                        "resume with the model and the configuration that wrote it"
+                    )
+                row.copy_(rows[self._communicator.rank])
 
     # --- what the user sees ------------------------------------------------------------------------------------------
 
@@ -146,8 +204,7 @@ class GQSGDState:
         raw = [p for p in every if p.raw]
         coded = sum(p.numel for p in every) - sum(p.numel for p in raw)
         text = (
-            f"gqsgd: {coded:,} gradient values in {len(every) - len(raw)} tensors at {config.bits} bits "
-            f"({config.codec}, {config.dither} dither, blocks of {config.block_size}) "
+            f"gqsgd: {coded:,} gradient values in {len(every) - len(raw)} tensors at {config.describe()} "
             f"by {config.reducer} over {size} ranks"
         )
         if raw:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_gqsgd.kernels.wire import Kind, Quantiser
 
 # Columns of a block table (int64).
 START = 0  # first coordinate, in the flat tensor
@@ -31,6 +34,8 @@ ALIGNMENT = 16
 #: Coordinates of a piece. A bucket's first and last piece are on the wire alone: Gloo does not send and receive one
 #: message at the same time, so smaller is better; every collective costs about 0.5 ms of processor, so larger is.
 PIECE_NUMEL = 1 << 19
+#: Consecutive blocks of a parameter with the same owner, where owners are fixed (`place_by_owner`).
+STRIPE = 8
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,13 @@ def summable_code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
     return 8 * -(-length // (64 // bits))
 
 
+def record_bytes(length: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
+    """Bytes of the codes of blocks with ``length`` coordinates; ``raw_bytes``: of one uncompressed coordinate."""
+    if q.kind == Kind.TOP_K:
+        return np.maximum(1, (length * q.kept + 65535) >> 16) * (raw_bytes + 2)
+    return (summable_code_bytes if q.summable else code_bytes)(length, q.bits)
+
+
 def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
     """Block table of consecutive segments; positions in messages are not set yet."""
     tables = []
@@ -107,37 +119,89 @@ def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
     return np.concatenate(tables) if tables else np.zeros((0, COLUMNS), dtype=np.int64)
 
 
-def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL) -> list[np.ndarray]:
-    """The table cut into runs of at most ``piece_numel`` coordinates, of nearly equal size."""
+class Run(NamedTuple):
+    """Consecutive compressed coordinates of one parameter: ``numel`` from ``start`` on in the flat tensor and from
+    ``offset`` on in the parameter."""
+
+    start: int
+    parameter: int
+    offset: int
+    numel: int
+
+
+def runs(blocks: Tensor, block_size: int) -> list[Run]:
+    """The longest runs of blocks that are not raw."""
+    found: list[Run] = []
+    for block in blocks[blocks[:, RAW] == 0].tolist():
+        one = Run(block[START], block[PARAMETER], block[INDEX] * block_size, block[LENGTH])
+        last = found[-1] if found else None
+        if last is not None and _ends(last) == (one.start, one.parameter, one.offset):
+            found[-1] = last._replace(numel=last.numel + one.numel)
+        else:
+            found.append(one)
+    return found
+
+
+def _ends(run: Run) -> tuple[int, int, int]:
+    return run.start + run.numel, run.parameter, run.offset + run.numel
+
+
+def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:
+    """The table cut into runs of at most ``piece_numel`` coordinates, of nearly equal size.
+
+    ``whole_parameters``: not within a parameter, so that pieces may be larger.
+    """
     if len(table) == 0:
         return []
     ends = np.cumsum(table[:, LENGTH])
     count = max(1, -(-int(ends[-1]) // piece_numel))
     bounds = np.searchsorted(ends, [int(ends[-1]) * k / count for k in range(1, count)], side="left") + 1
+    if whole_parameters:
+        starts = np.append(np.flatnonzero(table[:, INDEX] == 0), len(table))
+        bounds = starts[np.searchsorted(starts, bounds)]
     return [piece for piece in np.split(table, bounds) if len(piece)]
 
 
-def place(
-    table: np.ndarray, *, shards: int, bits: int, scale_bytes: int, raw_bytes: int, summable: bool = False
-) -> Layout:
+def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
     """Divide the blocks among ``shards`` evenly by bytes, and give each a position in its shard's message.
 
     Args:
         table: block table, [blocks, COLUMNS].
+        q: what the codes are.
         shards: number of shards.
-        bits: bits per code.
         scale_bytes: bytes of one block's scale in the message, 0 if scales do not travel in it.
         raw_bytes: bytes per uncompressed coordinate.
-        summable: lay codes out in lanes that an integer sum does not overflow.
     """
-    table = table.copy()
     raw = table[:, RAW] == 1
-    packed = (summable_code_bytes if summable else code_bytes)(table[:, LENGTH], bits)
-    record = _align(np.where(raw, table[:, LENGTH] * raw_bytes, packed))
+    record = _records(table, q, raw_bytes)
     ends = np.cumsum(record + np.where(raw, 0, scale_bytes))
     total = int(ends[-1]) if len(table) else 0
     inner = np.searchsorted(ends, [total * k / shards for k in range(1, shards)], side="left") + 1
     first = [0, *np.minimum(inner, len(table)).tolist(), len(table)]
+    return _placed(table, record, first, scale_bytes)
+
+
+def place_by_owner(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
+    """As `place`, with shards that depend on a block's number and its parameter's only, not on the rest of the table.
+
+    What an owner remembers of its blocks then stays valid however parameters are put into buckets and pieces. Owners
+    take turns, a stripe of blocks each, from the parameter's number on.
+    """
+    owner = (table[:, INDEX] // STRIPE + table[:, PARAMETER]) % shards
+    table = table[np.argsort(owner, kind="stable")]
+    first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
+    return _placed(table, _records(table, q, raw_bytes), first, scale_bytes)
+
+
+def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
+    """Bytes of each block's record, aligned."""
+    length = table[:, LENGTH]
+    return _align(np.where(table[:, RAW] == 1, length * raw_bytes, record_bytes(length, q, raw_bytes)))
+
+
+def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes: int) -> Layout:
+    """The table with positions: shard k has the blocks from ``first[k]`` to ``first[k + 1]``."""
+    table, raw = table.copy(), table[:, RAW] == 1
     table[:, SCALE] = -1
     lengths = []
     for lo, hi in zip(first[:-1], first[1:], strict=True):

@@ -108,7 +108,9 @@ class _Piece:
             self.job.counters.nonfinite_blocks += end.value
             return False
         self.job.counters.encode_s += time.perf_counter() - begun
-        self.works = [communicator.start(exchange, self.stage) for exchange in exchanges if exchange.input.numel()]
+        # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
+        some = [exchange for exchange in exchanges if exchange.input.numel() or exchange.splits]
+        self.works = [communicator.start(exchange, self.stage) for exchange in some]
         self.waiting_for = len(self.works)
         self.stage += 1
         return True

@@ -9,10 +9,65 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.layout import Segment, cut, pieces
-from lightning_gqsgd.plan import check_gradient
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import MemoryStore, kinds
+from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, resolve, run_virtual
+from lightning_gqsgd.reducers import Setting, resolve
+
+
+class VirtualRanks:
+    """Ranks in this process, with what each of them remembers: the codec, memory and reducer objects of training.
+
+    Args:
+        ranks: number of ranks.
+        segments: the parameters in a gradient, in order.
+        dtype: dtype of the gradients.
+        preset: name of a preset; see `presets.PRESETS`.
+        **fields: fields of `GQSGDConfig`.
+
+    Attributes:
+        config: the configuration, with its reducer chosen and the numbers of its memories.
+        bytes_sent: bytes that each rank has sent so far.
+
+    Raises:
+        ConfigError: a configuration that cannot work.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        segments: Sequence[Segment],
+        dtype: torch.dtype = torch.float32,
+        preset: str | None = None,
+        **fields: Any,
+    ) -> None:
+        self.config = resolve(make_config(preset, **fields), ranks)
+        self.bytes_sent = 0
+        self._plan = Plan(segments, Setting(self.config, ranks, dtype))
+        sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
+        remembers = bool(kinds(self.config))
+        device = torch.device("cpu")
+        self.stores = [MemoryStore(sizes, COMPUTE_DTYPES[dtype], device) if remembers else None for _ in range(ranks)]
+
+    @property
+    def wire_bits(self) -> float:
+        """Bits of one rank's message per coordinate, scales included; of variable lengths, the latest step's."""
+        return 8 * self._plan.message_bytes / self._plan.numel
+
+    def average(self, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
+        """What each rank would hold after reducing its gradient; all with the same bits."""
+        results = [one.clone() for one in gradients]
+        self.bytes_sent += self._plan.average(results, step, self.stores)
+        return results
+
+    def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
+        """The same, for one rank only, with less work where nothing is remembered."""
+        results = [one.clone() for one in gradients]
+        only_first = self.stores[0] is None
+        self.bytes_sent += self._plan.average(results, step, self.stores, only_first=only_first)
+        return results[0]
 
 
 def average(
@@ -23,7 +78,7 @@ def average(
     preset: str | None = None,
     **fields: Any,
 ) -> list[Tensor]:
-    """What each rank would hold after reducing its gradient, by the same codec and reducer objects as in training.
+    """What each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
 
     Args:
         gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.
@@ -39,14 +94,9 @@ def average(
         ConfigError: gradients or a configuration that cannot work.
     """
     _check(gradients)
-    config, ranks, first = make_config(preset, **fields), len(gradients), gradients[0]
-    config = resolve(config, ranks)
-    setting, keys = Setting(config, ranks, first.dtype), StepKeys.of(config, step, ranks)
-    results = [one.clone() for one in gradients]
-    for table in pieces(cut(segments or [Segment(0, first.numel(), raw=False)], config.block_size)):
-        piece = REDUCERS[config.reducer](table, setting)
-        run_virtual([piece.steps(x, rank, keys) for rank, x in enumerate(results)])
-    return results
+    first = gradients[0]
+    segments = segments or [Segment(0, first.numel(), raw=False)]
+    return VirtualRanks(len(gradients), segments, first.dtype, preset, **fields).average(gradients, step)
 
 
 def relative_error(estimate: Tensor, gradients: Sequence[Tensor]) -> float:

@@ -7,8 +7,10 @@ apart, symmetric about zero. A code is the level's number, 0 to K-1, and stands 
 * subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2); the receiver, which knows u, decodes
   (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even and every code of the word is used.
 * adaptive: subtractive, but stochastic in blocks with so many zeros that it has the smaller error there.
+* nearest: code = rint(y + (K-1)/2), decoded to its level.
 
-Both are unbiased. The choice between them depends on the gradient alone, not on the dither, so adaptive is, too.
+The first two are unbiased. The choice between them depends on the gradient alone, not on the dither, so adaptive is,
+too. Nearest is not: its error is at most Δ/2 and the same every time.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_gqsgd.codecs.variance import omega_linear, omega_subtractive
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.wire import Quantiser
 
@@ -26,11 +29,13 @@ class LinearCodec:
 
     Attributes:
         bits: bits of a code on the wire (of the sum of all ranks' codes, where codes are summed).
-        dither: ``"adaptive"``, ``"subtractive"`` or ``"stochastic"``.
+        dither: ``"adaptive"``, ``"subtractive"``, ``"stochastic"`` or ``"nearest"``.
+        most: the most levels on each side of zero under stochastic rounding, s; None: as many as fit.
     """
 
     bits: int
     dither: str
+    most: int | None = None
 
     def levels(self, summed: int = 1, *, odd: bool | None = None) -> int:
         """Number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1) < 2^bits.
@@ -46,6 +51,7 @@ class LinearCodec:
         levels = (2**self.bits - 1) // summed + 1
         if odd:
             levels -= 1 - levels % 2
+            levels = min(levels, 2 * self.most + 1) if self.most else levels
         if levels < (3 if odd else 2):
             limit = (2**self.bits - 1) // (2 if odd else 1)
             raise ConfigError(
@@ -71,7 +77,8 @@ class LinearCodec:
         if self.dither == "adaptive" and summed is None and self.bits > 1:
             odd = self.levels(odd=True)
             share = _break_even(even, odd)
-        return Quantiser(self.bits, even, odd, share, summed is not None, block_size)
+        nearest = self.dither == "nearest"
+        return Quantiser(self.bits, even, odd, share, summed is not None, block_size, nearest=nearest)
 
     def step(self, summed: int = 1) -> float:
         """Distance Δ of two levels, in units of the block's scale."""
@@ -86,15 +93,21 @@ class LinearCodec:
         return self.step(summed) ** 2 / (6 if self.dither == "stochastic" else 12)
 
     def omega(self, dimension: int) -> float:
-        """Bound ω with E|Q(x) - x|² <= ω |x|² for a block of ``dimension`` coordinates under its own maximum.
+        """ω with E|Q(x) - x|² <= ω |x|² for a block of ``dimension`` coordinates; infinite if the codec is biased.
 
-        Subtractive: dimension Δ²/12 over |x|² >= M². Stochastic: min(d/(4s²), sqrt(d)/s) with s = (K-1)/2 levels on
-        each side (QSGD's bound, arXiv 1610.02132, theorem 3.2, for the maximum norm).
+        Adaptive dither has no more error than subtractive.
         """
+        if self.dither == "nearest":
+            return math.inf
         if self.dither != "stochastic":
-            return dimension * self.error_variance()
-        s = (self.levels() - 1) / 2
-        return min(dimension / (4 * s * s), math.sqrt(dimension) / s)
+            return omega_subtractive(dimension, self.levels())
+        return omega_linear(dimension, (self.levels() - 1) // 2)
+
+    def delta(self, dimension: int) -> float:
+        """δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: errors are at most Δ/2."""
+        if self.dither != "nearest":
+            return 1 / (1 + self.omega(dimension))
+        return max(0.0, 1 - dimension * self.step() ** 2 / 4)
 
     def mean_error(self, reducer: str, ranks: int) -> float:
         """Predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared scale.

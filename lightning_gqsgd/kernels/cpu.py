@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import float32, int32, int64, njit, types, uint8, uint32
+from numba import float32, float64, int32, int64, njit, types, uint8, uint16, uint32, uint64
 from numba.extending import intrinsic
 from torch import Tensor
 
 from lightning_gqsgd.kernels import wire as format_
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Quantiser, Share, scale_format
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Kind, Quantiser, Share, scale_format
 from lightning_gqsgd.layout import CODES, INDEX, LENGTH, PARAMETER, RAW, SCALE, START
 
 _GOLDEN = np.uint32(format_.GOLDEN)
@@ -29,6 +29,8 @@ _MULTIPLY_1 = np.uint32(format_.MULTIPLY_1)
 _MULTIPLY_2 = np.uint32(format_.MULTIPLY_2)
 _UNIT = np.float32(format_.DITHER_UNIT)
 _FIRST = np.float32(format_.DITHER_FIRST)
+_EXPONENTIAL, _TOP_K = int(Kind.EXPONENTIAL), int(Kind.TOP_K)
+_LANES = 16  # of sums, see `reference.block_moments`
 
 
 def _jit(**more: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -68,6 +70,16 @@ class _Constants(NamedTuple):
     infinity: int
     tiny: int
     scale_shift: int  # log2 of the bytes of a scale
+    kind: int  # see `wire.Quantiser`, as for the next three
+    nearest: bool
+    magnitudes: int
+    kept: int
+    cut: np.signedinteger  # bits that an exponential code drops of a float, in the integer as wide
+    offset: np.signedinteger  # what is left of 1.0, less its magnitude
+    cut_off: np.floating  # 2^cut
+    smallest: np.floating  # the smallest level
+    shrink: np.floating  # 2^-headroom
+    one: np.floating
 
 
 class _Scratch(NamedTuple):
@@ -78,6 +90,9 @@ class _Scratch(NamedTuple):
     other: np.ndarray  # of u's kind
     mean: np.ndarray
     mean_bits: np.ndarray
+    real: np.ndarray  # of the compute type
+    real_bits: np.ndarray
+    others: np.ndarray  # codes
 
 
 class _Messages(NamedTuple):
@@ -87,6 +102,7 @@ class _Messages(NamedTuple):
     raw: np.ndarray  # coordinates
     scales: np.ndarray
     words64: np.ndarray
+    places: np.ndarray  # in a block
 
 
 # --- loops over one block --------------------------------------------------------------------------------------------
@@ -102,6 +118,16 @@ def _float_of(typing_context, bits, like):
         return builder.bitcast(narrow, context.get_value_type(signature.return_type))
 
     return like(types.int64, like), generate
+
+
+@intrinsic
+def _integer_of(typing_context, value, like):
+    """A float, rounded to zero, as an integer of the type of ``like``."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fptosi(arguments[0], context.get_value_type(signature.return_type))
+
+    return like(value, like), generate
 
 
 @_inline
@@ -189,6 +215,94 @@ def _dequantise(codes, u, step, limit, add, out):
     else:
         for j in range(out.size):
             out[j] = min(max((float32(int32(codes[j])) - u[j]) * step, -limit), limit)
+
+
+@_inline
+def _exponential_codes(values, inverse, c, s):
+    """Sign and magnitude of each value, from the dither in s.u."""
+    n, top = values.size, int32(c.bits - 1)
+    real, bits, u, codes = s.real[:n], s.real_bits[:n], s.u[:n], s.codes[:n]
+    for j in range(n):
+        real[j] = min(abs(values[j] * inverse), c.one) * c.shrink
+    for j in range(n):
+        magnitude = int32((bits[j] + _integer_of(u[j] * c.cut_off, c.cut)) >> c.cut) - int32(c.offset)
+        smallest = int32(real[j] > u[j] * c.smallest)
+        magnitude = smallest if real[j] < c.smallest else magnitude
+        codes[j] = uint8(magnitude | (int32(values[j] < 0) << top)) if magnitude > 0 else uint8(0)
+
+
+@_inline
+def _exponential_values(scale, c, add, s, out):
+    """Set, or add, the coordinates that s.codes stand for."""
+    n, top = out.size, uint8(c.bits - 1)
+    real, bits, codes = s.real[:n], s.real_bits[:n], s.codes[:n]
+    mask = uint8((1 << (c.bits - 1)) - 1)
+    for j in range(n):
+        bits[j] = (int32(codes[j] & mask) + c.offset) << c.cut
+    for j in range(n):
+        value = real[j] * scale
+        value = min(max(-value if codes[j] >> top else value, -c.largest), c.largest)
+        real[j] = value if codes[j] & mask else value * 0
+    _add_scaled(real, c.one, add, out)
+
+
+@_kernel
+def _threshold(bits, mask, count):
+    """The largest number that at least ``count`` magnitudes reach."""
+    found = mask & int64(0)
+    place = mask - (mask >> 1)
+    while place:
+        reach = 0
+        for j in range(bits.size):
+            reach += int32((bits[j] & mask) >= (found | place))
+        if reach >= count:
+            found |= place
+        place >>= 1
+    return found
+
+
+@_inline
+def _rotated(values, root):
+    """Hadamard transform of a power of two of values, in place; ``root``: factor that makes it orthonormal."""
+    n, half = values.size, 1
+    while half < n:
+        for first in range(0, n, 2 * half):
+            left, right = values[first : first + half], values[first + half : first + 2 * half]
+            for j in range(half):
+                one, other = left[j], right[j]
+                left[j] = one + other
+                right[j] = one - other
+        half *= 2
+    for j in range(n):
+        values[j] *= root
+
+
+@_inline
+def _flip(values, u):
+    for j in range(values.size):
+        values[j] = -values[j] if u[j] < float32(0.5) else values[j]
+
+
+@_inline
+def _combine(one, other, k0, k1, parameter, index, bits, magnitudes):
+    """Replace exponential codes by those of sums; see `reference.combine`."""
+    a = _mix(uint32(_mix(uint32(k0 ^ uint32(parameter))) + uint32(_GOLDEN * uint32(index))))
+    b = _mix(uint32(_mix(uint32(k1 + uint32(parameter))) ^ uint32(index)))
+    mask, sign = int32((1 << (bits - 1)) - 1), int32(1 << (bits - 1))
+    for j in range(one.size):
+        word = _finish(uint32(_start(uint32(uint32(j) + a)) ^ b))
+        x, y = int32(one[j]), int32(other[j])
+        large, small = (y, x) if (y & mask) > (x & mask) else (x, y)
+        result = large & mask
+        if small & mask:
+            opposite = int32(((x ^ y) & sign) != 0)
+            distance = result - (small & mask) - opposite
+            fires = distance <= 0 or (distance <= 32 and uint64(word) < (uint64(1) << uint64(32 - distance)))
+            if distance < 0:
+                result = int32(0)
+            elif fires:
+                result = result - 1 if opposite else min(result + 1, magnitudes)
+        one[j] = uint8(result | (large & sign)) if result > 0 else uint8(0)
 
 
 @_inline
@@ -308,11 +422,50 @@ def _scale_bits(code, c):
     return bits
 
 
+@_kernel
+def _write_largest(values, bits, k, blocks, base, c, w):
+    """One coded block's largest values and their places; ``bits``: the values as integers."""
+    count = max(1, (values.size * c.kept + 65535) >> 16)
+    least = _threshold(bits, c.mask, count)
+    ties = count
+    for j in range(bits.size):
+        ties -= (bits[j] & c.mask) > least
+    first = (blocks[k, CODES] - base) // w.raw.itemsize
+    at = (blocks[k, CODES] - base + count * w.raw.itemsize) // 2
+    for j in range(bits.size):
+        magnitude = bits[j] & c.mask
+        if magnitude > least or (magnitude == least and ties > 0):
+            ties -= magnitude == least
+            w.raw[first] = values[j]
+            w.places[at] = uint16(j)
+            first += 1
+            at += 1
+
+
+@_kernel
+def _read_largest(k, blocks, base, c, add, w, out):
+    """Set, or add, the kept coordinates times ``c.each``; NaN everywhere if a place is outside of the block."""
+    count = max(1, (out.size * c.kept + 65535) >> 16)
+    first = (blocks[k, CODES] - base) // w.raw.itemsize
+    at = (blocks[k, CODES] - base + count * w.raw.itemsize) // 2
+    if not add:
+        _fill(out, 0)
+    for i in range(count):
+        place = int64(w.places[at + i])
+        if place >= out.size:
+            _fill(out, np.nan)
+            break
+        out[place] += w.raw[first + i] * c.each
+
+
 @_inline
 def _write(values, zeros, scale_bits, k, blocks, base, k0, k1, c, s, w):
     """One coded block's record. ``zeros``: how many values are zero; ``scale_bits``: the scale as an integer."""
     stochastic = zeros > c.stochastic_from * values.size
-    if 0 < scale_bits < c.infinity:
+    if c.kind == _EXPONENTIAL and 0 < scale_bits < c.infinity:
+        _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, _FIRST, s.u)
+        _exponential_codes(values, c.one / _float_of(max(scale_bits, c.tiny), c.one), c, s)
+    elif 0 < scale_bits < c.infinity:
         scale = _float_of(max(scale_bits, c.tiny), c.middle)
         middle = c.odd_middle if stochastic else c.middle
         zero = c.odd_zero if stochastic else c.zero
@@ -320,7 +473,10 @@ def _write(values, zeros, scale_bits, k, blocks, base, k0, k1, c, s, w):
         if scale * inverse < middle:  # the largest coordinate is to reach the last level
             inverse = inverse * c.up
         first = _FIRST - float32(zero - middle)
-        _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, first, s.u)
+        if c.nearest:
+            _fill(s.u[: values.size], float32(0.5) - float32(zero - middle))
+        else:
+            _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, first, s.u)
         _quantise(values, inverse, middle, s.u, zero, s.codes)
     else:
         _fill(s.codes[: values.size], 0)
@@ -340,14 +496,19 @@ def _read(k, blocks, base, k0, k1, c, add, s, w, out):
         _fill(out, 0)
     elif scale_bits > 0:
         stochastic = (code & 1) == 1
+        scale = _float_of(scale_bits, c.middle) * c.each
         _unpack(w.bytes, w.words64, blocks[k, CODES] - base, out.size, c.bits, c.summable, s.codes)
-        if stochastic:
-            _fill(s.u[: out.size], c.odd_middle)
+        if c.kind == _EXPONENTIAL:
+            _exponential_values(scale, c, add, s, out)
         else:
-            first = float32(c.middle) + (_FIRST - float32(0.5))
-            _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], out.size, first, s.u)
-        middle = c.odd_middle if stochastic else c.middle
-        _decode_block(_float_of(scale_bits, c.middle) * c.each, middle, stochastic, c, add, s, out)
+            if stochastic:
+                _fill(s.u[: out.size], c.odd_middle)
+            elif c.nearest:
+                _fill(s.u[: out.size], c.middle)
+            else:
+                first = float32(c.middle) + (_FIRST - float32(0.5))
+                _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], out.size, first, s.u)
+            _decode_block(scale, c.odd_middle if stochastic else c.middle, stochastic, c, add, s, out)
 
 
 @_inline
@@ -370,6 +531,8 @@ def _average(k, blocks, base, stride, keys, c, s, w, out):
         if blocks[k, RAW]:
             place = (blocks[k, CODES] - first) // w.raw.itemsize
             _add_scaled(w.raw[place : place + out.size], c.each, add, out)
+        elif c.kind == _TOP_K:
+            _read_largest(k, blocks, first, c, add, w, out)
         else:
             _read(k, blocks, first, keys[source, 0], keys[source, 1], c, add, s, w, out)
     if c.rest != 1:
@@ -388,15 +551,68 @@ def _maxima_kernel(x_bits, blocks, c, out):
 
 
 @_kernel
-def _encode_kernel(x, x_bits, blocks, maxima, keys, c, s, w):
+def _moments_kernel(x, blocks, lanes, out):
+    for k in range(blocks.shape[0]):
+        values = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
+        plain, absolute, square = lanes[0], lanes[1], lanes[2]
+        for lane in range(_LANES):
+            plain[lane] = absolute[lane] = square[lane] = 0.0
+        for first in range(0, values.size, _LANES):
+            row = values[first : first + _LANES]
+            for lane in range(row.size):
+                value = float64(row[lane])
+                plain[lane] += value
+                absolute[lane] += abs(value)
+                square[lane] += value * value
+        for kind in range(3):
+            total = 0.0
+            for lane in range(_LANES):
+                total += lanes[kind, lane]
+            out[k, kind] = total
+
+
+@_kernel
+def _rotate_kernel(x, blocks, keys, inverse, roots, s):
+    for k in range(blocks.shape[0]):
+        if blocks[k, RAW]:
+            continue
+        values = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
+        _dither(keys[0, 0], keys[0, 1], blocks[k, PARAMETER], blocks[k, INDEX], values.size, _FIRST, s.u)
+        if not inverse:
+            _flip(values, s.u)
+        start = 0
+        for exponent in range(roots.size - 1, -1, -1):
+            if values.size & (1 << exponent):
+                _rotated(values[start : start + (1 << exponent)], roots[exponent])
+                start += 1 << exponent
+        if inverse:
+            _flip(values, s.u)
+
+
+@_kernel
+def _combine_kernel(mine, theirs, blocks, base, keys, c, s):
+    for k in range(blocks.shape[0]):
+        n, at = blocks[k, LENGTH], blocks[k, CODES] - base
+        one, other = s.codes[:n], s.others[:n]
+        _unpack(mine.bytes, mine.words64, at, n, c.bits, False, one)
+        _unpack(theirs.bytes, theirs.words64, at, n, c.bits, False, other)
+        parameter, index = blocks[k, PARAMETER], blocks[k, INDEX]
+        _combine(one, other, keys[0, 0], keys[0, 1], parameter, index, c.bits, c.magnitudes)
+        _pack(one, n, c.bits, False, mine.bytes, mine.words64, at)
+
+
+@_kernel
+def _encode_kernel(x, x_bits, blocks, base, maxima, keys, c, s, w):
     for k in range(blocks.shape[0]):
         start, n = blocks[k, START], blocks[k, LENGTH]
         if blocks[k, RAW]:
-            _copy(x[start : start + n], w.raw[blocks[k, CODES] // w.raw.itemsize :])
+            _copy(x[start : start + n], w.raw[(blocks[k, CODES] - base) // w.raw.itemsize :])
+        elif c.kind == _TOP_K:
+            _write_largest(x[start : start + n], x_bits[start : start + n], k, blocks, base, c, w)
         else:
             largest, zeros = _maximum_and_zeros(x_bits[start : start + n], c.mask)
             scale_bits = int64(maxima[k]) if maxima.size else _rounded_up(int64(largest), c)
-            _write(x[start : start + n], zeros, scale_bits, k, blocks, 0, keys[0, 0], keys[0, 1], c, s, w)
+            _write(x[start : start + n], zeros, scale_bits, k, blocks, base, keys[0, 0], keys[0, 1], c, s, w)
 
 
 @_kernel
@@ -406,6 +622,8 @@ def _reduce_kernel(w, stride, blocks, base, keys, out_keys, c, s, w_out):
         _average(k, blocks, base, stride, keys, c, s, w, mean)
         if blocks[k, RAW]:
             _copy(mean, w_out.raw[(blocks[k, CODES] - base) // w_out.raw.itemsize :])
+        elif c.kind == _TOP_K:
+            _write_largest(mean, s.mean_bits[: mean.size], k, blocks, base, c, w_out)
         else:
             largest, zeros = _maximum_and_zeros(s.mean_bits[: mean.size], c.mask)
             _write(
@@ -424,12 +642,13 @@ def _reduce_kernel(w, stride, blocks, base, keys, out_keys, c, s, w_out):
 
 
 @_kernel
-def _decode_kernel(w, stride, blocks, x, keys, c, s):
+def _decode_kernel(w, stride, blocks, base, x, keys, c, s):
     bad = 0
     for k in range(blocks.shape[0]):
         mean = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
-        _average(k, blocks, 0, stride, keys, c, s, w, mean)
-        bad += not _is_finite(mean[: mean.size if blocks[k, RAW] else 1])  # decoded: NaN in all places or in none
+        _average(k, blocks, base, stride, keys, c, s, w, mean)
+        every = blocks[k, RAW] or c.kind == _TOP_K  # other codes: NaN in all places or in none
+        bad += not _is_finite(mean[: mean.size if every else 1])
     return bad
 
 
@@ -445,6 +664,9 @@ def _decode_sum_kernel(w, maxima, blocks, x, keys, middle, c, s):
             _fill(mean, 0)
         else:
             _unpack(w.bytes, w.words64, blocks[k, CODES], mean.size, c.bits, c.summable, s.codes)
+            if c.kind == _EXPONENTIAL:  # the middle is the factor of the scale
+                _exponential_values(_float_of(max(int64(maxima[k]), c.tiny), c.middle) * middle, c, False, s, mean)
+                continue
             _fill(s.u[: mean.size], middle)
             stochastic = c.stochastic_from < 0
             if not stochastic:
@@ -469,12 +691,43 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     return out
 
 
-def encode(x: Tensor, blocks: Tensor, wire: Tensor, key: Key, q: Quantiser, maxima: Tensor | None = None) -> None:
+def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
+    """See `reference.block_moments`."""
+    out = torch.empty(len(blocks), 3, dtype=torch.float64)
+    with _widened(x, blocks) as (values, _, table):
+        _moments_kernel(values, table, np.empty((3, _LANES)), out.numpy())
+    return out
+
+
+def rotate(x: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> None:
+    """See `reference.rotate`."""
+    longest = int(blocks[:, LENGTH].max()) if len(blocks) else 1
+    roots = (2.0 ** (-0.5 * np.arange(longest.bit_length()))).astype(_real(x.dtype))
+    scratch = _scratch(_ANY._replace(block_size=longest), x.dtype)
+    _rotate_kernel(x.numpy(), blocks.numpy(), _keys([key]), inverse, roots, scratch)
+
+
+def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, base: int, key: Key, q: Quantiser) -> None:
+    """See `reference.combine`."""
+    constants, scratch = _constants(q, torch.float32), _scratch(q, torch.float32)
+    one, other = _messages(mine, torch.float32), _messages(theirs, torch.float32)
+    _combine_kernel(one, other, blocks.numpy(), base, _keys([key]), constants, scratch)
+
+
+def encode(
+    x: Tensor,
+    blocks: Tensor,
+    wire: Tensor,
+    key: Key,
+    q: Quantiser,
+    maxima: Tensor | None = None,
+    base: int = 0,
+) -> None:
     """See `reference.encode`."""
-    given = torch.empty(0, dtype=torch.int32) if maxima is None else maxima
+    given = (torch.empty(0, dtype=torch.int32) if maxima is None else maxima).numpy()
+    constants, scratch, message = _constants(q, x.dtype), _scratch(q, x.dtype), _messages(wire, x.dtype)
     with _widened(x, blocks) as (values, bits, table):
-        constants, scratch = _constants(q, x.dtype), _scratch(q, x.dtype)
-        _encode_kernel(values, bits, table, given.numpy(), _keys([key]), constants, scratch, _messages(wire, x.dtype))
+        _encode_kernel(values, bits, table, base, given, _keys([key]), constants, scratch, message)
 
 
 def reduce(
@@ -493,17 +746,20 @@ def reduce(
     _reduce_kernel(w, wires.shape[1], blocks.numpy(), base, _keys(keys), _keys([out_key]), constants, scratch, w_out)
 
 
-def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
+def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser, base: int = 0) -> int:
     """See `reference.decode`."""
     w, constants, scratch = _messages(wires, x.dtype), _constants(q, x.dtype, len(keys)), _scratch(q, x.dtype)
     with _widened(x, blocks, write=True) as (values, _, table):
-        return _decode_kernel(w, wires.shape[1], table, values, _keys(keys), constants, scratch)
+        return _decode_kernel(w, wires.shape[1], table, base, values, _keys(keys), constants, scratch)
 
 
 def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
     """See `reference.decode_sum`."""
     w, constants, scratch = _messages(wire, x.dtype), _constants(q, x.dtype), _scratch(q, x.dtype)
-    middle = constants.middle * _real(x.dtype)(len(keys))
+    exponential = q.kind == Kind.EXPONENTIAL
+    middle = (
+        _real(x.dtype)(2.0**q.headroom / len(keys)) if exponential else constants.middle * _real(x.dtype)(len(keys))
+    )
     with _widened(x, blocks, write=True) as (values, _, table):
         return _decode_sum_kernel(w, maxima.numpy(), table, values, _keys(keys), middle, constants, scratch)
 
@@ -547,7 +803,7 @@ def _wide(dtype: torch.dtype) -> Any:
 def _messages(wire: Tensor, dtype: torch.dtype) -> _Messages:
     whole = wire.flatten().numpy()
     scales = {2: np.uint16, 4: np.uint32}[scale_format(dtype).nbytes]
-    return _Messages(whole, whole.view(_real(dtype)), whole.view(scales), whole.view(np.int64))
+    return _Messages(whole, whole.view(_real(dtype)), whole.view(scales), whole.view(np.int64), whole.view(np.uint16))
 
 
 def _keys(keys: Sequence[Key]) -> np.ndarray:
@@ -556,6 +812,8 @@ def _keys(keys: Sequence[Key]) -> np.ndarray:
 
 def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants:
     form, share, real, wide = scale_format(dtype), Share.of(sources), _real(dtype), _wide(dtype)
+    cut = np.finfo(real).nmant - q.mantissa
+    offset = ((1 << (np.finfo(real).nexp - 1)) - 1 << q.mantissa) - q.magnitudes
     return _Constants(
         bits=q.bits,
         summable=q.summable,
@@ -573,16 +831,29 @@ def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants
         infinity=form.infinity,
         tiny=form.tiny,
         scale_shift=form.nbytes // 2,
+        kind=int(q.kind),
+        nearest=q.nearest,
+        magnitudes=q.magnitudes,
+        kept=q.kept,
+        cut=wide(cut),
+        offset=wide(offset),
+        cut_off=real(2.0**cut),
+        smallest=wide(offset + 1 << cut).view(real),
+        shrink=real(2.0**-q.headroom),
+        one=real(1),
     )
 
 
 def _scratch(q: Quantiser, dtype: torch.dtype) -> _Scratch:
     size = q.block_size + 1  # dither comes in pairs
-    mean = np.empty(size, _real(dtype))
+    mean, real = np.empty(size, _real(dtype)), np.empty(size, _real(dtype))
     return _Scratch(
         u=np.empty(size, np.float32),
         codes=np.empty(size, np.uint8),
         other=np.empty(size, np.float32),
         mean=mean,
         mean_bits=mean.view(_wide(dtype)),
+        real=real,
+        real_bits=real.view(_wide(dtype)),
+        others=np.empty(size, np.uint8),
     )

@@ -24,6 +24,7 @@ from lightning_gqsgd.kernels.wire import (
     MULTIPLY_2,
     SCALE_FORMATS,
     Key,
+    Kind,
     Quantiser,
     ScaleFormat,
     Share,
@@ -32,6 +33,7 @@ from lightning_gqsgd.layout import CODES, INDEX, LENGTH, PARAMETER, RAW, SCALE, 
 
 _MASK = 0xFFFFFFFF
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_LANES = 16
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
@@ -43,13 +45,58 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     return _magnitudes(values).amax(dim=1) if len(blocks) else _magnitudes(values)[:, 0]
 
 
-def encode(x: Tensor, blocks: Tensor, wire: Tensor, key: Key, q: Quantiser, maxima: Tensor | None = None) -> None:
+def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
+    """Sums of each block: Σ x, Σ |x|, Σ x², fp64 [B, 3]. Added up in 16 lanes, lane l from coordinates l, l + 16, ...,
+    and then over lanes, so that all kernels give the same bits."""
+    width = int(blocks[:, LENGTH].max()) if len(blocks) else 1
+    values = _gather(x, blocks, -(-width // _LANES) * _LANES).double()
+    terms = torch.stack([values, values.abs(), values.square()], dim=1).unflatten(2, (-1, _LANES))
+    total = torch.zeros(len(blocks), 3, dtype=torch.float64, device=x.device)
+    lanes = torch.zeros(len(blocks), 3, _LANES, dtype=torch.float64, device=x.device)
+    for row in terms.unbind(2):
+        lanes += row
+    for lane in lanes.unbind(2):
+        total += lane
+    return total
+
+
+def rotate(x: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> None:
+    """Turn each block that is not raw, in place, by H D, or back by D H: D random signs, H orthonormal Hadamard.
+
+    ``x`` is fp32 or fp64. A block whose length is no power of two is turned in parts: the largest power of two first.
+    """
+    coded = blocks[blocks[:, RAW] == 0]
+    if not len(coded):
+        return
+    width = int(coded[:, LENGTH].max())
+    signs = torch.where(_dither(coded, key, width) < 0.5, -1, 1).to(x.dtype)
+    values = _gather(x, coded, width)
+    values = values if inverse else values * signs
+    start = torch.zeros_like(coded[:, LENGTH])
+    for power in (1 << k for k in reversed(range(width.bit_length()))):
+        some = (coded[:, LENGTH] & power) != 0
+        places = (start[some, None] + torch.arange(power, device=x.device)[None], some.nonzero())
+        part = values[places[1], places[0]]
+        values[places[1], places[0]] = _hadamard(part) * torch.tensor(power**-0.5, dtype=x.dtype)
+        start = start + some * power
+    _scatter(values * signs if inverse else values, coded, x)
+
+
+def encode(
+    x: Tensor,
+    blocks: Tensor,
+    wire: Tensor,
+    key: Key,
+    q: Quantiser,
+    maxima: Tensor | None = None,
+    base: int = 0,
+) -> None:
     """Write every block's record: its scale (where the table has a place for it) and codes, or its raw coordinates.
 
-    ``maxima``: scales to use, bits as from `block_maxima`; None takes each block's own, rounded up to the wire's
-    format.
+    ``maxima``: scales to use, bits as from `block_maxima`, coordinates beyond are clipped; None takes each block's
+    own, rounded up to the wire's format. ``base``: byte of the message at which ``wire`` starts.
     """
-    _encode(_gather(x, blocks, q.block_size), blocks, wire, key, q, maxima, base=0)
+    _encode(_gather(x, blocks, q.block_size), blocks, wire, key, q, maxima, base)
 
 
 def reduce(
@@ -75,10 +122,10 @@ def reduce(
     _encode(mean, blocks, out, out_key, q, None, base)
 
 
-def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
+def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser, base: int = 0) -> int:
     """Write the mean of the decoded messages ``wires`` [sources, bytes] into ``x``; return the number of non-finite
-    blocks."""
-    return _scatter(_mean(wires, blocks, 0, keys, q, x.dtype), blocks, x)
+    blocks. ``base``: byte of the whole message at which each starts."""
+    return _scatter(_mean(wires, blocks, base, keys, q, x.dtype), blocks, x)
 
 
 def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
@@ -86,6 +133,10 @@ def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Se
     ranks = len(keys)
     scales, finite = _from_bits(maxima, COMPUTE_DTYPES[x.dtype])
     codes = _unpack(wire, blocks, 0, q)
+    if q.kind == Kind.EXPONENTIAL:
+        mean = _exponential_values(codes, scales * (2.0**q.headroom / ranks), q)
+        mean[~finite] = torch.nan
+        return _scatter(mean, blocks, x)
     stochastic = torch.full(scales.shape, q.always_stochastic, device=x.device)
     middle = torch.full(scales.shape, ranks * (q.levels - 1) / 2, device=x.device)
     offset = middle[:, None].repeat(1, q.block_size)
@@ -94,6 +145,31 @@ def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Se
     mean = _values(codes, offset, middle, scales, stochastic)
     mean[~finite] = torch.nan
     return _scatter(mean, blocks, x)
+
+
+def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, base: int, key: Key, q: Quantiser) -> None:
+    """Replace exponential codes without mantissa by codes of the sums with others', without bias.
+
+    With magnitudes 2^-a >= 2^-b, D = b - a: equal signs give 2^(1-a) with probability 2^-D, else 2^-a; opposite ones
+    give 2^-(a+1) with probability 2^(1-D), else 2^-a, and zero for D = 0. What would pass the last magnitude stays
+    there. A draw has 32 bits, so what is rarer than 2^-32 does not happen.
+
+    Args:
+        mine, theirs: uint8 [shard bytes], codes without scales; ``mine`` is changed.
+        base: byte of the message at which they start.
+    """
+    mask, sign = (1 << (q.bits - 1)) - 1, 1 << (q.bits - 1)
+    one, other = _unpack(mine, blocks, base, q), _unpack(theirs, blocks, base, q)
+    swap = (other & mask) > (one & mask)
+    large, small = torch.where(swap, other, one), torch.where(swap, one, other)
+    a, b = large & mask, small & mask
+    opposite = ((large ^ small) & sign) != 0
+    distance = a - b - opposite.long()
+    fires = _uniform_words(blocks, key, q.block_size) < (1 << (32 - distance.clamp(0, 32)))
+    moved = torch.where(opposite, a - fires.long(), (a + fires.long()).clamp(max=q.magnitudes))
+    moved = torch.where(opposite & (distance < 0), 0, moved)
+    result = torch.where(b == 0, a, moved)
+    _pack(torch.where(result == 0, 0, (large & sign) | result), blocks, mine, base, q)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,11 +189,15 @@ def _encode(
     coded, values = blocks[~raw], values[~raw]
     if not len(coded):
         return
+    if q.kind == Kind.TOP_K:
+        _pack_largest(values, coded, wire, base, q)
+        return
     form = SCALE_FORMATS[values.dtype]
     scale_bits = _rounded_up(_magnitudes(values).amax(dim=1).long(), form) if maxima is None else maxima[~raw].long()
     scales, finite = _from_bits(scale_bits, values.dtype)
     stochastic = _rounds_stochastically(values, coded, q)
-    codes = _codes(values, coded, scales, stochastic, key, q)
+    to_codes = _exponential_codes if q.kind == Kind.EXPONENTIAL else _codes
+    codes = to_codes(values, coded, scales, stochastic, key, q)
     codes[~finite | (scales == 0)] = 0
     sent = coded[:, SCALE] >= 0
     scale_codes = torch.where(finite, (((scale_bits + 1) >> form.shift) << 1) | stochastic, -1)[sent]
@@ -140,8 +220,35 @@ def _codes(values: Tensor, blocks: Tensor, scales: Tensor, stochastic: Tensor, k
     inverse = middle / scales
     inverse = torch.where(scales * inverse < middle, inverse * (1 + 2 * _ulp(scales.dtype)), inverse)
     y = (values * inverse[:, None]).clamp(-middle[:, None], middle[:, None])
-    dither = _dither(blocks, key, q.block_size).to(y.dtype) - (zero - middle)[:, None]
-    return (y + dither).nan_to_num().floor().long() + zero[:, None]
+    uniform = torch.full_like(y, 0.5) if q.nearest else _dither(blocks, key, q.block_size).to(y.dtype)
+    return (y + (uniform - (zero - middle)[:, None])).nan_to_num().floor().long() + zero[:, None]
+
+
+def _exponential_codes(values: Tensor, blocks: Tensor, scales: Tensor, _: Tensor, key: Key, q: Quantiser) -> Tensor:
+    """Sign and magnitude, int64 [B, block_size]."""
+    cut, one = _cut(values.dtype, q.mantissa)
+    uniform = _dither(blocks, key, q.block_size)
+    y = (values.abs() * (1 / scales)[:, None]).clamp(max=1).nan_to_num() * 2.0**-q.headroom
+    random = (uniform.double() * 2.0**cut).long()
+    magnitude = ((y.view(_INTEGERS[y.dtype]).long() + random) >> cut) - (one - q.magnitudes)
+    smallest = torch.full_like(y, (one - q.magnitudes + 1) << cut).long().to(_INTEGERS[y.dtype]).view(y.dtype)
+    magnitude = torch.where(y < smallest, (y > uniform.to(y.dtype) * smallest).long(), magnitude)
+    return torch.where(magnitude > 0, magnitude | ((values < 0).long() << (q.bits - 1)), 0)
+
+
+def _exponential_values(codes: Tensor, scales: Tensor, q: Quantiser) -> Tensor:
+    """Coordinates that exponential codes stand for."""
+    cut, one = _cut(scales.dtype, q.mantissa)
+    magnitude, sign = codes & ((1 << (q.bits - 1)) - 1), codes >> (q.bits - 1)
+    y = ((magnitude + (one - q.magnitudes)) << cut).to(_INTEGERS[scales.dtype]).view(scales.dtype)
+    limit = torch.finfo(scales.dtype).max
+    return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
+
+
+def _cut(dtype: torch.dtype, mantissa: int) -> tuple[int, int]:
+    """How many bits of the mantissa exponential codes drop, and the bits of 1.0 without them."""
+    bits, one = (23, 127) if dtype == torch.float32 else (52, 1023)
+    return bits - mantissa, one << mantissa
 
 
 def _values(codes: Tensor, offset: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
@@ -165,15 +272,22 @@ def _mean(wires: Tensor, blocks: Tensor, base: int, keys: Sequence[Key], q: Quan
         mean[raw] += _unpack_raw(wire, blocks[raw], base, compute, q.block_size) * share.each
         if not len(coded):
             continue
+        if q.kind == Kind.TOP_K:
+            mean[~raw] += _unpack_largest(wire, coded, base, compute, q) * share.each
+            continue
         scale_codes = torch.zeros_like(coded[:, SCALE])
         for byte in range(form.nbytes):
             scale_codes |= wire[coded[:, SCALE] - base + byte].long() << 8 * byte
         scales, finite = _from_bits(_wire_bits(scale_codes, form), compute)
-        stochastic = (scale_codes & 1) == 1
-        middle = (torch.where(stochastic, q.odd_levels, q.levels) - 1) / 2
-        dither = _dither(coded, key, q.block_size) - 0.5
-        offset = middle[:, None] + torch.where(stochastic[:, None], 0, dither)
-        values = _values(_unpack(wire, coded, base, q), offset, middle, scales * share.each, stochastic)
+        codes = _unpack(wire, coded, base, q)
+        if q.kind == Kind.EXPONENTIAL:
+            values = _exponential_values(codes, scales * share.each, q)
+        else:
+            stochastic = (scale_codes & 1) == 1
+            middle = (torch.where(stochastic, q.odd_levels, q.levels) - 1) / 2
+            dither = torch.zeros(1) if q.nearest else _dither(coded, key, q.block_size) - 0.5
+            offset = middle[:, None] + torch.where(stochastic[:, None], 0, dither)
+            values = _values(codes, offset, middle, scales * share.each, stochastic)
         values[~finite] = torch.nan
         mean[~raw] += values
     mean = mean / torch.full_like(mean, share.rest)
@@ -224,6 +338,25 @@ def _dither(blocks: Tensor, key: Key, width: int) -> Tensor:
     h = _finish(_start((a[:, None] + torch.where(second, j - half[:, None], j)) & _MASK) ^ b[:, None])
     k = torch.where(second, h >> 16, h & 0xFFFF)
     return k.float() * DITHER_UNIT + DITHER_FIRST
+
+
+def _uniform_words(blocks: Tensor, key: Key, width: int) -> Tensor:
+    """Uniform 32-bit integers, int64 [B, width]."""
+    parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
+    a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
+    b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
+    j = torch.arange(width, device=blocks.device)
+    return _finish(_start((a[:, None] + j) & _MASK) ^ b[:, None])
+
+
+def _hadamard(values: Tensor) -> Tensor:
+    """Products with the Hadamard matrix, [rows, power of two]; not normalised."""
+    half = 1
+    while half < values.shape[1]:
+        first, second = values.unflatten(1, (-1, 2, half)).unbind(2)
+        values = torch.stack([first + second, first - second], dim=2).flatten(1)
+        half *= 2
+    return values
 
 
 def _start(h: Tensor) -> Tensor:
@@ -328,3 +461,32 @@ def _unpack(wire: Tensor, blocks: Tensor, base: int, q: Quantiser) -> Tensor:
         value = sum(wire[start + byte].long() << 8 * byte for byte in range(run.nbytes))
         codes |= torch.where(inside, ((value >> (run.width * lane)) & ((1 << run.width) - 1)) << run.low, 0)
     return codes
+
+
+def _kept(blocks: Tensor, q: Quantiser) -> Tensor:
+    """How many coordinates top-k keeps of each block."""
+    return ((blocks[:, LENGTH] * q.kept + 65535) >> 16).clamp(min=1)
+
+
+def _pack_largest(values: Tensor, blocks: Tensor, wire: Tensor, base: int, q: Quantiser) -> None:
+    """For each block, the coordinates with the largest magnitudes (the first of equal ones), then their places, both in
+    the order of places."""
+    inside = _positions(blocks, values.shape[1])[1]
+    order = torch.where(inside, _magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
+    for k, count in enumerate(_kept(blocks, q).tolist()):
+        places = order[k, :count].sort().values
+        at = int(blocks[k, CODES]) - base
+        kept = _bytes_of(values[k, places]).flatten()
+        wire[at : at + len(kept)] = kept
+        wire[at + len(kept) : at + len(kept) + 2 * count] = _bytes_of(places.to(torch.int16)).flatten()
+
+
+def _unpack_largest(wire: Tensor, blocks: Tensor, base: int, dtype: torch.dtype, q: Quantiser) -> Tensor:
+    """Kept coordinates at their places, zero elsewhere: [B, block_size]."""
+    values = torch.zeros(len(blocks), q.block_size, dtype=dtype, device=wire.device)
+    for k, count in enumerate(_kept(blocks, q).tolist()):
+        at = int(blocks[k, CODES]) - base
+        middle = at + count * dtype.itemsize
+        places = wire[middle : middle + 2 * count].clone().view(torch.int16).long() & 0xFFFF
+        values[k, places] = wire[at:middle].clone().view(dtype)
+    return values

@@ -12,11 +12,13 @@ step, rank), all arithmetic modulo 2^32:
     v = (low 16 bits of h, or high 16 bits in the second half; + 1/2) / 2^16,  uniform on (0, 1)
 
 mix = finish(start(.)) is a 32-bit finaliser of two multiplications (constants of the "lowbias32" search by C. Wellons).
-16 bits are what fp32 arithmetic keeps of a dither added to codes up to 255.
+16 bits are what fp32 arithmetic keeps of a dither added to codes up to 255. The sum of two exponential codes draws all
+32 bits of finish(start(a + j) ^ b) for coordinate j: it has to tell 2^-31 from 0.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -78,6 +80,14 @@ class Share(NamedTuple):
         return cls(1.0 / power, ranks / power)
 
 
+class Kind(IntEnum):
+    """What codes are."""
+
+    LINEAR = 0  # numbers of equidistant levels
+    EXPONENTIAL = 1  # sign, exponent and mantissa, from the highest bit downwards
+    TOP_K = 2  # coordinates as they are, and where they belong
+
+
 class Quantiser(NamedTuple):
     """The numbers a kernel needs of a codec.
 
@@ -89,6 +99,13 @@ class Quantiser(NamedTuple):
             below 0, never at 1.
         summable: codes lie in lanes whose sums do not overflow.
         block_size: the most coordinates a block has.
+        kind: what codes are; the entries above are a linear quantiser's, those below others'.
+        nearest: linear, but dither is a constant: codes are the nearest levels' numbers.
+        magnitudes: number of non-zero magnitudes S of an exponential code. Magnitude c stands for the float whose bits,
+            cut off after ``mantissa`` bits of the mantissa, are S - c below those of 1.0; 0 stands for 0.
+        mantissa: bits of the mantissa, m.
+        headroom: an exponential code stands for 2^-headroom of what its sums do: 2^headroom codes add up to at most 1.
+        kept: of 65536 coordinates, how many top-k keeps.
     """
 
     bits: int
@@ -97,6 +114,12 @@ class Quantiser(NamedTuple):
     stochastic_from: float
     summable: bool
     block_size: int
+    kind: Kind = Kind.LINEAR
+    nearest: bool = False
+    magnitudes: int = 0
+    mantissa: int = 0
+    headroom: int = 0
+    kept: int = 0
 
     @property
     def always_stochastic(self) -> bool:

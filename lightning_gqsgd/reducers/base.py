@@ -9,28 +9,29 @@ issues the same collectives in the same order in each group, however the stages 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.codecs import Codec, codec_of
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels.wire import Key
-
-#: The most stages a reducer has, hence the number of process groups.
-STAGES = 2
+from lightning_gqsgd.kernels.wire import Key, scale_format
+from lightning_gqsgd.memory import MemoryStore
 
 
 class Exchange(NamedTuple):
-    """A collective to run: ``all_to_all``, ``all_gather`` (output is [ranks, ...]), or ``sum`` and ``max`` (in
-    place)."""
+    """A collective to run: ``all_to_all``, ``all_gather`` (output is [ranks, ...]), or ``sum`` and ``max`` (in place).
+
+    ``splits``: of an ``all_to_all`` with unequal parts, how many elements of output and of input belong to each rank.
+    """
 
     kind: str
     output: Tensor
     input: Tensor
+    splits: tuple[list[int], list[int]] | None = None
 
     @classmethod
     def in_place(cls, kind: str, tensor: Tensor) -> Exchange:
@@ -56,21 +57,53 @@ class Setting:
     dtype: torch.dtype
 
     @property
-    def codec(self) -> LinearCodec:
+    def codec(self) -> Codec:
         """The codec that the configuration names."""
-        return LinearCodec(self.config.bits, self.config.dither)
+        return codec_of(self.config)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a block's scale in a message."""
+        return 0 if self.config.codec == "top_k" else scale_format(self.dtype).nbytes
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of an uncompressed coordinate."""
+        return scale_format(self.dtype).raw_bytes
 
 
-class StepKeys(NamedTuple):
-    """Dither keys of one step: one per rank on the way up, one for the mean on its way down."""
+def uncompressed(setting: Setting) -> Setting:
+    """The setting for parameters that travel uncompressed beside others, by `two_shot`."""
+    config = GQSGDConfig(reducer="two_shot", block_size=setting.config.block_size, seed=setting.config.seed)
+    return replace(setting, config=config)
 
+
+@dataclass(frozen=True)
+class StepKeys:
+    """Keys of one step's random numbers, the same on every rank.
+
+    Attributes:
+        up: of each rank's codes on the way up.
+        down: of the mean's on its way down.
+        rotation: of the signs of rotations.
+    """
+
+    config: GQSGDConfig
+    step: int
     up: tuple[Key, ...]
     down: Key
+    rotation: Key
 
     @classmethod
     def of(cls, config: GQSGDConfig, step: int, ranks: int) -> StepKeys:
-        """Keys of a step, the same on every rank."""
-        return cls(tuple(config.dither_key(step, rank + 1) for rank in range(ranks)), config.dither_key(step, 0))
+        """Keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
+        up = tuple(config.dither_key(step, rank + 1) for rank in range(ranks))
+        return cls(config, step, up, config.dither_key(step, 0), config.dither_key(step, 2**64 - 1))
+
+    def node(self, hop: int, rank: int) -> Key:
+        """Key of the sums that a rank makes of codes at a hop: a stream of its own beyond the ranks'."""
+        ranks = len(self.up)
+        return self.config.dither_key(self.step, ranks * (hop + 1) + rank + 1)
 
 
 class Reducer(Protocol):
@@ -79,7 +112,7 @@ class Reducer(Protocol):
     Attributes:
         sent_bytes: bytes that each rank sends (in a ring, where the collective is one).
         message_bytes: bytes that one rank's coordinates take on the wire once; over the number of coordinates, this is
-            the bits per coordinate, whatever the number of ranks.
+            the bits per coordinate, whatever the number of ranks. Of the latest step, if lengths vary.
     """
 
     sent_bytes: int
@@ -87,8 +120,14 @@ class Reducer(Protocol):
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None: ...
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys) -> Steps:
-        """Replace this piece's coordinates of ``x`` by the mean over ranks; return the number of non-finite blocks."""
+    @staticmethod
+    def stages(config: GQSGDConfig, ranks: int) -> int:
+        """How often `steps` yields at most, hence the number of process groups."""
+        ...
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+        """Replace the coordinates of ``x``, which the table counts from, by the mean over ranks; return the number of
+        non-finite blocks. ``store``: what this rank remembers; None if the configuration has no memory."""
         ...
 
 
@@ -97,12 +136,18 @@ def ring_bytes(message_bytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * message_bytes // ranks
 
 
-def run_virtual(steps: Sequence[Steps]) -> list[int]:
-    """Run one piece on virtual ranks in this process, in lock-step; return what each rank's steps returned."""
+def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[int]:
+    """Run one piece on virtual ranks in this process, in lock-step; return what each rank's steps returned.
+
+    ``only_first``: once rank 0 has its result, which is everyone's, the others' steps are not finished.
+    """
     results: list[int] = []
     pending: list[Sequence[Exchange]] = []
     while not results:
         for one in steps:
+            if results and only_first:
+                one.close()
+                continue
             try:
                 pending.append(next(one))
             except StopIteration as end:
@@ -115,12 +160,19 @@ def run_virtual(steps: Sequence[Steps]) -> list[int]:
 
 def _exchange_virtually(exchanges: Sequence[Exchange]) -> None:
     kind, inputs = exchanges[0].kind, [one.input.clone() for one in exchanges]
-    for rank, one in enumerate(exchanges):
-        if kind == "all_to_all":
-            parts = [whole.view(len(exchanges), -1)[rank] for whole in inputs]
-            one.output.view(len(exchanges), -1).copy_(torch.stack(parts))
-        elif kind == "all_gather":
-            one.output.copy_(torch.stack(inputs).view_as(one.output))
-        else:
-            stacked = torch.stack(inputs)
-            one.output.copy_(stacked.amax(0) if kind == "max" else stacked.sum(0, dtype=stacked.dtype))
+    if kind == "all_to_all":
+        ranks = len(exchanges)
+        splits = [one.splits[1] if one.splits else [one.input.numel() // ranks] * ranks for one in exchanges]
+        parts = [whole.flatten().split(split) for whole, split in zip(inputs, splits, strict=True)]
+        for rank, one in enumerate(exchanges):
+            one.output.copy_(torch.cat([part[rank] for part in parts]).view_as(one.output))
+    elif kind == "all_gather":
+        first, *others = (one.output for one in exchanges)
+        first.copy_(torch.stack(inputs).view_as(first))
+        for other in others:  # one copy for all: n of them would take n² memory
+            other.set_(first)  # type: ignore[call-overload]
+    else:
+        stacked = torch.stack(inputs)
+        result = stacked.amax(0) if kind == "max" else stacked.sum(0, dtype=stacked.dtype)
+        for one in exchanges:
+            one.output.copy_(result)

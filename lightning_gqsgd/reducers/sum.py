@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import RAW, place
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, uncompressed
+from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
 
@@ -22,29 +25,41 @@ class Sum:
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, ranks = setting.config, setting.ranks
-        self.quantiser = setting.codec.quantiser(config.block_size, summed=ranks)
+        q = setting.codec.quantiser(config.block_size, summed=ranks)
+        self.link = Link(config, q, "up", scales_travel=False)
         raw = table[:, RAW] == 1
-        self.layout = place(table[~raw], shards=1, bits=config.bits, scale_bytes=0, raw_bytes=0, summable=True)
-        self.raw = TwoShot(table[raw], setting)
+        self.layout = place(table[~raw], q, shards=1, scale_bytes=0, raw_bytes=0)
+        self.raw = TwoShot(table[raw], uncompressed(setting))
         self.lane = torch.uint8 if 8 % config.bits == 0 else torch.int64
         maxima_bytes = len(self.layout.blocks) * (8 if setting.dtype == torch.float64 else 4)
         self.message_bytes = self.layout.message_bytes + maxima_bytes + self.raw.message_bytes
         self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys) -> Steps:
+    @staticmethod
+    def stages(config: GQSGDConfig, ranks: int) -> int:
+        """See `reducers.base.Reducer.stages`."""
+        return 2
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.quantiser
-        raw = self.raw.steps(x, rank, keys)
-        maxima = kernels.block_maxima(x, blocks)
+        kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.link.quantiser
+        work = working_copy(x, self.link)
+        raw = self.raw.steps(work, rank, keys)
+        outgoing = Outgoing(self.link, work, blocks, keys.rotation, store)
+        maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima), *next(raw))
 
         codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
-        kernels.encode(x, blocks, codes, keys.up[rank], q, maxima)
+        outgoing.encode(codes, keys.up[rank])
         yield (Exchange.in_place("sum", codes.view(self.lane)), *next(raw))
 
-        bad = kernels.decode_sum(codes, maxima, blocks, x, keys.up, q)
+        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
         try:
             next(raw)
         except StopIteration as end:
             bad += end.value
+        self.link.restore(work, blocks, keys.rotation, store)
+        outgoing.commit(work)
+        if work is not x:
+            x.copy_(work)
         return bad

@@ -7,12 +7,12 @@ import torch
 
 from benchmarks.accuracy import gaussian, heavy_tailed
 from lightning_gqsgd.codecs import LinearCodec
-from lightning_gqsgd.config import DITHERS
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.layout import Segment, cut, place
 from lightning_gqsgd.simulate import average, relative_error
 
 REPEATS = 400
+DITHERS = ["adaptive", "subtractive", "stochastic"]
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])
@@ -25,7 +25,7 @@ def test_codec_is_unbiased_with_the_variance_of_theory(kernels, dither: str, bit
     x = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 2 - 1
     x[::256] = 1.0
     table = cut([Segment(0, 4096, False)], 256)
-    layout = place(table, shards=1, bits=bits, scale_bytes=2, raw_bytes=4)
+    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
     errors = torch.empty(REPEATS, 4096, dtype=torch.float64)
     y = torch.empty_like(x)
     for repeat in range(REPEATS):

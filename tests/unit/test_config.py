@@ -41,7 +41,7 @@ def test_unknown_names_come_with_the_nearest_known_one() -> None:
 
 
 def test_presets_are_configurations() -> None:
-    assert PRESETS["gqsgd_4bit"].bits == 4
+    assert PRESETS["gqsgd_4bit"].config.bits == 4
     assert make_config("gqsgd_4bit", bits=6).bits == 6
     assert make_config() == GQSGDConfig()
 

@@ -6,15 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gqsgd.codecs import LinearCodec
-from lightning_gqsgd.config import DITHERS, ConfigError
+from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs.variance import smallest_level
+from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.kernels.wire import Quantiser, scale_format
-from lightning_gqsgd.layout import LENGTH, RAW, Layout, Segment, cut, place
+from lightning_gqsgd.kernels.wire import Kind, Quantiser, scale_format
+from lightning_gqsgd.layout import LENGTH, RAW, START, Layout, Segment, cut, place
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 KEYS = [(11, 5), (2**32 - 1, 2**31), (0, 0), (7, 1234567)]
 BOTH = [reference, cpu]
+DITHERS = ["adaptive", "subtractive", "stochastic"]
+
+
+def other_codecs() -> list[Quantiser]:
+    """One of each kind beside linear with dither."""
+    codecs: list[Codec] = [SignCodec(), TopKCodec(0.01), TopKCodec(0.3), LinearCodec(3, "nearest")]
+    codecs += [ExponentialCodec(bits, mantissa) for bits in (2, 4, 5, 8) for mantissa in (0, 1, 3)]
+    codecs += [ExponentialCodec(5, 0, most=8), LinearCodec(4, "stochastic", most=4)]
+    return [codec.quantiser(64) for codec in codecs]
 
 
 def quantiser(bits: int, dither: str, block: int, summed: int = 0) -> Quantiser:
@@ -27,11 +37,10 @@ def layout_of(segments: list[Segment], q: Quantiser, dtype: torch.dtype, shards:
     table = table[table[:, RAW] == 0] if q.summable else table
     return place(
         table,
+        q,
         shards=shards,
-        bits=q.bits,
-        scale_bytes=0 if q.summable else form.nbytes,
+        scale_bytes=0 if q.summable or q.kind == Kind.TOP_K else form.nbytes,
         raw_bytes=form.raw_bytes,
-        summable=q.summable,
     )
 
 
@@ -75,17 +84,37 @@ def drawn(case: dict) -> tuple[list[Segment], list[torch.Tensor]]:
 @settings(max_examples=150, deadline=None)
 @given(cases)
 def test_both_kernels_give_the_same_bits(case: dict) -> None:
-    dtype, ranks = case["dtype"], case["ranks"]
     segments, xs = drawn(case)
-    keys = KEYS[:ranks]
     try:
         q = quantiser(case["bits"], case["dither"], case["block"])
     except ConfigError:
         return
+    check_messages(segments, xs, q)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases, st.sampled_from(other_codecs()), st.booleans())
+def test_both_kernels_give_the_same_bits_with_every_codec(case: dict, q: Quantiser, given_scales: bool) -> None:
+    segments, xs = drawn(case)
+    check_messages(segments, xs, q, norms if given_scales else None)
+
+
+def norms(kernels, x: Tensor, blocks: Tensor) -> Tensor:
+    """Scales below the largest magnitude, in the wire's format."""
+    form = scale_format(x.dtype)
+    maxima = kernels.block_maxima(x, blocks) >> form.shift
+    return (maxima - 1).clamp(min=0) << form.shift
+
+
+def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scales=None) -> None:
+    """Encode, reduce, decode, with both kernels."""
+    ranks, dtype = len(xs), xs[0].dtype
+    keys = KEYS[:ranks]
     results = []
     for kernels in BOTH:
         layout = layout_of(segments, q, dtype, shards=ranks)
-        wires = [message(kernels, x, layout, key, q) for x, key in zip(xs, keys, strict=True)]
+        maxima = [() if scales is None else (scales(kernels, x, layout.blocks),) for x in xs]
+        wires = [message(kernels, x, layout, key, q, *m) for x, key, m in zip(xs, keys, maxima, strict=True)]
         shards = []
         for rank in range(ranks):
             received = torch.stack([wire.view(ranks, -1)[rank] for wire in wires])
@@ -95,7 +124,7 @@ def test_both_kernels_give_the_same_bits(case: dict) -> None:
         two_shot, gathered = torch.zeros_like(xs[0]), torch.zeros_like(xs[0])
         bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, KEYS[3:], q)
         whole = layout_of(segments, q, dtype)
-        wires += [message(kernels, x, whole, key, q) for x, key in zip(xs, keys, strict=True)]
+        wires += [message(kernels, x, whole, key, q, *m) for x, key, m in zip(xs, keys, maxima, strict=True)]
         bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, keys, q)
         assert bad == 0
         results.append([*wires, *shards, two_shot, gathered])
@@ -272,3 +301,154 @@ def test_dither_is_uniform_and_independent() -> None:
     counts = torch.histc(one.float(), 256, -0.5, 0.5)
     chi2 = float(((counts - n / 256) ** 2 / (n / 256)).sum())
     assert 255 - 5 * (2 * 255) ** 0.5 < chi2 < 255 + 5 * (2 * 255) ** 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_both_kernels_give_the_same_moments_and_rotations(case: dict) -> None:
+    segments, (x, *_) = drawn(case)
+    blocks = torch.from_numpy(cut(segments, case["block"]))
+    assert torch.equal(*(kernels.block_moments(x, blocks) for kernels in BOTH))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    turned = [x.clone() for _ in BOTH]
+    for kernels, y in zip(BOTH, turned, strict=True):
+        kernels.rotate(y, blocks, (3, 4))
+    assert torch.equal(*turned)
+    untouched = torch.cat([torch.full((s.numel,), s.raw) for s in segments])
+    assert torch.equal(turned[0][untouched], x[untouched])
+    assert torch.allclose(turned[0].double().norm(), x.double().norm(), rtol=1e-5)
+    for kernels, y in zip(BOTH, turned, strict=True):
+        kernels.rotate(y, blocks, (3, 4), inverse=True)
+    assert torch.equal(*turned)
+    for k in range(len(blocks)):
+        part = slice(int(blocks[k, START]), int(blocks[k, START] + blocks[k, LENGTH]))
+        assert torch.allclose(turned[0][part], x[part], rtol=0, atol=float(x[part].abs().max()) * 3e-6)
+
+
+def test_moments_are_sums() -> None:
+    x = torch.randn(1000, dtype=torch.float64)
+    blocks = torch.from_numpy(cut([Segment(0, 1000, False)], 256))
+    for kernels in BOTH:
+        plain, absolute, square = kernels.block_moments(x, blocks).sum(0)
+        assert torch.allclose(
+            torch.stack([x.sum(), x.abs().sum(), x.square().sum()]), torch.stack([plain, absolute, square])
+        )
+    x[300] = torch.nan
+    assert cpu.block_moments(x, blocks).isnan().all(1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_rotation_spreads_one_coordinate_over_its_block(kernels) -> None:
+    x = torch.zeros(512)
+    x[70] = 16.0
+    blocks = torch.from_numpy(cut([Segment(0, 512, False)], 256))
+    kernels.rotate(x, blocks, (1, 2))
+    assert torch.equal(x.abs(), torch.cat([torch.ones(256), torch.zeros(256)]))
+    y = torch.ones(256)
+    kernels.rotate(y, blocks[:1], (1, 2))
+    kernels.rotate(z := torch.ones(256), blocks[:1], (1, 3))
+    assert float(y.abs().max()) < 6  # without signs, all would go to one place
+    assert not torch.equal(y, z)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("density", [0.004, 0.1, 1.0])
+def test_top_k_keeps_the_largest(kernels, density: float) -> None:
+    q = TopKCodec(density).quantiser(256)
+    x = torch.randn(600)
+    x[:10] = 5.0  # ties: the first ones
+    layout = layout_of([Segment(0, 600, False)], q, x.dtype)
+    y = torch.full_like(x, 7)
+    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q) == 0
+    for block in (slice(0, 256), slice(256, 512), slice(512, 600)):
+        count = -(-(block.stop - block.start) * q.kept // 65536)
+        kept = y[block] != 0
+        assert int(kept.sum()) == count
+        assert torch.equal(y[block][kept], x[block][kept])
+        assert float(x[block][~kept].abs().max() if count < len(kept) else 0) <= float(y[block][kept].abs().min())
+    assert torch.equal(y[:10] != 0, torch.arange(10) < -(-256 * q.kept // 65536))
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_top_k_with_a_place_outside_of_the_block_is_nan_there(kernels) -> None:
+    q = TopKCodec(0.05).quantiser(64)
+    layout = layout_of([Segment(0, 100, False)], q, torch.float32)
+    wire = message(kernels, torch.randn(100), layout, (1, 2), q)
+    wire[4 * 4 : 4 * 4 + 2] = 255  # the first place of the first block
+    y = torch.zeros(100)
+    if kernels is cpu:
+        assert kernels.decode(wire[None], layout.blocks, y, [(1, 2)], q) == 1
+        assert y[:64].isnan().all()
+        assert y[64:].isfinite().all()
+    else:
+        with pytest.raises(IndexError):
+            kernels.decode(wire[None], layout.blocks, y, [(1, 2)], q)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_sign_decodes_to_the_scale(kernels) -> None:
+    q = SignCodec().quantiser(64)
+    x = torch.randn(256)
+    layout = layout_of([Segment(0, 256, False)], q, x.dtype)
+    scales = torch.tensor([1.0, 0.5, 2.0, 0.0]).view(torch.int32)
+    y = torch.empty_like(x)
+    kernels.decode(message(kernels, x, layout, (1, 2), q, scales)[None], layout.blocks, y, [(1, 2)], q)
+    assert torch.equal(y, torch.sign(x) * torch.tensor([1.0, 0.5, 2.0, 0.0]).repeat_interleave(64))
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mantissa", [0, 1, 2, 3])
+@pytest.mark.parametrize("bits", [3, 5, 8])
+def test_exponential_codes_are_neighbours_and_levels_are_kept(kernels, bits: int, mantissa: int, dtype) -> None:
+    codec = ExponentialCodec(bits, mantissa)
+    q = codec.quantiser(256)
+    x = (torch.rand(3000, dtype=torch.float64) - 0.5) * 10 ** (4 * torch.rand(3000, dtype=torch.float64) - 4)
+    x[::256] = 1.0
+    x = x.to(dtype)
+    layout = layout_of([Segment(0, 3000, False)], q, dtype)
+    y, again = torch.empty_like(x), torch.empty_like(x)
+    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
+    kernels.decode(message(kernels, y, layout, (3, 4), q)[None], layout.blocks, again, [(3, 4)], q)
+    assert torch.equal(y, again)  # what is a level is rounded to itself
+    magnitudes = [smallest_level(k, mantissa) for k in range(codec.magnitudes, 0, -1)]
+    levels = torch.tensor([0.0, *magnitudes], dtype=torch.float64)
+    place = torch.searchsorted(levels, x.double().abs().contiguous(), right=True)
+    low, high = levels[place - 1], levels[place.clamp(max=len(levels) - 1)]
+    found = y.double().abs()
+    assert ((found == low.to(dtype).double()) | (found == high.to(dtype).double())).all()
+    assert ((y == 0) | (y.sign() == x.sign())).all()
+
+
+def test_combine_adds_powers_of_two() -> None:
+    """The cases that take no luck, and saturation; codes of bits=8 with 127 magnitudes."""
+    q = ExponentialCodec(8).quantiser(64)
+    cases = {
+        (0, 0): 0, (5, 0): 5, (0, 5 + 128): 5 + 128,  # a zero: the other
+        (5, 5): 6, (133, 133): 134, (127, 127): 127, (255, 255): 255,  # equal: doubled, up to the last
+        (5, 133): 0, (133, 5): 0,  # opposite: zero
+        (6, 133): 5, (133, 6): 5, (134, 5): 133, (1, 130): 129,  # 2 - 1 = 1
+        (100, 1): 100, (1, 228): 228,  # too far apart for a draw of 32 bits
+    }  # fmt: skip
+    pairs = torch.tensor(list(cases), dtype=torch.uint8)
+    layout = layout_of([Segment(0, len(cases), False)], q._replace(summable=True), torch.float32)
+    for kernels in BOTH:
+        mine, theirs = (torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(2))
+        mine[: len(cases)], theirs[: len(cases)] = pairs.T
+        kernels.combine(mine, theirs, layout.blocks, 0, (1, 2), q)
+        assert mine[: len(cases)].tolist() == list(cases.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 8), st.integers(1, 300))
+def test_both_kernels_combine_alike(seed: int, bits: int, numel: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q = ExponentialCodec(bits).quantiser(64)
+    layout = layout_of([Segment(3, numel, False)], q._replace(summable=True), torch.float32)
+    pair = torch.randint(256, (2, layout.message_bytes), dtype=torch.uint8, generator=generator)
+    results = []
+    for kernels in BOTH:
+        mine, theirs = pair.clone()
+        kernels.combine(mine, theirs, layout.blocks, 0, (seed % 2**32, 2), q)
+        results.append(reference._unpack(mine, layout.blocks, 0, q))
+    assert torch.equal(*results)

@@ -2,6 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_gqsgd.kernels.wire import Quantiser
 from lightning_gqsgd.layout import (
     ALIGNMENT,
     CODES,
@@ -18,6 +19,11 @@ from lightning_gqsgd.layout import (
     place,
     summable_code_bytes,
 )
+
+
+def quantiser(bits: int, summable: bool = False) -> Quantiser:
+    return Quantiser(bits, 2, 1, 1.0, summable, 256)
+
 
 segments = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12).map(
     lambda rows: [Segment(number, numel, raw) for number, (numel, raw) in enumerate(rows)]
@@ -60,7 +66,7 @@ def test_records_do_not_overlap_and_shards_have_equal_length(
     rows: list[Segment], shards: int, bits: int, scale_bytes: int, raw_bytes: int, summable: bool
 ) -> None:
     table = cut(rows, 64)
-    layout = place(table, shards=shards, bits=bits, scale_bytes=scale_bytes, raw_bytes=raw_bytes, summable=summable)
+    layout = place(table, quantiser(bits, summable), shards=shards, scale_bytes=scale_bytes, raw_bytes=raw_bytes)
     assert layout.shards == shards
     assert layout.first[0] == 0
     assert layout.first[-1] == len(table)
@@ -85,7 +91,7 @@ def test_records_do_not_overlap_and_shards_have_equal_length(
 def test_shards_are_balanced() -> None:
     table = cut([Segment(0, 1 << 20, False)], 256)
     for shards in (2, 3, 5, 8):
-        layout = place(table, shards=shards, bits=4, scale_bytes=2, raw_bytes=4)
+        layout = place(table, quantiser(4), shards=shards, scale_bytes=2, raw_bytes=4)
         ideal = (1 << 20) * 4 / 8 + (1 << 12) * 2
         assert layout.message_bytes <= ideal + shards * (256 + ALIGNMENT)
 

@@ -1,0 +1,169 @@
+"""Constants of single quantisers and of their memories, as plain functions of a few numbers.
+
+ω of an unbiased quantiser Q is the least number with E|Q(x) - x|² <= ω |x|² (l2 norms) for all x of d coordinates. The
+scale is to be at least the largest magnitude and at most the l2 norm: the maximum norm, the l2 norm, and all between.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lightning_gqsgd.config import ConfigError
+
+
+def omega_linear(dimension: int, levels: int) -> float:
+    """ω of stochastic rounding to s = ``levels`` uniform levels on each side of zero: min(d/(4s²), sqrt(d)/s).
+
+    Let N be the scale, y = |x_j|/N and f the distance of s y to the integer below. The coordinate's variance is
+    f(1-f) N²/s². f(1-f) is at most 1/4 and at most f <= s y, so the variance is at most min(y/s, 1/(4s²)) N². The sum
+    over d coordinates is at most d N²/(4s²) and at most N |x|_1/s <= N sqrt(d) |x|/s. N <= |x| gives both terms.
+
+    The first is attained by d = 4s² coordinates y = 1/(2s) under the l2 norm. QSGD (arXiv 1610.02132, lemma 3.1) prints
+    d/s² for the first.
+
+    Args:
+        dimension: coordinates d that share a scale.
+        levels: s, 1 or more.
+
+    Raises:
+        ConfigError: an argument that is no integer or below 1.
+    """
+    check_count(dimension=dimension, levels=levels)
+    return min(dimension / (4 * levels * levels), math.sqrt(dimension) / levels)
+
+
+def omega_subtractive(dimension: int, levels: int) -> float:
+    """ω of subtractive dither with K = ``levels`` levels from -N to N under the maximum norm N: d Δ²/12, Δ = 2/(K-1).
+
+    The error is uniform on [-Δ/2, Δ/2] N whatever the coordinate, zeros included, so d coordinates have d Δ²/12 N²;
+    N <= |x| gives the bound, which one coordinate that is not zero attains.
+
+    Args:
+        dimension: coordinates d that share a scale.
+        levels: K, 2 or more.
+
+    Raises:
+        ConfigError: an argument that is no integer or too small.
+    """
+    check_count(dimension=dimension)
+    check_count(2, levels=levels)
+    return dimension * (2 / (levels - 1)) ** 2 / 12
+
+
+def smallest_level(levels: int, mantissa: int = 0) -> float:
+    """The smallest of S = ``levels`` magnitudes 2^-k (1 + j/2^m) that go down from 1, in units of the scale.
+
+    Code c, 1 to S, stands for 2^e (1 + r/2^m), with e and r quotient and remainder of (c - S)/2^m. That of c = 1 is
+    2^(1-S) for m = 0. 0.0 where it is below the smallest float.
+
+    Args:
+        levels: number of non-zero magnitudes S, 1 or more.
+        mantissa: m, bits between two powers of two, 0 to 52.
+
+    Raises:
+        ConfigError: an argument that is no integer or out of range.
+    """
+    check_count(levels=levels)
+    check_count(0, 52, mantissa=mantissa)
+    exponent, rest = divmod(1 - levels, 2**mantissa)
+    return float(2.0**exponent * (1 + rest / 2**mantissa))
+
+
+def omega_exponential(dimension: int, levels: int, mantissa: int = 0) -> float:
+    """ω of stochastic rounding to zero and S = ``levels`` magnitudes 2^-k (1 + j/2^m): h²/(4(1+h)) + u min(1, u).
+
+    Between neighbours a < b, y = |x_j|/N has the variance (y-a)(b-y) N². Relative to (y N)² that is largest at
+    y = 2ab/(a+b), where it is (b-a)²/(4ab). b/a is largest at a power of two, 1 + h with h = 2^-m, which gives
+    h²/(4(1+h)): 1/8 for m = 0, where b = 2a.
+
+    Below the smallest level l, the variance is y (l-y) N², at most y l N², which sums to at most l sqrt(d) |x| N, and
+    at most l² N², which sums to d l² N². With N <= |x| and u = sqrt(d) l: u and u². (l²/4 holds as well, so that u²/4
+    would do.) For m = 0 this is the constant of natural dithering, arXiv 1905.10988.
+
+    Args:
+        dimension: coordinates d that share a scale.
+        levels: number of non-zero magnitudes S, 1 or more.
+        mantissa: m, bits between two powers of two, 0 to 52.
+
+    Raises:
+        ConfigError: an argument that is no integer or out of range.
+    """
+    check_count(dimension=dimension)
+    underflow = math.sqrt(dimension) * smallest_level(levels, mantissa)
+    return relative_variance(mantissa) + underflow * min(1.0, underflow)
+
+
+def stability(alpha: float, beta: float, omega: float) -> float:
+    """Factor λ = α²ω + (β-α)² by which the squared error memory of ECQ-SGD grows per step; bounded if λ < 1.
+
+    (arXiv 1806.08054.) A rank sends Q(g + αh) and keeps h' = βh + g - Q(g + αh) = (β-α)h - e, where the rounding
+    error e has mean zero and E|e|² <= ω|g + αh|². So E|h'|² <= (β-α)²|h|² + ω|g + αh|², in which |h|² has the factor λ.
+    Classic error feedback, α = β = 1, has λ = ω: with an unbiased quantiser of ω > 1 it may diverge.
+
+    Args:
+        alpha: α, share of the memory that is added to what is sent.
+        beta: β, share of the memory that is kept.
+        omega: ω of the quantiser.
+
+    Raises:
+        ConfigError: an argument that is negative or not finite.
+    """
+    check_number(alpha=alpha, beta=beta, omega=omega)
+    return alpha * alpha * omega + (beta - alpha) * (beta - alpha)
+
+
+def best_alpha(beta: float, omega: float) -> float:
+    """The α with the smallest `stability`: β/(1+ω), where αω = β - α. λ is β²ω/(1+ω) there, below 1 for β <= 1.
+
+    Args:
+        beta: β, share of the memory that is kept.
+        omega: ω of the quantiser.
+
+    Raises:
+        ConfigError: an argument that is negative or not finite.
+    """
+    check_number(beta=beta, omega=omega)
+    return beta / (1 + omega)
+
+
+def relative_variance(mantissa: int) -> float:
+    """Largest variance of a rounding to 2^k (1 + j/2^m), over the rounded number's square; see `omega_exponential`."""
+    h = 2.0**-mantissa
+    return h * h / (4 * (1 + h))
+
+
+def check_count(low: int = 1, high: int = 2**63 - 1, /, **values: int) -> None:
+    """Raise ConfigError for a value that is no integer, below ``low`` or above ``high``."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}; give {_MEANINGS[name]}")
+
+
+def check_number(*, above: bool = False, **values: float) -> None:
+    """Raise ConfigError for a value that is no finite number, or is negative, or, if ``above``, is 0."""
+    for name, value in values.items():
+        finite = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+        if not finite or value < 0 or (above and value == 0):
+            limit = "above 0" if above else "of at least 0"
+            raise ConfigError(f"{name}={value!r} must be a finite number {limit}; give {_MEANINGS[name]}")
+
+
+_MEANINGS = {
+    "dimension": "the number of coordinates that share a scale",
+    "levels": "the number of levels (of stochastic rounding: on one side, without zero)",
+    "mantissa": "the number of bits between two powers of two",
+    "ranks": "the number of ranks",
+    "omega": "the ω of an unbiased quantiser",
+    "omega_up": "the ω of the ranks' unbiased quantiser",
+    "omega_down": "the ω of the unbiased quantiser of the mean",
+    "theta": "the θ of an unbiased estimate of the mean",
+    "distortion": "a mean square error about the true gradient",
+    "error": "the mean square error about the true gradient",
+    "signal": "the variance of the true gradient's coordinates",
+    "noise": "the variance of a rank's gradient about the true one",
+    "bits": "a number of bits per coordinate",
+    "relative_error": "a squared error over the squared norm",
+    "relative_l2": "the root of a squared error over the squared norm",
+    "alpha": "the share of the memory that is added to what is sent",
+    "beta": "the share of the memory that is kept",
+}

@@ -1,0 +1,148 @@
+"""One direction of a reducer: rotation, scales and codes, and what its ends remember.
+
+A sender with input x, error memory e and reference h sends the codes of u = x + α e - h; a receiver adds its mean of
+the senders' references to what it decodes. Memories change only where the reduced gradient turns out finite: a step
+that overflows on one rank leaves no trace on any.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.scales import is_own_maximum, rounded_up, scales_of
+from lightning_gqsgd.config import GQSGDConfig, Memory
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Quantiser
+from lightning_gqsgd.layout import runs
+from lightning_gqsgd.memory import MemoryStore
+
+
+class Link:
+    """A direction, ``"up"`` to where messages are averaged or ``"down"`` from there.
+
+    Args:
+        config: the configuration, with the numbers of its memories.
+        quantiser: of its codec.
+        side: ``"up"`` or ``"down"``.
+        scales_travel: whether scales are part of the messages; if not, they are used as they are, not rounded.
+    """
+
+    def __init__(self, config: GQSGDConfig, quantiser: Quantiser, side: str, *, scales_travel: bool = True) -> None:
+        self.config, self.quantiser, self.scales_travel = config, quantiser, scales_travel
+        self.memory: Memory | None = config.up if side == "up" else config.down
+        self.error_kind = f"{side}_error"
+        # The way back has one sender, whose reference all receivers follow.
+        self.sender_kind, self.receiver_kind = (
+            ("up_reference", "up_mean") if side == "up" else ("down_reference", "down_reference")
+        )
+        self.own_maximum = is_own_maximum(config)
+
+    @property
+    def plain(self) -> bool:
+        """Whether codes and scales are all there is to do, apart from a rotation."""
+        return self.memory is None and self.own_maximum
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether a sender changes its input, in the compute type."""
+        return self.memory is not None or self.config.rotation
+
+    def restore(self, decoded: Tensor, blocks: Tensor, rotation: Key, store: MemoryStore | None) -> None:
+        """Finish what the kernels decoded: turn it back, and add, and move, the mean of the references."""
+        self._turn_back(decoded, blocks, rotation)
+        if self.memory is None or not self.memory.keeps_reference:
+            return
+        assert store is not None
+        assert self.memory.rho is not None
+        where = runs(blocks, self.config.block_size)
+        reference = store.load(self.receiver_kind, where, decoded)
+        moved = torch.add(reference, decoded, alpha=self.memory.rho)
+        decoded += reference
+        store.store(self.receiver_kind, where, moved, decoded.isfinite())
+
+    def _turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
+        if self.config.rotation:
+            kernels_for(decoded.device).rotate(decoded, blocks, rotation, inverse=True)
+
+
+def working_copy(x: Tensor, *links: Link) -> Tensor:
+    """What to work on: a copy in the compute type if a sender changes its input, otherwise ``x`` itself."""
+    return x.to(COMPUTE_DTYPES[x.dtype], copy=True) if any(link.needs_copy for link in links) else x
+
+
+class Outgoing:
+    """What one sender sends in one step.
+
+    Args:
+        link: the direction.
+        x: flat input; turned in place if the link has a rotation and no memory.
+        blocks: block table, counting from ``x``.
+        rotation: key of the rotation's signs, equal on all ranks.
+        store: what this rank remembers; None if the link has no memory.
+
+    Attributes:
+        scales: of the blocks, as bits, not rounded for the wire; None: each block's own maximum. May be replaced, by
+            the maximum over ranks, before `encode`.
+    """
+
+    def __init__(self, link: Link, x: Tensor, blocks: Tensor, rotation: Key, store: MemoryStore | None) -> None:
+        self._link, self._blocks, self._rotation, self._store = link, blocks, rotation, store
+        self._runs = runs(blocks, link.config.block_size) if link.memory is not None else []
+        self._target = x
+        self._decoded = x
+        self._input = self._compensated(x)
+        if link.config.rotation:
+            kernels_for(x.device).rotate(self._input, blocks, rotation)
+        self.scales = None if link.own_maximum else scales_of(self._input, blocks, link.config)
+
+    def find_scales(self) -> Tensor:
+        """The scales, even if they are the blocks' own maxima."""
+        if self.scales is None:
+            self.scales = kernels_for(self._input.device).block_maxima(self._input, self._blocks)
+        return self.scales
+
+    def encode(self, wire: Tensor, key: Key, base: int = 0) -> None:
+        """Write the message."""
+        link, kernels, scales = self._link, kernels_for(wire.device), self.scales
+        if scales is not None and link.scales_travel:
+            scales = rounded_up(scales, self._input.dtype)
+        kernels.encode(self._input, self._blocks, wire, key, link.quantiser, scales, base)
+        if link.memory is None:
+            return
+        self._decoded = torch.zeros_like(self._input)
+        if link.quantiser.summable:
+            kernels.decode_sum(wire, self.scales, self._blocks, self._decoded, (key,), link.quantiser)
+        else:
+            kernels.decode(wire.view(1, -1), self._blocks, self._decoded, (key,), link.quantiser, base)
+        link._turn_back(self._decoded, self._blocks, self._rotation)
+
+    def commit(self, result: Tensor) -> None:
+        """Remember, where the reduced gradient is finite."""
+        memory, store = self._link.memory, self._store
+        if memory is None:
+            return
+        assert store is not None
+        assert memory.rho is not None
+        finite = result.isfinite()
+        if memory.keeps_error:
+            kind = self._link.error_kind
+            error = store.load(kind, self._runs, result).mul_(memory.beta).add_(self._target).sub_(self._decoded)
+            store.store(kind, self._runs, error, finite)
+        if memory.keeps_reference and self._link.sender_kind != self._link.receiver_kind:
+            kind = self._link.sender_kind
+            reference = store.load(kind, self._runs, result).add_(self._decoded, alpha=memory.rho)
+            store.store(kind, self._runs, reference, finite)
+
+    def _compensated(self, x: Tensor) -> Tensor:
+        """u = x + α e - h, and `_target` = x - h."""
+        memory, store = self._link.memory, self._store
+        if memory is None:
+            return x
+        assert store is not None
+        assert memory.alpha is not None
+        if memory.keeps_reference:
+            self._target = x - store.load(self._link.sender_kind, self._runs, x)
+        if memory.keeps_error:
+            return torch.add(self._target, store.load(self._link.error_kind, self._runs, x), alpha=memory.alpha)
+        return self._target.clone()

@@ -1,0 +1,131 @@
+"""Global-QSGD's exponential allreduce: codes that are powers of two are added in pairs, without bias, at every hop.
+
+A reduce-scatter by recursive halving and an all-gather by recursive doubling. Ranks beyond the largest power of two
+hand their codes to a partner first, and get the result from it. Every sum is a balanced tree of depth log2 n, rounded
+up.
+
+Wire: 2 (n-1)/n bits per coordinate, and two whole messages for ranks beyond a power of two. Each level of the tree
+rounds once more, so the error does not fall with n; `two_shot` sends as much and adds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.layout import RAW, place
+from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, uncompressed
+from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
+from lightning_gqsgd.reducers.two_shot import TwoShot
+
+
+class Hop(NamedTuple):
+    """What a rank does at one hop: shards ``gives[0]`` to ``gives[1]`` go to ``partner``, ``takes`` come from it."""
+
+    partner: int | None
+    gives: tuple[int, int]
+    takes: tuple[int, int]
+    adds: bool
+
+
+_NOTHING = (0, 0)
+_IDLE = Hop(None, _NOTHING, _NOTHING, adds=False)
+
+
+def hops_of(rank: int, ranks: int) -> list[Hop]:
+    """All hops of a rank, as many on every rank: fold, halve, double, unfold."""
+    depth = ranks.bit_length() - 1
+    inner, beyond = 1 << depth, ranks - (1 << depth)
+    fold, unfold = _IDLE, _IDLE
+    if rank >= inner:
+        fold = Hop(rank - inner, (0, inner), _NOTHING, adds=True)
+        unfold = Hop(rank - inner, _NOTHING, (0, inner), adds=False)
+    elif rank < beyond:
+        fold = Hop(rank + inner, _NOTHING, (0, inner), adds=True)
+        unfold = Hop(rank + inner, (0, inner), _NOTHING, adds=False)
+    halving, doubling = [], []
+    low, high = 0, inner
+    for bit in (inner >> level for level in range(1, depth + 1)):
+        half = (low + high) // 2
+        keeps, gives = ((low, half), (half, high)) if rank & bit == 0 else ((half, high), (low, half))
+        halving.append(Hop(rank ^ bit, gives, keeps, adds=True))
+        doubling.append(Hop(rank ^ bit, keeps, gives, adds=False))
+        low, high = keeps
+    if rank >= inner:
+        halving, doubling = [_IDLE] * depth, [_IDLE] * depth
+    plan = [*halving, *reversed(doubling)]
+    return [fold, *plan, unfold] if beyond else plan
+
+
+class Tree:
+    """See the module; `reducers.base.Reducer`."""
+
+    def __init__(self, table: np.ndarray, setting: Setting) -> None:
+        config, self.ranks = setting.config, setting.ranks
+        q = setting.codec.quantiser(config.block_size, summed=self.ranks)
+        self.link = Link(config, q, "up", scales_travel=False)
+        raw, inner = table[:, RAW] == 1, 1 << (self.ranks.bit_length() - 1)
+        self.layout = place(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0)
+        self.raw = TwoShot(table[raw], uncompressed(setting))
+        maxima_bytes = len(self.layout.blocks) * (8 if setting.dtype == torch.float64 else 4)
+        codes_bytes = self.layout.message_bytes
+        self.message_bytes = codes_bytes + maxima_bytes + self.raw.message_bytes
+        self.sent_bytes = ring_bytes(maxima_bytes, self.ranks) + self.raw.sent_bytes + ring_bytes(codes_bytes, inner)
+        self.sent_bytes += codes_bytes if self.ranks > inner else 0
+
+    @staticmethod
+    def stages(config: GQSGDConfig, ranks: int) -> int:
+        """See `reducers.base.Reducer.stages`."""
+        return 1 + max(1, len(hops_of(0, ranks)))
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+        """See `reducers.base.Reducer.steps`."""
+        kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.link.quantiser
+        work = working_copy(x, self.link)
+        raw = self.raw.steps(work, rank, keys)
+        outgoing = Outgoing(self.link, work, blocks, keys.rotation, store)
+        maxima = outgoing.find_scales()
+        yield (Exchange.in_place("max", maxima), *next(raw))
+
+        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
+        outgoing.encode(codes, keys.up[rank])
+        hops = self._run(codes, rank, keys)
+        yield (*next(hops, ()), *next(raw))
+        yield from hops
+
+        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
+        try:
+            next(raw)
+        except StopIteration as end:
+            bad += end.value
+        self.link.restore(work, blocks, keys.rotation, store)
+        if work is not x:
+            x.copy_(work)
+        return bad
+
+    def _run(self, codes: Tensor, rank: int, keys: StepKeys) -> Generator[Sequence[Exchange], None, None]:
+        """The exchanges of all hops, and what is done with what they bring."""
+        size, first = self.layout.shard_bytes, self.layout.first
+        for number, hop in enumerate(hops_of(rank, self.ranks) if size else []):
+            sent = codes[hop.gives[0] * size : hop.gives[1] * size]
+            mine = codes[hop.takes[0] * size : hop.takes[1] * size]
+            received = torch.empty_like(mine)
+            yield (Exchange("all_to_all", received, sent, (self._only(hop, received), self._only(hop, sent))),)
+
+            if hop.adds:
+                blocks = self.layout.blocks[first[hop.takes[0]] : first[hop.takes[1]]]
+                key = keys.node(number, rank)
+                kernels_for(codes.device).combine(mine, received, blocks, hop.takes[0] * size, key, self.link.quantiser)
+            else:
+                mine.copy_(received)
+
+    def _only(self, hop: Hop, message: Tensor) -> list[int]:
+        """How many bytes of a message belong to each rank: all to the hop's partner."""
+        return [len(message) if rank == hop.partner else 0 for rank in range(self.ranks)]
