@@ -135,14 +135,14 @@ class Outgoing:
             store.store(kind, self._runs, reference, finite)
 
     def _compensated(self, x: Tensor) -> Tensor:
-        """u = x + α e - h, and `_target` = x - h."""
+        """u = x + α e - h, and `_target` = x - h; neither is ``x`` itself, which the result overwrites."""
         memory, store = self._link.memory, self._store
         if memory is None:
             return x
         assert store is not None
         assert memory.alpha is not None
-        if memory.keeps_reference:
-            self._target = x - store.load(self._link.sender_kind, self._runs, x)
+        reference = store.load(self._link.sender_kind, self._runs, x) if memory.keeps_reference else 0
+        self._target = x - reference
         if memory.keeps_error:
             return torch.add(self._target, store.load(self._link.error_kind, self._runs, x), alpha=memory.alpha)
         return self._target.clone()

@@ -1,0 +1,182 @@
+"""Exponential codes: bias and variance of the codec, of the sum of two codes, and of trees of such sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import ExponentialCodec
+from lightning_gqsgd.codecs.variance import relative_variance
+from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.reducers.tree import hops_of
+from lightning_gqsgd.simulate import average, relative_error
+
+DRAWS = 2_000_000
+BLOCK = 1 << 16
+
+
+def values_of(codes: Tensor, bits: int, magnitudes: int) -> Tensor:
+    """What codes stand for, the last magnitude being 1."""
+    magnitude, sign = codes & ((1 << (bits - 1)) - 1), codes >> (bits - 1)
+    return torch.where(magnitude > 0, (1 - 2 * sign) * 2.0 ** (magnitude - magnitudes).double(), 0.0)
+
+
+def combined(one: int, other: int, bits: int, magnitudes: int | None = None) -> Tensor:
+    """Codes of ``DRAWS`` sums of two codes."""
+    q = ExponentialCodec(bits, most=magnitudes).quantiser(BLOCK)
+    layout = place(cut([Segment(0, DRAWS, False)], BLOCK), q, shards=1, scale_bytes=0, raw_bytes=0)
+    messages = []
+    for code in (one, other):
+        message = torch.zeros(layout.message_bytes, dtype=torch.uint8)
+        for row in layout.blocks.tolist():  # a code of 8 bits is a byte
+            message[row[5] : row[5] + row[1]] = code
+        messages.append(message)
+    mine, theirs = messages
+    cpu.combine(mine, theirs, layout.blocks, 0, (one * 256 + other, 77), q)
+    return torch.cat([mine[row[5] : row[5] + row[1]] for row in layout.blocks.tolist()]).long()
+
+
+def check_pair(one: int, other: int, magnitudes: int) -> float:
+    """z-score of the mean of the sums; 0 where nothing is random, and then it is checked exactly."""
+    found = values_of(combined(one, other, 8, magnitudes), 8, magnitudes)
+    a, b = (values_of(torch.tensor(code), 8, magnitudes) for code in (one, other))
+    exact = float(a + b)
+    if one & 127 == magnitudes == other & 127 and one == other:
+        exact = float(a)  # twice the last magnitude: saturates
+    elif abs(exact) > 1:
+        exact = math.copysign(1.0, exact)  # so does what would be rounded up beyond it
+    if bool((found == found[0]).all()):
+        assert float(found[0]) == pytest.approx(exact, rel=2.0**-18)  # 2e6 draws do not see what is rarer
+        return 0.0
+    low, high = found.min(), found.max()
+    assert ((found == low) | (found == high)).all()
+    p = (exact - float(low)) / float(high - low)
+    assert 0 < p < 1
+    return float((found.mean() - exact) / ((high - low) * math.sqrt(p * (1 - p) / DRAWS)))
+
+
+@pytest.mark.slow
+def test_every_pair_of_codes_is_added_without_bias() -> None:
+    """All exponents with a distance up to 13, both signs, both orders, zero, and at the last magnitude saturation."""
+    magnitudes, scores = 14, []
+    for a in range(magnitudes + 1):
+        for b in range(magnitudes + 1):
+            for sign in (0, 128):
+                scores.append(check_pair(a, b | sign if b else 0, magnitudes))
+                scores.append(check_pair(a | 128 if a else 0, b | (128 - sign) if b else 0, magnitudes))
+    random = torch.tensor([z for z in scores if z])
+    assert len(random) > 300
+    assert float(random.abs().max()) < 4.8
+    assert 0.85 < float(random.std()) < 1.15
+    assert abs(float(random.mean())) < 4 / math.sqrt(len(random))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(9, 8), (9, 7), (9, 135), (9, 134), (137, 6), (14, 13), (14, 14), (14, 12 | 128)]
+)
+def test_some_pairs_of_codes_are_added_without_bias(one: int, other: int) -> None:
+    assert abs(check_pair(one, other, magnitudes=14)) < 4.5
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("mantissa", [0, 1, 2, 3])
+def test_codec_is_unbiased_with_the_variance_of_theory(kernels, mantissa: int) -> None:
+    codec, repeats = ExponentialCodec(8 if mantissa else 5, mantissa), 400
+    q = codec.quantiser(256)
+    generator = torch.Generator().manual_seed(mantissa)
+    x = 2.0 ** (-12 * torch.rand(2560, generator=generator)) * (1 - 2 * torch.rand(2560, generator=generator).round())
+    x[::256] = 1.0
+    layout = place(cut([Segment(0, 2560, False)], 256), q, shards=1, scale_bytes=2, raw_bytes=4)
+    errors, y = torch.empty(repeats, 2560, dtype=torch.float64), torch.empty_like(x)
+    for repeat in range(repeats):
+        wire, key = torch.zeros(layout.message_bytes, dtype=torch.uint8), (repeat * 7919, repeat + 1)
+        kernels.encode(x, layout.blocks, wire, key, q)
+        kernels.decode(wire[None], layout.blocks, y, [key], q)
+        errors[repeat] = (y.double() - x.double()) / x.double().abs()
+    random = errors.std(0) > 0.02 * 2.0**-mantissa
+    z = (errors.mean(0) / (errors.std(0) / math.sqrt(repeats)))[random]
+    assert z.numel() > 2200
+    assert abs(float(z.mean())) < 4 / math.sqrt(z.numel())
+    assert 0.9 < float(z.std()) < 1.1
+    # Log-uniform coordinates, far above the smallest level. m = 0: 3/4 - ln 2 over ln 2.
+    assert float(errors.square().mean()) < relative_variance(mantissa)
+    if not mantissa:
+        assert float(errors[:, x.abs() > 0.01].square().mean()) == pytest.approx(
+            (0.75 - math.log(2)) / math.log(2), rel=0.05
+        )
+
+
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_a_tree_of_any_size_is_unbiased_and_the_same_everywhere(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    common = torch.randn(4000, generator=generator)
+    for aligned in (False, True):
+        xs = [common if aligned else torch.randn(4000, generator=generator) for _ in range(ranks)]
+        mean, total, squares = torch.stack(xs).double().mean(0), torch.zeros(4000, dtype=torch.float64), 0.0
+        for step in range(100):
+            results = average(xs, step=step, preset="gqsgd_exponential_tree")
+            assert all(torch.equal(results[0], one) for one in results)
+            total += results[0]
+            squares += float((results[0].double() - mean).square().sum())
+        left = float((total / 100 - mean).square().sum())
+        assert left == pytest.approx(squares / 100 / 100, rel=0.25)  # independent errors of mean zero
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 64, 100])
+def test_identical_ranks_at_the_maximum_decode_to_exactly_that(ranks: int) -> None:
+    """No sum overflows into the code of zero, and none saturates: equal powers of two are added exactly, by twos."""
+    x = torch.full((600,), 0.75)
+    x[::2] = -0.75
+    for step in range(5):
+        result = average([x] * ranks, step=step, preset="gqsgd_exponential_tree")[0]
+        if ranks & (ranks - 1) == 0:
+            assert torch.equal(result, x)
+        else:
+            assert float((result / x).min()) > 0.4
+            assert float((result / x).max()) < 2
+
+
+@pytest.mark.parametrize("ranks", range(1, 40))
+def test_hops_match(ranks: int) -> None:
+    """What one rank gives its partner takes, at the same hop; all shards of all ranks end up in every rank."""
+    plans = [hops_of(rank, ranks) for rank in range(ranks)]
+    assert len({len(plan) for plan in plans}) == 1
+    inner = 1 << (ranks.bit_length() - 1)
+    held = [[{rank} for _ in range(inner)] for rank in range(ranks)]
+    for hops in zip(*plans, strict=True):
+        before = [[set(shard) for shard in shards] for shards in held]
+        for rank, hop in enumerate(hops):
+            if hop.partner is None:
+                assert hop.gives[0] == hop.gives[1] and hop.takes[0] == hop.takes[1]  # noqa: PT018
+                continue
+            partner = hops[hop.partner]
+            assert (partner.partner, partner.gives, partner.takes) == (rank, hop.takes, hop.gives)
+            for shard in range(*hop.takes):
+                theirs = before[hop.partner][shard]
+                if hop.adds:
+                    assert not held[rank][shard] & theirs
+                    held[rank][shard] |= theirs
+                else:
+                    held[rank][shard] = theirs
+    assert all(shard == set(range(ranks)) for shards in held for shard in shards)
+
+
+def test_exact_sums_beat_the_tree() -> None:
+    """The error of the tree stays, or grows, with n; that of exact sums of the same codes falls by 1/n."""
+    generator = torch.Generator().manual_seed(0)
+    errors = {}
+    for ranks in (4, 16, 64):
+        common = torch.randn(20000, generator=generator) * math.sqrt(0.1)
+        xs = [common + torch.randn(20000, generator=generator) * math.sqrt(0.9) for _ in range(ranks)]
+        for reducer in ("tree", "gather"):
+            scale = "global" if reducer == "gather" else "auto"
+            result = average(xs, preset="gqsgd_exponential_tree", reducer=reducer, scale=scale)[0]
+            errors[reducer, ranks] = relative_error(result, xs) ** 2
+    assert all(0.15 < errors["tree", ranks] < 0.35 for ranks in (4, 16, 64))
+    assert errors["gather", 4] == pytest.approx(0.063, rel=0.15)
+    assert errors["gather", 16] == pytest.approx(0.033, rel=0.15)
+    assert errors["gather", 64] == pytest.approx(0.011, rel=0.15)

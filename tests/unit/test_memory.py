@@ -1,0 +1,192 @@
+"""What ranks remember: conservation, agreement, independence of buckets, and faults."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import MemoryStore, StabilityWarning, kinds
+from lightning_gqsgd.plan import Plan
+from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.reducers import Setting, resolve
+from lightning_gqsgd.simulate import VirtualRanks
+
+SEGMENTS = [Segment(0, 5000, False), Segment(1, 300, True), Segment(2, 2300, False)]
+NUMEL = 7600
+CODED = torch.cat([torch.full((one.numel,), not one.raw) for one in SEGMENTS])
+REMEMBERING = [name for name, preset in PRESETS.items() if kinds(preset.config)]
+
+
+def gradients(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + ranks)
+    common = torch.randn(NUMEL, generator=generator)
+    return [(common + torch.randn(NUMEL, generator=generator)).to(dtype) for _ in range(ranks)]
+
+
+def remembered(store: MemoryStore | None, kind: str) -> Tensor:
+    assert store is not None
+    return torch.cat([store.row(kind, number) for number in (0, 2)])
+
+
+def mean_reference(ranks: VirtualRanks) -> Tensor:
+    """``up_mean`` as the owners know it: nothing is written elsewhere, or the same everywhere."""
+    rows = torch.stack([remembered(store, "up_mean") for store in ranks.stores])
+    if ranks.config.reducer != "two_shot":
+        assert all(torch.equal(row, rows[0]) for row in rows)
+        return rows[0]
+    assert ((rows != 0).sum(0) <= 1).all()
+    return rows.sum(0)
+
+
+def test_presets_remember_what_their_papers_say() -> None:
+    assert {name: kinds(PRESETS[name].config) for name in REMEMBERING} == {
+        "ecq_sgd": ["up_error"],
+        "cd_adam": ["up_reference", "up_mean", "down_reference"],
+        "comp_ams": ["up_error"],
+        "diana": ["up_reference", "up_mean"],
+        "artemis": ["up_reference", "up_mean"],
+        "dore": ["up_reference", "up_mean", "down_error"],
+        "signsgd_ef": ["up_error", "down_error"],
+        "topk_ef": ["up_error"],
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("preset", REMEMBERING)
+def test_all_ranks_hold_the_same_bits_and_uncompressed_parameters_are_exact(preset: str, ranks: int) -> None:
+    virtual = VirtualRanks(ranks, SEGMENTS, preset=preset)
+    for step in range(4):
+        given = gradients(ranks, step)
+        results = virtual.average(given, step)
+        assert all(torch.equal(results[0], one) for one in results)
+        assert torch.allclose(results[0][~CODED], torch.stack(given).mean(0)[~CODED], atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["comp_ams", "topk_ef"])
+def test_error_feedback_loses_nothing(preset: str) -> None:
+    """Σ results = Σ means - what the ranks still remember, on average over ranks."""
+    ranks = VirtualRanks(3, SEGMENTS, preset=preset)
+    given, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(30):
+        some = gradients(3, step)
+        given += torch.stack(some).double().mean(0)
+        sent += ranks.average(some, step)[0]
+    left = torch.stack([remembered(store, "up_error") for store in ranks.stores]).double().mean(0)
+    assert torch.allclose((given - sent)[CODED], left, atol=1e-4)
+    assert float(left.norm()) > 1
+
+
+def test_error_feedback_both_ways_loses_nothing() -> None:
+    ranks = VirtualRanks(3, SEGMENTS, preset="signsgd_ef")
+    given, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(30):
+        some = gradients(3, step)
+        given += torch.stack(some).double().mean(0)
+        sent += ranks.average(some, step)[0]
+    left = torch.stack([remembered(store, "up_error") for store in ranks.stores]).double().mean(0)
+    owned = torch.stack([remembered(store, "down_error") for store in ranks.stores])
+    assert ((owned != 0).sum(0) <= 1).all()  # one owner each
+    assert torch.allclose((given - sent)[CODED], left + owned.double().sum(0), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reducer", "fields"),
+    [("gather", {}), ("two_shot", {}), ("sum", {"bits": 8, "levels": None, "norm": "max", "dither": "adaptive"})],
+)
+def test_receivers_keep_the_mean_of_all_references(reducer: str, fields: dict) -> None:
+    ranks = VirtualRanks(3, SEGMENTS, preset="diana", reducer=reducer, **fields)
+    for step in range(20):
+        ranks.average(gradients(3, step), step)
+    mean = torch.stack([remembered(store, "up_reference") for store in ranks.stores]).mean(0)
+    assert torch.allclose(mean_reference(ranks), mean, atol=2e-6 * float(mean.abs().max()) + 1e-6)
+    assert float(mean.norm()) > 1
+
+
+def test_references_follow_constant_gradients() -> None:
+    """DIANA's point: with a reference, the error vanishes; without, it stays."""
+    given = gradients(4, 0)
+    mean = torch.stack(given).mean(0)
+    for preset, down in (("diana", 0.02), ("cd_adam", 0.02)):
+        ranks = VirtualRanks(4, SEGMENTS, preset=preset)
+        errors = [float((ranks.average(given, step)[0] - mean).norm() / mean.norm()) for step in range(300)]
+        assert errors[-1] < down * errors[0]
+        assert errors[-1] < 0.01
+    ranks = VirtualRanks(4, SEGMENTS, preset="diana", memory="none")
+    errors = [float((ranks.average(given, step)[0] - mean).norm() / mean.norm()) for step in range(300)]
+    assert errors[-1] > 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("preset", REMEMBERING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_results_do_not_depend_on_buckets(preset: str, dtype: torch.dtype) -> None:
+    """The whole model at first, then parameters apart and in the other order, as DDP's rebuild does."""
+    config = resolve(PRESETS[preset].config, 3)
+    setting = Setting(config, 3, dtype)
+    sizes = {0: 5000, 2: 2300}
+    results = []
+    for rebuilt in (False, True):
+        stores = [MemoryStore(sizes, COMPUTE_DTYPES[dtype], torch.device("cpu")) for _ in range(3)]
+        whole, first, last = Plan(SEGMENTS, setting), Plan(SEGMENTS[2:], setting), Plan(SEGMENTS[:2], setting)
+        for step in range(4):
+            xs = gradients(3, step, dtype)
+            if step and rebuilt:
+                first.average([x[5300:] for x in xs], step, stores)
+                last.average([x[:5300] for x in xs], step, stores)
+            else:
+                whole.average(xs, step, stores)
+            assert all(torch.equal(xs[0], x) for x in xs)
+        results.append(xs[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("preset", REMEMBERING)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_step_with_a_bad_value_on_one_rank_leaves_no_trace_there(preset: str, bad: float) -> None:
+    """As GradScaler needs it: such a step is skipped, and the next one is as if there had been none."""
+    hit, spared = (VirtualRanks(3, SEGMENTS, preset=preset) for _ in range(2))
+    for ranks in (hit, spared):
+        ranks.average(gradients(3, 0), 0)
+    broken = gradients(3, 1)
+    broken[1][100] = bad
+    result = hit.average(broken, 1)[0]
+    blocks = ~result.isfinite()
+    assert blocks[100]
+    assert blocks[:256].all() or preset == "topk_ef"
+    after = [ranks.average(gradients(3, 2), 2)[0] for ranks in (hit, spared)]
+    assert torch.equal(after[0][blocks], after[1][blocks])
+    assert after[0].isfinite().all()
+    places = blocks[:5000]
+    for kind in kinds(hit.config):
+        for one, other in zip(hit.stores, spared.stores, strict=True):
+            assert remembered(one, kind).isfinite().all()
+            assert torch.equal(remembered(one, kind)[:5000][places], remembered(other, kind)[:5000][places])
+
+
+def test_numbers_that_may_diverge_come_with_a_warning_and_the_one_that_works() -> None:
+    base = {"dither": "stochastic", "bits": 4, "levels": 4, "norm": "l2", "reducer": "gather"}
+    with pytest.warns(StabilityWarning, match=r"λ = .* up to 4 >= 1.*alpha=0.2 works"):
+        resolve(GQSGDConfig(**base, memory={"alpha": 1, "beta": 1}), 4)
+    with pytest.warns(StabilityWarning, match=r"rho=1 may diverge.*rho=0.2 works"):
+        resolve(GQSGDConfig(**base, memory="ef21"), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for memory in ("ecq", "diana", {"alpha": 0.2, "beta": 0.9}, "none"):
+            resolve(GQSGDConfig(**base, memory=memory), 4)
+        for preset in PRESETS.values():
+            resolve(preset.config, 4)
+
+
+def test_numbers_that_are_left_out_come_from_the_codec() -> None:
+    resolved = resolve(PRESETS["ecq_sgd"].config, 4)
+    assert resolved.up == Memory(1 / 5, 1.0, 0.0)
+    assert resolve(PRESETS["diana"].config, 4).up == Memory(0.0, 0.0, 1 / 34)
+    with pytest.raises(ConfigError, match="is biased; take 'ef' or 'ef21'"):
+        resolve(GQSGDConfig(codec="sign", bits=1, memory="ecq", reducer="gather"), 4)
+    with pytest.raises(ConfigError, match="depends on the parameter"):
+        resolve(GQSGDConfig(dither="stochastic", scale_per="parameter", memory="ecq", reducer="gather"), 4)
