@@ -444,18 +444,18 @@ def _write_largest(values, bits, k, blocks, base, c, w):
 
 @_kernel
 def _read_largest(k, blocks, base, c, add, w, out):
-    """Set, or add, the kept coordinates times ``c.each``; NaN everywhere if a place is outside of the block."""
+    """Set, or add, the kept coordinates times ``c.each``; NaN everywhere if one is not finite, or not in the block."""
     count = max(1, (out.size * c.kept + 65535) >> 16)
     first = (blocks[k, CODES] - base) // w.raw.itemsize
     at = (blocks[k, CODES] - base + count * w.raw.itemsize) // 2
     if not add:
         _fill(out, 0)
     for i in range(count):
-        place = int64(w.places[at + i])
-        if place >= out.size:
+        place, value = int64(w.places[at + i]), w.raw[first + i]
+        if place >= out.size or value - value != 0:
             _fill(out, np.nan)
             break
-        out[place] += w.raw[first + i] * c.each
+        out[place] += value * c.each
 
 
 @_inline
@@ -647,8 +647,7 @@ def _decode_kernel(w, stride, blocks, base, x, keys, c, s):
     for k in range(blocks.shape[0]):
         mean = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
         _average(k, blocks, base, stride, keys, c, s, w, mean)
-        every = blocks[k, RAW] or c.kind == _TOP_K  # other codes: NaN in all places or in none
-        bad += not _is_finite(mean[: mean.size if every else 1])
+        bad += not _is_finite(mean[: mean.size if blocks[k, RAW] else 1])  # decoded: NaN in all places or in none
     return bad
 
 

@@ -482,11 +482,14 @@ def _pack_largest(values: Tensor, blocks: Tensor, wire: Tensor, base: int, q: Qu
 
 
 def _unpack_largest(wire: Tensor, blocks: Tensor, base: int, dtype: torch.dtype, q: Quantiser) -> Tensor:
-    """Kept coordinates at their places, zero elsewhere: [B, block_size]."""
+    """Kept coordinates at their places, zero elsewhere; NaN everywhere if one is not finite: [B, block_size]."""
     values = torch.zeros(len(blocks), q.block_size, dtype=dtype, device=wire.device)
     for k, count in enumerate(_kept(blocks, q).tolist()):
         at = int(blocks[k, CODES]) - base
         middle = at + count * dtype.itemsize
         places = wire[middle : middle + 2 * count].clone().view(torch.int16).long() & 0xFFFF
-        values[k, places] = wire[at:middle].clone().view(dtype)
+        kept = wire[at:middle].clone().view(dtype)
+        values[k, places] = kept
+        if not kept.isfinite().all():
+            values[k] = torch.nan
     return values

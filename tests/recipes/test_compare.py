@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import subprocess
@@ -12,9 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from recipes.comparison.plan import Cell, PlanError, make_plan
-from recipes.comparison.plots import save_curves, save_step_times
+from lightning_gqsgd.presets import PRESETS
+from recipes.compare import _fitting, _table
+from recipes.comparison.labels import place_labels
+from recipes.comparison.plan import ALL_STRATEGIES, CONF, Cell, PlanError, make_plan
+from recipes.comparison.plots import COLOURS, MANY, save_curves, save_family, save_step_times
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
 from recipes.comparison.runner import command, environment
 from recipes.tasks import names
@@ -52,9 +57,19 @@ def test_default_strategies() -> None:
     assert [cell.variant for cell in make_plan(["+exp=quickstart"]).cells] == ["ddp", "gqsgd"]
 
 
+def test_all_is_every_preset_and_the_baselines_of_every_device() -> None:
+    plan = make_plan(["+exp=quickstart", "strategy=all", "trainer.devices=4"])
+    assert [cell.variant for cell in plan.cells] == ["ddp", "ddp_bf16", *PRESETS]
+    assert {cell.config["trainer"]["devices"] for cell in plan.cells} == {4}
+    assert plan.cells[-1].overrides == ("+exp=quickstart", f"strategy={plan.cells[-1].variant}", "trainer.devices=4")
+    (single,) = make_plan(["+exp=quickstart", "strategy=ddp", "title=all"]).cells
+    assert single.config["title"] == "all"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["+exp=quickstart", "strategy=ddp,all"], "strategy=ddp,all: 'all' includes the others; take strategy=all"),
         (["strategy=ddp"], r"\+exp=NAME, one of quickstart, resnet_cifar"),
         (["+exp=quickstart", "strategy=dpp"], "dpp"),
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
@@ -110,9 +125,18 @@ def test_a_cell_is_finished_only_with_its_own_configuration(tmp_path: Path) -> N
 
 
 def _run(
-    folder: Path, accuracies: list[float], step_s: float = 0.1, seed: int = 0, codec: bool = False, final: float = 0.9
+    folder: Path,
+    accuracies: list[float],
+    step_s: float = 0.1,
+    seed: int = 0,
+    codec: bool = False,
+    final: float = 0.9,
+    rel_l2: float = 0.1,
 ) -> Run:
-    """A run with a validation every 10 steps of ``step_s`` seconds and 1 MB."""
+    """A run with a validation every 10 steps of ``step_s`` seconds and 1 MB.
+
+    With a codec, messages of 6 bits per coordinate and samples of 1.5 and 0.5 times ``rel_l2``, logged repeatedly.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {
         "train_samples": 1000,
@@ -127,6 +151,7 @@ def _run(
     }
     (folder / "result.json").write_text(json.dumps(facts))
     columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, names.VAL_ACC, names.ENCODE_S, names.DECODE_S, "step"]
+    columns += [names.MESSAGE_BITS, names.REL_L2]
     with open(folder / "metrics.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -135,7 +160,9 @@ def _run(
             totals = {names.TRAIN_TIME: time, names.SAMPLES: 500 * number, names.MB_SENT: 10 * number}
             writer.writerow({**totals, names.VAL_ACC: accuracy, "step": 10 * number - 1})
             if codec:
-                writer.writerow({names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20, "step": 10 * number - 1})
+                sampled = {names.MESSAGE_BITS: 6.0, names.REL_L2: rel_l2 * (1.5 if number <= 3 else 0.5)}
+                seconds = {names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20}
+                writer.writerow({**seconds, **sampled, "step": 10 * number - 1})
     return Run.load(folder)
 
 
@@ -197,6 +224,46 @@ def test_table(variants: dict[str, list[Run]], tmp_path: Path) -> None:
     assert float(rows[1]["target"]) == pytest.approx(target)
 
 
+def test_error_and_bits_above_the_bound(variants: dict[str, list[Run]], tmp_path: Path) -> None:
+    lines = compare(variants, 0.9)
+    heads = headings(0.9)
+    assert heads[-3:] == ["message bits", "rel. L2 error", "bits above bound"]
+    assert all(math.isnan(value) for value in (lines[0].message_bits, lines[0].rel_l2, lines[0].bits_above_bound))
+    assert cells(lines[0])[-3:] == ["–"] * 3
+    # Every sample counts once, however often it was logged.
+    assert lines[1].rel_l2 == pytest.approx(0.1)
+    assert lines[1].bits_above_bound == pytest.approx(6 + math.log2(0.1))
+    assert cells(lines[1])[-3:] == ["6.00", "0.1", "2.68"]
+    markdown, plain = write_tables(lines, 0.9, "title", tmp_path)
+    assert "bits above bound: message bits less log2(1/r)" in markdown.read_text()
+    with open(plain, newline="") as file:
+        assert float(list(csv.DictReader(file))[1]["bits_above_bound"]) == pytest.approx(2.678, abs=1e-3)
+    markdown, _ = write_tables(lines[:1], 0.9, "title", tmp_path)
+    assert "log2" not in markdown.read_text()
+
+
+def test_an_error_above_one_needs_no_bits(tmp_path: Path) -> None:
+    (line,) = compare({"cd_adam": [_run(tmp_path, [0.5] * 6, codec=True, rel_l2=1.2)]}, target=0.9)
+    assert line.bits_above_bound == 6
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [(80, {"message bits", "best (%)"}), (60, {"message bits", "best (%)", "seeds", "step vs ddp"}), (160, set())],
+)
+def test_table_fits_the_console(variants: dict[str, list[Run]], width: int, left_out: set[str]) -> None:
+    two = {name: runs[:1] for name, runs in variants.items() if name != "gqsgd_4bit"}
+    heads, rows = headings(0.984), [cells(line) for line in compare(two, 0.984)]
+    shown, padding = _fitting(heads, rows, width)
+    assert {heading for number, heading in enumerate(heads) if number not in shown} == left_out
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(
+        _table("title", [heads[one] for one in shown], [[row[one] for one in shown] for row in rows], padding)
+    )
+    text = console.export_text()
+    assert all(row[one] in text for row in rows for one in shown)
+
+
 def test_table_says_what_is_not_known(tmp_path: Path) -> None:
     (line,) = compare({"gqsgd": [_run(tmp_path, [0.5])]}, target=0.9)
     assert "not reached" in cells(line)
@@ -226,6 +293,60 @@ def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) ->
     save_step_times(variants, "title", tmp_path / "steps.png")
     with Image.open(tmp_path / "steps.png") as picture:
         assert picture.width == 900
+
+
+def test_many_curves_get_panels_of_their_own(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", [0.5, 0.9, 0.97, 1.0])
+    many: dict[str, list[Run]] = {name: [run] for name in ALL_STRATEGIES}
+    assert len(many) > MANY
+    for axis in ("time", "epoch", "mb_sent"):
+        save_curves(many, axis, "title", tmp_path / f"{axis}.png", target=0.9)  # type: ignore[arg-type]
+        with Image.open(tmp_path / f"{axis}.png") as picture:
+            assert picture.width == 1350
+            found = {"#{:02x}{:02x}{:02x}".format(*one) for _, one in picture.convert("RGB").getcolors(2**20)}
+        assert {COLOURS[name] for name in many} <= found
+    save_step_times(many, "title", tmp_path / "steps.png")
+
+
+def test_every_strategy_has_a_colour_of_its_own() -> None:
+    assert set(COLOURS) == {file.stem for file in (CONF / "strategy").glob("*.yaml")}
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_family_is_drawn_from_three_variants_on(tmp_path: Path) -> None:
+    errors = {"gqsgd": 0.02, "gqsgd_4bit": 0.3, "cd_adam": 1.2, "mine bits=2": 0.01}
+    runs = {name: [_run(tmp_path / name, [0.5] * 6, codec=True, rel_l2=error)] for name, error in errors.items()}
+    runs["ddp"] = [_run(tmp_path / "ddp", [0.5])]
+    lines = compare(runs, 0.9)
+    assert not save_family([*lines[:2], lines[-1]], "title", tmp_path / "family.png")
+    assert not (tmp_path / "family.png").exists()
+    assert save_family(lines, "title", tmp_path / "family.png")
+    with Image.open(tmp_path / "family.png") as picture:
+        assert picture.width == 1350
+        found = {colour for _, colour in picture.convert("RGB").getcolors(2**20)}
+    assert {(0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= found
+
+
+@pytest.mark.parametrize("spread", [5, 50, 500])
+def test_labels_cover_neither_each_other_nor_points(spread: float) -> None:
+    rng = np.random.default_rng(1)
+    points = [(float(x), float(y)) for x, y in 500 + spread * rng.standard_normal((20, 2)).clip(-0.9, 0.9)]
+    sizes = [(float(width), 12.0) for width in rng.integers(30, 120, 20)]
+    legend = (900.0, 900.0, 1000.0, 1000.0)
+    places = place_labels(points, sizes, (0, 0, 1000, 1000), gap=8, taken=[legend])
+    dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in points]
+    for number, (left, bottom, right, top) in enumerate(places):
+        assert (right - left, top - bottom) == pytest.approx(sizes[number])
+        assert 0 <= left <= right <= 1000
+        assert 0 <= bottom <= top <= 1000
+        for other in [*places[:number], *dots, legend]:
+            apart = max(left, other[0]) >= min(right, other[2]) or max(bottom, other[1]) >= min(top, other[3])
+            assert apart, (number, other)
+
+
+def test_labels_without_room_are_still_placed() -> None:
+    assert len(place_labels([(5, 5), (5, 5)], [(30, 30), (30, 30)], (0, 0, 10, 10), gap=2)) == 2
+    assert place_labels([], [], (0, 0, 1, 1), gap=1) == []
 
 
 # --- the real thing ---------------------------------------------------------------------------------------------------

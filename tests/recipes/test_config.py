@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import pytest
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_gqsgd import GQSGDStrategy
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.presets import PRESETS
 from recipes.tasks.building import ALLOWED_TARGETS, TargetError, build
 from recipes.tasks.networks import ResNet
 
@@ -29,6 +33,34 @@ def test_every_experiment_with_every_strategy(composed: Compose, experiment: str
     assert config["strategy"]["name"] == strategy
     assert config["run_root"] == f"outputs/{experiment}/{strategy}-seed0"
     assert config["model"]["num_classes"] == config["data"]["num_classes"]
+
+
+def test_one_strategy_for_each_preset_besides_the_baselines() -> None:
+    baselines = ["ddp", "ddp_bf16", "ddp_fp16", "powersgd"]
+    assert _choices("strategy") == sorted([*baselines, *PRESETS])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_strategy_has_the_presets_configuration(composed: Compose, preset: str) -> None:
+    built = build(composed(f"strategy={preset}").strategy, leave_out=("name",))
+    assert built.gqsgd_config == PRESETS[preset].config
+    assert (CONF / "strategy" / f"{preset}.yaml").read_text().startswith("# ")
+
+
+def test_memory_is_given_by_name_or_by_numbers(composed: Compose) -> None:
+    none = build(composed("strategy=ecq_sgd", "+strategy.memory=none").strategy, leave_out=("name",))
+    assert none.gqsgd_config.up is None
+    numbers = "+strategy.memory={alpha:0.2,beta:0.9,rho:0}"
+    given = build(composed("strategy=ecq_sgd", numbers).strategy, leave_out=("name",))
+    assert (given.gqsgd_config.up.alpha, given.gqsgd_config.up.beta) == (0.2, 0.9)
+
+
+def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
+    arguments = inspect.signature(GQSGDStrategy.__init__).parameters
+    assert [name for name in arguments if name in GQSGDConfig.field_names()] == list(GQSGDConfig.field_names())
+    assert all(arguments[name].default is None for name in GQSGDConfig.field_names())
+    given = dict.fromkeys(GQSGDConfig.field_names())
+    assert GQSGDStrategy(preset="cd_adam", **given).gqsgd_config == PRESETS["cd_adam"].config
 
 
 @pytest.mark.parametrize("group", ["logger", "model", "trainer", "data"])

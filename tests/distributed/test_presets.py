@@ -1,0 +1,162 @@
+"""Every system over real processes: same bits on all ranks and as on virtual ones, memory that survives a restart."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd import all_reduce
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.memory import kinds
+from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.simulate import average
+from tests.distributed.models import finish, mlp, train, wrapped
+from tests.distributed.ranks import run
+
+REMEMBERING = [name for name, preset in PRESETS.items() if kinds(preset.config)]
+STATELESS = [name for name in PRESETS if name not in REMEMBERING]
+
+
+def _gradient(rank: int) -> torch.Tensor:
+    return torch.randn(9000, generator=torch.Generator().manual_seed(rank)) * torch.logspace(-3, 0, 9000)
+
+
+def _reduced(rank: int) -> list[bytes]:
+    return [all_reduce(_gradient(rank), preset=name, step=3).numpy().tobytes() for name in STATELESS]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_processes_and_virtual_ranks_give_the_same_bits(ranks: int, tmp_path: Path) -> None:
+    results = run(_reduced, ranks, tmp_path)
+    gradients = [_gradient(rank) for rank in range(ranks)]
+    for number, name in enumerate(STATELESS):
+        expected = average(gradients, preset=name, step=3)[0].numpy().tobytes()
+        assert all(result[number] == expected for result in results), name
+
+
+def _trained(rank: int) -> dict[str, tuple[str, float]]:
+    found = {}
+    for name in PRESETS:
+        model, state = wrapped({"bucket_cap_mb": 0.03}, {"preset": name})
+        losses = train(model, rank, range(12))
+        found[name] = (finish(state, model)["bits"], losses[-1] - losses[0])
+    return found
+
+
+def test_parameters_stay_identical_under_every_preset(tmp_path: Path) -> None:
+    first, *others = run(_trained, 3, tmp_path)
+    for name, (bits, change) in first.items():
+        assert all(other[name][0] == bits for other in others), name
+        assert change < 0, name
+
+
+def _interrupted(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
+    found = {}
+    for name in REMEMBERING:
+        options, hook = {"bucket_cap_mb": 0.03}, {"preset": name, "seed": 5, "warmup_steps": 2}
+        whole, state = wrapped(options, hook)
+        train(whole, rank, range(16))
+        expected = finish(state, whole)["bits"]
+
+        first, state = wrapped(options, hook)
+        train(first, rank, range(7))
+        saved = state.state_dict()  # every rank, because memory is gathered
+        if rank == 0:
+            torch.save({"model": first.module.state_dict(), "gqsgd": saved}, folder / f"{name}.pt")
+        else:
+            assert saved["memory"] is None
+        state.close()
+        dist.barrier()
+        checkpoint = torch.load(folder / f"{name}.pt", weights_only=True)
+        model = mlp()
+        model.load_state_dict(checkpoint["model"])
+        resumed, state = wrapped(options, hook, model)
+        if rank:
+            with pytest.raises(ConfigError, match="not rank 0's"):
+                state.load_state_dict(saved)
+        state.load_state_dict(checkpoint["gqsgd"])
+        train(resumed, rank, range(7, 16))
+        found[name] = (expected, finish(state, resumed)["bits"])
+    return found
+
+
+def test_interrupted_and_resumed_with_memory_gives_the_same_bits(tmp_path: Path) -> None:
+    for found in run(_interrupted, 3, tmp_path, tmp_path):
+        for name, (whole, resumed) in found.items():
+            assert resumed == whole, name
+
+
+def _resumed_elsewhere(rank: int, path: Path, hook: dict[str, Any]) -> list[str]:
+    model, state = wrapped({}, hook)
+    saved = torch.load(path, weights_only=True) if path.exists() else None
+    records: list[str] = []
+    if saved is not None:
+        from lightning_gqsgd import hook as module
+
+        module.logger.warning = lambda text, *args: records.append(text % args)  # type: ignore[method-assign]
+        state.load_state_dict(saved)
+    train(model, rank, range(3))
+    if saved is None:
+        saved = state.state_dict()
+        if rank == 0:
+            torch.save(saved, path)
+    state.close()
+    return records
+
+
+def test_memory_of_another_number_of_ranks_starts_empty_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    run(_resumed_elsewhere, 2, tmp_path, path, {"preset": "signsgd_ef"})
+    for records in run(_resumed_elsewhere, 3, tmp_path, path, {"preset": "signsgd_ef"}):
+        assert any("starts empty" in text and "2 ranks" in text and "3 ranks" in text for text in records)
+    for records in run(_resumed_elsewhere, 2, tmp_path, path, {"preset": "diana"}):
+        assert any("another configuration" in text for text in records)
+        assert any("starts empty" in text for text in records)
+    for records in run(_resumed_elsewhere, 2, tmp_path, path, {"preset": "gqsgd"}):
+        assert len(records) == 1
+    assert run(_resumed_elsewhere, 2, tmp_path, path, {"preset": "signsgd_ef"}) == [[], []]
+
+
+def _refused(rank: int) -> list[str]:
+    words = []
+    for fields in ({"preset": "ecq_sgd"}, {"preset": "gqsgd_sum", "bits": 1}, {"codec": "sign", "bits": 1}):
+        with pytest.raises(ConfigError) as error:
+            all_reduce(torch.randn(2000), **fields)
+        words.append(str(error.value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        all_reduce(torch.randn(2000), codec="sign", bits=1, memory="none", reducer="gather")
+    return words
+
+
+def test_what_all_reduce_cannot_do(tmp_path: Path) -> None:
+    for first, second, third in run(_refused, 2, tmp_path):
+        assert "cannot remember anything" in first
+        assert "bits=1" in second
+        assert "is biased" in third
+
+
+def _nan_on_one_rank(rank: int) -> list[Any]:
+    found = []
+    for name in ("signsgd_ef", "cd_adam", "dore", "topk_ef"):
+        model, state = wrapped({}, {"preset": name})
+        for step in range(4):
+            model.zero_grad()
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = model(x).square().mean()
+            (loss * torch.nan if rank == 1 and step == 2 else loss).backward()
+            finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+            found.append((name, step, finite, float(next(model.parameters()).grad.nan_to_num().norm())))
+        state.close()
+    return found
+
+
+def test_nan_on_one_rank_reaches_all_and_leaves_memory_alone(tmp_path: Path) -> None:
+    first, second = run(_nan_on_one_rank, 2, tmp_path)
+    assert first == second
+    assert [one[:3] for one in first if one[2] == (one[1] == 2)] == []
