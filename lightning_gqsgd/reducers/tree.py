@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.layout import RAW, place
+from lightning_gqsgd.layout import RAW, place_by_owner
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, uncompressed
 from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
@@ -72,7 +72,8 @@ class Tree:
         q = setting.codec.quantiser(config.block_size, summed=self.ranks)
         self.link = Link(config, q, "up", scales_travel=False)
         raw, inner = table[:, RAW] == 1, 1 << (self.ranks.bit_length() - 1)
-        self.layout = place(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0)
+        # A block's owner is where its sum ends, and so says in which order it is added: that must not depend on buckets.
+        self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0)
         self.raw = TwoShot(table[raw], uncompressed(setting))
         maxima_bytes = len(self.layout.blocks) * (8 if setting.dtype == torch.float64 else 4)
         codes_bytes = self.layout.message_bytes
