@@ -779,11 +779,11 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
         values, table = x.to(compute).numpy(), blocks.numpy()
         yield values, values.view(_wide(x.dtype)), table
         return
-    first, last = blocks[0], blocks[-1]
-    part = x[int(first[START]) : int(last[START] + last[LENGTH])]
-    wide = part.to(compute)
     table = blocks.numpy().copy()
-    table[:, START] -= int(first[START])
+    first = int(table[:, START].min())
+    part = x[first : int((table[:, START] + table[:, LENGTH]).max())]
+    wide = part.to(compute)
+    table[:, START] -= first
     yield wide.numpy(), wide.numpy().view(_wide(x.dtype)), table
     if write:
         part.copy_(wide)

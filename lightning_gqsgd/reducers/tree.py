@@ -72,7 +72,7 @@ class Tree:
         q = setting.codec.quantiser(config.block_size, summed=self.ranks)
         self.link = Link(config, q, "up", scales_travel=False)
         raw, inner = table[:, RAW] == 1, 1 << (self.ranks.bit_length() - 1)
-        # A block's owner is where its sum ends, and so says in which order it is added: that must not depend on buckets.
+        # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
         self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0)
         self.raw = TwoShot(table[raw], uncompressed(setting))
         maxima_bytes = len(self.layout.blocks) * (8 if setting.dtype == torch.float64 else 4)
