@@ -69,6 +69,7 @@ class GQSGDState:
         self.config = resolve(config, ranks)
         tensor = next(p for p in parameters.values() if p.requires_grad)
         compile_kernels(self.config, tensor.dtype, tensor.device)
+        self._group, self._device = model.process_group, tensor.device
         depth = stages(self.config, ranks)
         self._communicator = Communicator(tensor.device, model.process_group, timeout, stages=depth)
         self._communicator.agree({**config.to_dict(), "parameters": _digest(self._parameters.values())})
@@ -158,13 +159,17 @@ class GQSGDState:
 
     def _gathered_memory(self, store: MemoryStore) -> dict[str, dict[int, Tensor]] | None:
         """All ranks' memory, on the CPU; None on all ranks but the first. A parameter at a time: peers keep nothing."""
+        closed = self._runner is None  # Lightning closes the hook before users save a model that has been fitted
+        communicator = Communicator(self._device, self._group, stages=0) if closed else self._communicator
         found: dict[str, dict[int, Tensor]] = {}
         for kind in kinds(self.config):
             for number in store.parameters:
-                rows = self._communicator.gather(store.row(kind, number))
-                if self._communicator.rank == 0:
+                rows = communicator.gather(store.row(kind, number))
+                if communicator.rank == 0:
                     found.setdefault(kind, {})[number] = rows.cpu()
-        return found if self._communicator.rank == 0 else None
+        if closed:
+            communicator.close()
+        return found if communicator.rank == 0 else None
 
     def _take_memory(self, store: MemoryStore, state: dict[str, Any]) -> None:
         saved, ranks = state.get("memory"), self._communicator.size

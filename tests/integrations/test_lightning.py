@@ -86,9 +86,17 @@ def test_compression_is_close_to_plain_ddp_and_native_equal_to_it(tmp_path: Path
     assert quantised["metrics"]["loss"] == pytest.approx(ddp["metrics"]["loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("reducer", ["auto", "two_shot", "sum"])
-def test_an_interrupted_run_resumes_to_the_same_bits(reducer: str, tmp_path: Path) -> None:
-    strategy = {"bits": 4, "reducer": reducer, "warmup_steps": 3, "seed": 9, "bucket_cap_mb": 0.01}
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"bits": 4, "reducer": reducer} for reducer in ("auto", "two_shot", "sum")),
+        {"preset": "signsgd_ef"},
+        {"preset": "dore", "memory": {"alpha": 0.0, "beta": 0.0, "rho": 0.02}},
+    ],
+    ids=str,
+)
+def test_an_interrupted_run_resumes_to_the_same_bits(fields: dict, tmp_path: Path) -> None:
+    strategy = {**fields, "warmup_steps": 3, "seed": 9, "bucket_cap_mb": 0.01}
     path = str(tmp_path / "last.ckpt")
     whole = elastic(tmp_path, {"strategy": strategy, "max_epochs": 3})
     elastic(tmp_path, {"strategy": strategy, "max_epochs": 3, "max_steps": 16, "save": path})
