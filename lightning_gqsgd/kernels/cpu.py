@@ -78,6 +78,7 @@ class _Constants(NamedTuple):
     offset: np.signedinteger  # what is left of 1.0, less its magnitude
     cut_off: np.floating  # 2^cut
     smallest: np.floating  # the smallest level
+    per_smallest: np.floating  # its inverse
     shrink: np.floating  # 2^-headroom
     one: np.floating
 
@@ -116,6 +117,17 @@ def _float_of(typing_context, bits, like):
         integer = context.get_value_type(types.int32 if like == types.float32 else types.int64)
         narrow = builder.trunc(arguments[0], integer) if like == types.float32 else arguments[0]
         return builder.bitcast(narrow, context.get_value_type(signature.return_type))
+
+    return like(types.int64, like), generate
+
+
+@intrinsic
+def _narrowed(typing_context, value, like):
+    """An int64 as an integer of the type of ``like``: Numba widens all arithmetic to 64 bits."""
+
+    def generate(context, builder, signature, arguments):
+        target = context.get_value_type(signature.return_type)
+        return builder.trunc(arguments[0], target) if target.width < 64 else arguments[0]
 
     return like(types.int64, like), generate
 
@@ -226,7 +238,7 @@ def _exponential_codes(values, inverse, c, s):
         real[j] = min(abs(values[j] * inverse), c.one) * c.shrink
     for j in range(n):
         magnitude = int32((bits[j] + _integer_of(u[j] * c.cut_off, c.cut)) >> c.cut) - int32(c.offset)
-        smallest = int32(real[j] > u[j] * c.smallest)
+        smallest = int32(real[j] * c.per_smallest > u[j])  # u times the smallest level might be denormal, and slow
         magnitude = smallest if real[j] < c.smallest else magnitude
         codes[j] = uint8(magnitude | (int32(values[j] < 0) << top)) if magnitude > 0 else uint8(0)
 
@@ -248,23 +260,41 @@ def _exponential_values(scale, c, add, s, out):
 
 @_kernel
 def _threshold(bits, mask, count):
-    """The largest number that at least ``count`` magnitudes reach."""
-    found = mask & int64(0)
-    place = mask - (mask >> 1)
+    """A number that ``count`` magnitudes reach, or the largest that more do: bit by bit, from the highest on."""
+    found = int64(0)
+    place = int64(mask) - (int64(mask) >> 1)
     while place:
-        reach = 0
+        least = _narrowed(found | place, mask)
+        reach = int32(0)
         for j in range(bits.size):
-            reach += int32((bits[j] & mask) >= (found | place))
+            reach = int32(reach + int32((bits[j] & mask) >= least))
         if reach >= count:
             found |= place
+            if reach == count:
+                break
         place >>= 1
-    return found
+    return _narrowed(found, mask)
+
+
+@_inline
+def _first_stages(values):
+    """The butterflies of distance 1, 2 and 4, on eight values at a time: loops that short are not vectorised."""
+    for j in range(0, values.size, 8):
+        a, b, c, d = values[j], values[j + 1], values[j + 2], values[j + 3]
+        e, f, g, h = values[j + 4], values[j + 5], values[j + 6], values[j + 7]
+        a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
+        a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
+        values[j], values[j + 1], values[j + 2], values[j + 3] = a + e, b + f, c + g, d + h
+        values[j + 4], values[j + 5], values[j + 6], values[j + 7] = a - e, b - f, c - g, d - h
 
 
 @_inline
 def _rotated(values, root):
     """Hadamard transform of a power of two of values, in place; ``root``: factor that makes it orthonormal."""
     n, half = values.size, 1
+    if n >= 8:
+        _first_stages(values)
+        half = 8
     while half < n:
         for first in range(0, n, 2 * half):
             left, right = values[first : first + half], values[first + half : first + 2 * half]
@@ -813,6 +843,7 @@ def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants
     form, share, real, wide = scale_format(dtype), Share.of(sources), _real(dtype), _wide(dtype)
     cut = np.finfo(real).nmant - q.mantissa
     offset = ((1 << (np.finfo(real).nexp - 1)) - 1 << q.mantissa) - q.magnitudes
+    smallest = wide(offset + 1 << cut).view(real) if q.kind == Kind.EXPONENTIAL else real(1)
     return _Constants(
         bits=q.bits,
         summable=q.summable,
@@ -837,7 +868,8 @@ def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants
         cut=wide(cut),
         offset=wide(offset),
         cut_off=real(2.0**cut),
-        smallest=wide(offset + 1 << cut).view(real),
+        smallest=smallest,
+        per_smallest=real(1) / smallest,
         shrink=real(2.0**-q.headroom),
         one=real(1),
     )

@@ -232,7 +232,7 @@ def _exponential_codes(values: Tensor, blocks: Tensor, scales: Tensor, _: Tensor
     random = (uniform.double() * 2.0**cut).long()
     magnitude = ((y.view(_INTEGERS[y.dtype]).long() + random) >> cut) - (one - q.magnitudes)
     smallest = torch.full_like(y, (one - q.magnitudes + 1) << cut).long().to(_INTEGERS[y.dtype]).view(y.dtype)
-    magnitude = torch.where(y < smallest, (y > uniform.to(y.dtype) * smallest).long(), magnitude)
+    magnitude = torch.where(y < smallest, (y * (1 / smallest) > uniform.to(y.dtype)).long(), magnitude)
     return torch.where(magnitude > 0, magnitude | ((values < 0).long() << (q.bits - 1)), 0)
 
 
