@@ -131,6 +131,22 @@ class Reducer(Protocol):
         ...
 
 
+def side_by_side(*several: Steps) -> Steps:
+    """Several parts of a piece at once, stage by stage; returns the sum of what they return."""
+    result, going = 0, list(several)
+    while going:
+        exchanges: list[Exchange] = []
+        for one in list(going):
+            try:
+                exchanges += next(one)
+            except StopIteration as end:
+                result += end.value
+                going.remove(one)
+        if going:
+            yield exchanges
+    return result
+
+
 def ring_bytes(message_bytes: int, ranks: int) -> int:
     """Bytes that each rank sends in a reduce-scatter and an all-gather of a message."""
     return 2 * (ranks - 1) * message_bytes // ranks

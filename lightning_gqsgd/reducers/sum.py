@@ -15,7 +15,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import RAW, place
 from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, uncompressed
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, side_by_side, uncompressed
 from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
@@ -42,24 +42,23 @@ class Sum:
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.link.quantiser
         work = working_copy(x, self.link)
-        raw = self.raw.steps(work, rank, keys)
-        outgoing = Outgoing(self.link, work, blocks, keys.rotation, store)
-        maxima = outgoing.find_scales()
-        yield (Exchange.in_place("max", maxima), *next(raw))
-
-        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
-        outgoing.encode(codes, keys.up[rank])
-        yield (Exchange.in_place("sum", codes.view(self.lane)), *next(raw))
-
-        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
-        try:
-            next(raw)
-        except StopIteration as end:
-            bad += end.value
-        self.link.restore(work, blocks, keys.rotation, store)
-        outgoing.commit(work)
+        bad = yield from side_by_side(self.raw.steps(work, rank, keys), self._coded(work, rank, keys, store))
         if work is not x:
             x.copy_(work)
+        return bad
+
+    def _coded(self, work: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
+        kernels, blocks, q = kernels_for(work.device), self.layout.blocks, self.link.quantiser
+        outgoing = Outgoing(self.link, work, blocks, keys.rotation, store)
+        maxima = outgoing.find_scales()
+        yield (Exchange.in_place("max", maxima),)
+
+        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=work.device)
+        outgoing.encode(codes, keys.up[rank])
+        yield (Exchange.in_place("sum", codes.view(self.lane)),)
+
+        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
+        self.link.restore(work, blocks, keys.rotation, store)
+        outgoing.commit(work)
         return bad

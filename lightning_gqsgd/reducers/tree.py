@@ -21,7 +21,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import RAW, place_by_owner
 from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, uncompressed
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, side_by_side, uncompressed
 from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
@@ -84,31 +84,28 @@ class Tree:
     @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
-        return 1 + max(1, len(hops_of(0, ranks)))
+        return 1 + len(hops_of(0, ranks))
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.link.quantiser
         work = working_copy(x, self.link)
-        raw = self.raw.steps(work, rank, keys)
-        outgoing = Outgoing(self.link, work, blocks, keys.rotation, store)
-        maxima = outgoing.find_scales()
-        yield (Exchange.in_place("max", maxima), *next(raw))
-
-        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
-        outgoing.encode(codes, keys.up[rank])
-        hops = self._run(codes, rank, keys)
-        yield (*next(hops, ()), *next(raw))
-        yield from hops
-
-        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
-        try:
-            next(raw)
-        except StopIteration as end:
-            bad += end.value
-        self.link.restore(work, blocks, keys.rotation, store)
+        bad = yield from side_by_side(self.raw.steps(work, rank, keys), self._coded(work, rank, keys))
         if work is not x:
             x.copy_(work)
+        return bad
+
+    def _coded(self, work: Tensor, rank: int, keys: StepKeys) -> Steps:
+        kernels, blocks, q = kernels_for(work.device), self.layout.blocks, self.link.quantiser
+        outgoing = Outgoing(self.link, work, blocks, keys.rotation, None)
+        maxima = outgoing.find_scales()
+        yield (Exchange.in_place("max", maxima),)
+
+        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=work.device)
+        outgoing.encode(codes, keys.up[rank])
+        yield from self._run(codes, rank, keys)
+
+        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
+        self.link.restore(work, blocks, keys.rotation, None)
         return bad
 
     def _run(self, codes: Tensor, rank: int, keys: StepKeys) -> Generator[Sequence[Exchange], None, None]:
