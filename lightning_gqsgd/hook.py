@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.communicator import Communicator
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, describe_difference
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import MemoryStore, kinds
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
@@ -78,7 +77,7 @@ class GQSGDState:
         self._store: MemoryStore | None = None
         if kinds(self.config):
             sizes = {p.number: p.numel for p in self._parameters.values() if not p.raw}
-            self._store = MemoryStore(sizes, COMPUTE_DTYPES[tensor.dtype], tensor.device)
+            self._store = MemoryStore(self.config, ranks, sizes, tensor.dtype, tensor.device)
         self.step = 0
         self.telemetry = Telemetry()
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.codecs.variance import best_alpha, stability
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
-from lightning_gqsgd.layout import Run
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.layout import STRIPE, Run
 
 
 class StabilityWarning(UserWarning):
@@ -39,17 +40,24 @@ class MemoryStore:
     """Flat tensors of one rank: one for each kind of memory and parameter, zero at first.
 
     Kinds: ``up_error``, ``up_reference`` (this rank's e and h), ``up_mean`` (mean of all ranks' h, where messages are
-    averaged), ``down_error`` (where they are), ``down_reference`` (equal on all ranks).
+    averaged), ``down_error`` (where they are), ``down_reference`` (equal on all ranks). With the reducer "two_shot",
+    where messages are averaged is the blocks' owner (see `layout.place_by_owner`), which keeps its share only.
 
     Args:
+        config: the configuration, with its reducer chosen.
+        ranks: number of ranks.
         sizes: number of coordinates of each compressed parameter, by parameter number.
-        dtype: fp32, or fp64 for fp64 gradients.
+        dtype: of the gradients; memory is fp32, or fp64 for fp64 gradients.
         device: device of the gradients.
     """
 
-    def __init__(self, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._sizes, self._dtype, self._device = dict(sizes), dtype, device
-        self._tensors: dict[str, dict[int, Tensor]] = {}
+    def __init__(
+        self, config: GQSGDConfig, ranks: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._sizes, self._dtype, self._device = dict(sizes), COMPUTE_DTYPES[dtype], device
+        self._owners = ranks if config.reducer == "two_shot" else 1
+        self._stripe = STRIPE * config.block_size
+        self._tensors: dict[tuple[str, int], Tensor] = {}
 
     def load(self, kind: str, runs: Sequence[Run], like: Tensor) -> Tensor:
         """The memory of some runs at their places in a tensor like ``like``; zero elsewhere."""
@@ -64,25 +72,29 @@ class MemoryStore:
             part, place = self._part(kind, run), slice(run.start, run.start + run.numel)
             part.copy_(torch.where(finite[place], values[place], part))
 
-    def numbers(self) -> int:
-        """How many numbers are remembered."""
-        return sum(tensor.numel() for tensors in self._tensors.values() for tensor in tensors.values())
-
-    def row(self, kind: str, number: int) -> Tensor:
-        """A parameter's memory, zeros if there is none yet."""
-        return self._part(kind, Run(0, number, 0, self._sizes[number]))
+    def row(self, kind: str, parameter: int) -> Tensor:
+        """What this rank keeps of a parameter, zeros if there is nothing yet; as long on every rank."""
+        key = (kind, parameter)
+        if key not in self._tensors:
+            size, owners = self._sizes[parameter], self._owners_of(kind)
+            share = -(-size // (self._stripe * owners)) * self._stripe
+            self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
+        return self._tensors[key]
 
     @property
     def parameters(self) -> list[int]:
         """Numbers of the compressed parameters, in order."""
         return sorted(self._sizes)
 
+    def _owners_of(self, kind: str) -> int:
+        """Among how many ranks a kind of memory is divided."""
+        return self._owners if kind in ("up_mean", "down_error") else 1
+
     def _part(self, kind: str, run: Run) -> Tensor:
-        tensors = self._tensors.setdefault(kind, {})
-        if run.parameter not in tensors:
-            size = self._sizes[run.parameter]
-            tensors[run.parameter] = torch.zeros(size, dtype=self._dtype, device=self._device)
-        return tensors[run.parameter][run.offset : run.offset + run.numel]
+        """Where a run is kept: an owner's stripes lie side by side, and its runs within one stripe."""
+        stripe, rest = divmod(run.offset, self._stripe)
+        start = stripe // self._owners_of(kind) * self._stripe + rest
+        return self.row(kind, run.parameter)[start : start + run.numel]
 
 
 def resolve_memory(config: GQSGDConfig) -> GQSGDConfig:
@@ -96,7 +108,8 @@ def resolve_memory(config: GQSGDConfig) -> GQSGDConfig:
     """
     given: dict[str, Any] = {}
     for name, memory in (("memory", config.up), ("memory_down", config.down)):
-        given[name] = "none" if memory is None else _resolved(config, name, memory)
+        uses = memory is not None and (memory.keeps_error or memory.keeps_reference)
+        given[name] = _resolved(config, name, memory) if memory is not None and uses else "none"
     return replace(config, **given)
 
 

@@ -134,6 +134,6 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
     plain = GQSGDConfig(reducer="two_shot")
     for one in [config, *([plain] if config.warmup_steps else [])]:
         one = replace(one, bits=max(one.bits, 2)) if one.reducer == "sum" else one
-        stores = [MemoryStore({0: 64}, COMPUTE_DTYPES[dtype], device) for _ in range(2)]
+        stores = [MemoryStore(one, 2, {0: 64}, dtype, device) for _ in range(2)]
         gradients = [torch.ones(72, dtype=dtype) for _ in range(2)]
         Plan(segments, Setting(one, ranks=2, dtype=dtype)).average(gradients, 0, stores)

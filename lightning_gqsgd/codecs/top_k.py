@@ -14,14 +14,13 @@ from lightning_gqsgd.kernels.wire import Kind, Quantiser
 
 @dataclass(frozen=True)
 class TopKCodec:
-    """The ``density`` largest share of every block, rounded up."""
+    """The ``density`` largest share of every block, rounded up; the density itself is cut to 65536ths."""
 
     density: float
 
     def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
-        """What the kernels need; the density in 65536ths, rounded up."""
-        kept = math.ceil(self.density * 65536)
-        return Quantiser(32, 1, 1, 1.0, summable=False, block_size=block_size, kind=Kind.TOP_K, kept=kept)
+        """What the kernels need."""
+        return Quantiser(32, 1, 1, 1.0, summable=False, block_size=block_size, kind=Kind.TOP_K, kept=self._share)
 
     def omega(self, dimension: int) -> float:
         """Infinite: the codec is biased."""
@@ -29,4 +28,9 @@ class TopKCodec:
 
     def delta(self, dimension: int) -> float:
         """δ with |C(x) - x|² <= (1-δ) |x|²: k/d."""
-        return math.ceil(self.density * dimension) / dimension
+        return max(1, -(-self._share * dimension // 65536)) / dimension
+
+    @property
+    def _share(self) -> int:
+        """The density in 65536ths."""
+        return int(self.density * 65536)

@@ -361,7 +361,8 @@ def test_top_k_keeps_the_largest(kernels, density: float) -> None:
     y = torch.full_like(x, 7)
     assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q) == 0
     for block in (slice(0, 256), slice(256, 512), slice(512, 600)):
-        count = -(-(block.stop - block.start) * q.kept // 65536)
+        count = max(1, -(-(block.stop - block.start) * q.kept // 65536))
+        assert count == TopKCodec(density).delta(block.stop - block.start) * (block.stop - block.start)
         kept = y[block] != 0
         assert int(kept.sum()) == count
         assert torch.equal(y[block][kept], x[block][kept])
