@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -175,20 +176,43 @@ def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[int
 
 
 def _exchange_virtually(exchanges: Sequence[Exchange]) -> None:
-    kind, inputs = exchanges[0].kind, [one.input.clone() for one in exchanges]
-    if kind == "all_to_all":
-        ranks = len(exchanges)
-        splits = [one.splits[1] if one.splits else [one.input.numel() // ranks] * ranks for one in exchanges]
-        parts = [whole.flatten().split(split) for whole, split in zip(inputs, splits, strict=True)]
-        for rank, one in enumerate(exchanges):
-            one.output.copy_(torch.cat([part[rank] for part in parts]).view_as(one.output))
-    elif kind == "all_gather":
-        first, *others = (one.output for one in exchanges)
-        first.copy_(torch.stack(inputs).view_as(first))
+    first, *others = exchanges
+    if first.kind == "all_to_all":
+        (_exchange_parts if first.splits else _exchange_equal_parts)(exchanges)
+    elif first.kind == "all_gather":
+        first.output.copy_(torch.stack([one.input for one in exchanges]).view_as(first.output))
         for other in others:  # one copy for all: n of them would take n² memory
-            other.set_(first)  # type: ignore[call-overload]
+            other.output.set_(first.output)  # type: ignore[call-overload]
     else:
-        stacked = torch.stack(inputs)
-        result = stacked.amax(0) if kind == "max" else stacked.sum(0, dtype=stacked.dtype)
+        stacked = torch.stack([one.input for one in exchanges])
+        result = stacked.amax(0) if first.kind == "max" else stacked.sum(0, dtype=stacked.dtype)
         for one in exchanges:
             one.output.copy_(result)
+
+
+def _exchange_equal_parts(exchanges: Sequence[Exchange]) -> None:
+    ranks = len(exchanges)
+    sent = torch.stack([one.input.view(ranks, -1) for one in exchanges])
+    for rank, one in enumerate(exchanges):
+        one.output.view(ranks, -1).copy_(sent[:, rank])
+
+
+def _exchange_parts(exchanges: Sequence[Exchange]) -> None:
+    """Most of n² parts are empty: only the others are touched."""
+    sent = {}
+    for source, one in enumerate(exchanges):
+        assert one.splits is not None
+        for rank, start, length in _filled(one.splits[1]):
+            sent[source, rank] = one.input.flatten()[start : start + length].clone()
+    for rank, one in enumerate(exchanges):
+        assert one.splits is not None
+        for source, start, length in _filled(one.splits[0]):
+            one.output.view(-1)[start : start + length] = sent[source, rank]
+
+
+def _filled(split: list[int]) -> list[tuple[int, int, int]]:
+    """Number, start and length of the parts that are not empty."""
+    starts = accumulate(split, initial=0)
+    return [
+        (number, start, length) for number, (start, length) in enumerate(zip(starts, split, strict=False)) if length
+    ]

@@ -18,6 +18,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
     ("launcher", "content", "output"),
     [
         ([sys.executable], "Trainer(strategy=", "Starting with 2 processes"),
+        ([sys.executable], "simulate(preset", "ecq_sgd "),
         (TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensors at 4 bits"),
     ],
 )
@@ -33,4 +34,4 @@ def test_example(launcher: list[str], content: str, output: str, tmp_path: Path)
 
 
 def test_there_are_no_other_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3

@@ -1,0 +1,372 @@
+"""Problems to simulate training on: small, seeded, with gradients of any number of workers at once.
+
+Workers' gradients average to the gradient of one loss (batches: on average), whatever the number of workers, so that
+runs with different numbers can be compared. Data come from generators with fixed seeds, and batches depend on the step
+only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.layout import Segment
+
+#: Parameters with fewer coordinates travel uncompressed, as is the default in training.
+MIN_NUMEL = 1024
+
+
+class Problem(Protocol):
+    """What `simulate.simulate` trains on.
+
+    Attributes:
+        segments: the parameters in the flat vector x of d coordinates, in order.
+    """
+
+    segments: Sequence[Segment]
+
+    def start(self) -> Tensor:
+        """x to start from, [d], in the dtype of everything."""
+        ...
+
+    def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
+        """Each worker's gradient at x in a step, [workers, d]."""
+        ...
+
+    def loss(self, x: Tensor) -> float:
+        """What is minimised."""
+        ...
+
+    def metrics(self, x: Tensor) -> dict[str, float]:
+        """What else is worth knowing, the same names every time."""
+        ...
+
+
+@dataclass
+class Quadratic:
+    """f_i(x) = ½ (x - b_i)ᵀ A (x - b_i) with a diagonal A; the optimum is the mean of all b_i, which is the same for
+    any number of workers.
+
+    Args:
+        dimension: d.
+        condition: ratio of A's largest eigenvalue, 1, to its smallest.
+        noise: standard deviation of the noise in each coordinate of a gradient.
+        spread: standard deviation of each coordinate of b_i over workers; 0: all workers have one optimum.
+        seed: of all random numbers.
+        dtype: of x; fp32 or fp64.
+
+    The loss is f(x) less its minimum. Metrics: ``distance`` to the optimum and ``gradient_norm``, both l2.
+    """
+
+    dimension: int = 1000
+    condition: float = 100.0
+    noise: float = 0.0
+    spread: float = 0.0
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        _at_least(1, dimension=self.dimension, condition=self.condition)
+        _at_least(0, noise=self.noise, spread=self.spread)
+        self.segments = [Segment(0, self.dimension, raw=False)]
+        self.eigenvalues = torch.logspace(0, -math.log10(self.condition), self.dimension, dtype=self.dtype)
+        self.optimum = torch.randn(self.dimension, generator=_generator(self.seed, 0), dtype=self.dtype)
+        self._offsets: dict[int, Tensor] = {}
+
+    def start(self) -> Tensor:
+        """Zero."""
+        return torch.zeros(self.dimension, dtype=self.dtype)
+
+    def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
+        """See `Problem.gradients`."""
+        found = (x - self.optimum - self._offset(workers)) * self.eigenvalues
+        if self.noise:
+            found += self.noise * torch.randn(found.shape, generator=_generator(self.seed, 2, step), dtype=self.dtype)
+        return found
+
+    def loss(self, x: Tensor) -> float:
+        """f(x) less its minimum."""
+        return float(((x - self.optimum).square() * self.eigenvalues).sum() / 2)
+
+    def metrics(self, x: Tensor) -> dict[str, float]:
+        """See the class."""
+        away = x - self.optimum
+        return {"distance": float(away.norm()), "gradient_norm": float((away * self.eigenvalues).norm())}
+
+    def _offset(self, workers: int) -> Tensor:
+        """b_i less their mean, [workers, d]."""
+        if workers not in self._offsets:
+            shape = (workers, self.dimension)
+            offset = self.spread * torch.randn(shape, generator=_generator(self.seed, 1), dtype=self.dtype)
+            self._offsets = {workers: offset - offset.mean(0)}
+        return self._offsets[workers]
+
+
+@dataclass(kw_only=True)
+class _LinearModel:
+    """Rows a_r with targets y_r: f(x) = mean over r of l(a_rᵀ x, y_r) + ½ λ |x|².
+
+    Args:
+        dimension: d.
+        rows: number of rows, dealt to the workers in order, as evenly as can be.
+        batch: rows of one worker's gradient, drawn from its own with replacement; None: all of them.
+        spread: how far the weights behind the targets differ: in each of ``parts`` equal runs of rows, each coordinate
+            of the weights is moved by a normal number of this standard deviation. As many workers as parts have a truth
+            of their own each.
+        parts: see ``spread``.
+        noise: of the targets.
+        scale: standard deviation of the coordinates of a_r.
+        regularisation: λ.
+        seed: of all random numbers.
+        dtype: of x; fp32 or fp64.
+    """
+
+    dimension: int
+    rows: int
+    batch: int | None = None
+    spread: float = 0.0
+    parts: int = 10
+    noise: float
+    scale: float = 1.0
+    regularisation: float = 0.0
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        _at_least(1, dimension=self.dimension, rows=self.rows, parts=self.parts, batch=self.batch or 1)
+        _at_least(0, spread=self.spread, noise=self.noise, scale=self.scale, regularisation=self.regularisation)
+        self.segments = [Segment(0, self.dimension, raw=False)]
+        generator = _generator(self.seed, 0)
+        self.features = self.scale * torch.randn(self.rows, self.dimension, generator=generator, dtype=self.dtype)
+        self.truth = torch.randn(self.dimension, generator=generator, dtype=self.dtype)
+        moved = torch.randn(self.parts, self.dimension, generator=generator, dtype=self.dtype)
+        part = torch.arange(self.rows) * self.parts // self.rows
+        weights = self.truth + self.spread * moved[part]
+        noise = self.noise * torch.randn(self.rows, generator=generator, dtype=self.dtype)
+        self.targets = self._targets((self.features * weights).sum(1), noise)
+
+    def start(self) -> Tensor:
+        """Zero."""
+        return torch.zeros(self.dimension, dtype=self.dtype)
+
+    def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
+        """See `Problem.gradients`."""
+        first = _dealt(self.rows, workers)
+        # Weights of workers with a row more than others: the mean of gradients is that of all rows.
+        shares = first.diff().to(x) * workers / self.rows
+        if self.batch is None:
+            slopes = self._slopes(self.features @ x, self.targets)
+            bounds = first.tolist()
+            found = [
+                self.features[lo:hi].T @ slopes[lo:hi] / (hi - lo)
+                for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)
+            ]
+            return torch.stack(found) * shares[:, None] + self.regularisation * x
+        some = _drawn(first, self.batch, _generator(self.seed, 1, step))
+        features = self.features[some]
+        slopes = self._slopes(features @ x, self.targets[some])
+        means = torch.einsum("nb,nbd->nd", slopes, features) / self.batch
+        return means * shares[:, None] + self.regularisation * x
+
+    def loss(self, x: Tensor) -> float:
+        """f(x)."""
+        losses = self._losses(self.features @ x, self.targets)
+        return float(losses.mean() + self.regularisation / 2 * x.square().sum())
+
+    def _gradient(self, x: Tensor) -> Tensor:
+        """Of f."""
+        slopes = self._slopes(self.features @ x, self.targets)
+        return self.features.T @ slopes / self.rows + self.regularisation * x
+
+    def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """y from a_rᵀ w and noise."""
+        raise NotImplementedError
+
+    def _losses(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """l(a_rᵀ x, y_r)."""
+        raise NotImplementedError
+
+    def _slopes(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """Derivative of l for a_rᵀ x."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class LeastSquares(_LinearModel):
+    """Linear regression, l = ½ (a_rᵀ x - y_r)²; see `_LinearModel` for the arguments.
+
+    Metrics: ``excess``, the loss less its minimum; ``distance`` to ``truth``, the weights behind the targets (the part
+    that all rows have in common); ``gradient_norm``. ``optimum`` and ``smoothness``, the largest eigenvalue of the
+    Hessian, are attributes.
+    """
+
+    dimension: int = 256
+    rows: int = 10_000
+    noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        features = self.features.double()
+        hessian = features.T @ features / self.rows + self.regularisation * torch.eye(self.dimension).double()
+        self.optimum = torch.linalg.solve(hessian, features.T @ self.targets.double() / self.rows).to(self.dtype)
+        self.smoothness = float(torch.linalg.eigvalsh(hessian)[-1])
+
+    def metrics(self, x: Tensor) -> dict[str, float]:
+        """See the class."""
+        away = x - self.optimum
+        squares = (self.features @ away).square().mean() + self.regularisation * away.square().sum()
+        return {
+            "excess": float(squares / 2),
+            "distance": float((x - self.truth).norm()),
+            "gradient_norm": float(self._gradient(x).norm()),
+        }
+
+    def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
+        return scores + noise
+
+    def _losses(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return (scores - targets).square() / 2
+
+    def _slopes(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return scores - targets
+
+
+@dataclass(kw_only=True)
+class LogisticRegression(_LinearModel):
+    """Two classes, y = -1 or 1, l = log(1 + exp(-y_r a_rᵀ x)); see `_LinearModel` for the arguments.
+
+    Metrics: ``accuracy`` on all rows, ``gradient_norm``.
+    """
+
+    dimension: int = 100
+    rows: int = 1000
+    noise: float = 1.0
+    regularisation: float = 0.1
+
+    def metrics(self, x: Tensor) -> dict[str, float]:
+        """See the class."""
+        right = (self.features @ x) * self.targets > 0
+        return {"accuracy": float(right.double().mean()), "gradient_norm": float(self._gradient(x).norm())}
+
+    def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
+        return torch.where(scores + noise > 0, 1.0, -1.0).to(self.dtype)
+
+    def _losses(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return F.softplus(-targets * scores)
+
+    def _slopes(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return -targets * torch.sigmoid(-targets * scores)
+
+
+@dataclass
+class DigitsMLP:
+    """scikit-learn's digits, 1400 to train on and 397 to test, and a network 64-``hidden``-10 with ReLU.
+
+    Args:
+        batch: samples of one worker's gradient, drawn from its own with replacement.
+        hidden: width of the hidden layer.
+        by_label: deal the samples to workers in the order of their labels, so that workers differ.
+        seed: of all random numbers.
+        dtype: of x; fp32 or fp64.
+
+    The loss is the cross entropy of the training samples. Metrics: ``accuracy`` on the test samples.
+
+    Raises:
+        ImportError: scikit-learn is missing.
+    """
+
+    batch: int = 32
+    hidden: int = 128
+    by_label: bool = False
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    TRAINING = 1400
+
+    def __post_init__(self) -> None:
+        _at_least(1, batch=self.batch, hidden=self.hidden)
+        try:
+            datasets = importlib.import_module("sklearn.datasets")
+        except ImportError as error:
+            raise ImportError("DigitsMLP needs scikit-learn: pip install 'lightning-gqsgd[recipes]'") from error
+        digits = datasets.load_digits()
+        order = torch.randperm(len(digits.target), generator=_generator(self.seed, 0))
+        images = torch.from_numpy(digits.data).to(self.dtype)[order] / 16
+        labels = torch.from_numpy(digits.target).long()[order]
+        self._test = images[self.TRAINING :], labels[self.TRAINING :]
+        images, labels = images[: self.TRAINING], labels[: self.TRAINING]
+        if self.by_label:
+            order = labels.argsort(stable=True)
+            images, labels = images[order], labels[order]
+        self._images, self._labels = images, labels
+        self._shapes = [(64, self.hidden), (self.hidden,), (self.hidden, 10), (10,)]
+        sizes = [math.prod(shape) for shape in self._shapes]
+        self.segments = [Segment(number, size, raw=size < MIN_NUMEL) for number, size in enumerate(sizes)]
+
+    def start(self) -> Tensor:
+        """Weights and biases uniform up to the inputs' number to the power of -½, as `torch.nn.Linear` has them."""
+        generator, parts = _generator(self.seed, 1), []
+        for shape, inputs in zip(self._shapes, (64, 64, self.hidden, self.hidden), strict=True):
+            uniform = torch.rand(math.prod(shape), generator=generator, dtype=self.dtype) * 2 - 1
+            parts.append(uniform / math.sqrt(inputs))
+        return torch.cat(parts)
+
+    def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
+        """See `Problem.gradients`."""
+        first = _dealt(len(self._labels), workers)
+        some = _drawn(first, self.batch, _generator(self.seed, 2, step))
+        each = x.detach().repeat(workers, 1).requires_grad_()
+        losses = F.cross_entropy(
+            self._logits(each, self._images[some]).flatten(0, 1), self._labels[some].flatten(), reduction="none"
+        )
+        shares = first.diff().to(x) * workers / len(self._labels)
+        return torch.autograd.grad((losses.view(workers, -1).mean(1) * shares).sum(), each)[0]
+
+    def loss(self, x: Tensor) -> float:
+        """Of the training samples."""
+        return float(F.cross_entropy(self._logits(x[None], self._images[None])[0], self._labels))
+
+    def metrics(self, x: Tensor) -> dict[str, float]:
+        """See the class."""
+        images, labels = self._test
+        right = self._logits(x[None], images[None])[0].argmax(1) == labels
+        return {"accuracy": float(right.double().mean())}
+
+    def _logits(self, x: Tensor, images: Tensor) -> Tensor:
+        """[workers, samples, 10] of parameters [workers, d] and images [workers, samples, 64]."""
+        flat = x.split([segment.numel for segment in self.segments], dim=1)
+        into, bias, out, last = (one.view(-1, *shape) for one, shape in zip(flat, self._shapes, strict=True))
+        return torch.relu(images @ into + bias[:, None]) @ out + last[:, None]
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    """A generator of its own for each tuple of a seed, a use and perhaps a step."""
+    seed, use, step = (*numbers, 0)[:3]
+    return torch.Generator().manual_seed(((seed * 8 + use) << 32) + step)
+
+
+def _dealt(rows: int, workers: int) -> Tensor:
+    """First row of each worker, and the number of rows: [workers + 1]."""
+    if workers > rows:
+        raise ConfigError(f"workers={workers} are more than the {rows} rows of the problem; take at most {rows}")
+    return torch.arange(workers + 1) * rows // workers
+
+
+def _drawn(first: Tensor, batch: int, generator: torch.Generator) -> Tensor:
+    """Numbers of rows, ``batch`` of each worker's own: [workers, batch]."""
+    uniform = torch.rand(len(first) - 1, batch, generator=generator, dtype=torch.float64)
+    return first[:-1, None] + (uniform * first.diff()[:, None]).long()
+
+
+def _at_least(low: float, **values: float) -> None:
+    for name, value in values.items():
+        if not low <= value < math.inf:
+            raise ConfigError(f"{name}={value!r} is out of range: at least {low}, and finite")

@@ -1,0 +1,110 @@
+"""What a simulated run recorded: arrays, a table, a picture."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_gqsgd.config import GQSGDConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A run of `simulate.simulate`: R rows, the first before training.
+
+    Attributes:
+        name: of the preset.
+        config: the configuration, with its reducer chosen and the numbers of its memories.
+        workers: number of workers.
+        step: steps done, int64 [R].
+        loss: of the problem, float64 [R], as everything below unless it says otherwise.
+        metrics: of the problem, by name, each [R].
+        bytes_sent: bytes that each worker has sent, int64 [R].
+        relative_error: relative L2 error of the latest mean of gradients; NaN in the first row.
+        wire_bits: bits of one worker's message per coordinate, scales included, in the latest step.
+        parameters: at the end, [d].
+        diverged_at: the step after which parameters or loss were not finite any more, with which the run ended; None if
+            they stayed finite. The rows before it are kept, that step has none.
+    """
+
+    name: str
+    config: GQSGDConfig
+    workers: int
+    step: np.ndarray
+    loss: np.ndarray
+    metrics: dict[str, np.ndarray]
+    bytes_sent: np.ndarray
+    relative_error: np.ndarray
+    wire_bits: np.ndarray
+    parameters: np.ndarray
+    diverged_at: int | None
+
+    def last(self, name: str = "loss", rows: int = 1) -> float:
+        """Mean of the last rows of the loss or a metric; after divergence, infinite or NaN."""
+        if self.diverged_at is not None:
+            return math.inf if name == "loss" else math.nan
+        values = self.loss if name == "loss" else self.metrics[name]
+        return float(values[-rows:].mean())
+
+    def to_dict(self) -> dict[str, np.ndarray]:
+        """All columns by name."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            **self.metrics,
+            "bytes_sent": self.bytes_sent,
+            "relative_error": self.relative_error,
+            "wire_bits": self.wire_bits,
+        }
+
+    def to_pandas(self) -> Any:
+        """All columns as a `pandas.DataFrame`.
+
+        Raises:
+            ImportError: pandas is missing.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise ImportError("Record.to_pandas needs pandas: pip install pandas; or take Record.to_dict") from error
+        return pandas.DataFrame(self.to_dict())
+
+    def plot(self, path: str | Path, *others: Record) -> None:
+        """Write a picture of this and other runs: loss over steps, and over the bytes that a worker sends.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("Record.plot needs matplotlib: pip install 'lightning-gqsgd[recipes]'") from error
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+        runs = (self, *others)
+        for run in runs:
+            label = run.name if run.diverged_at is None else f"{run.name} (diverged at {run.diverged_at})"
+            by_step.plot(run.step, run.loss, label=label)
+            sent = run.bytes_sent > 0  # a logarithmic axis has no zero
+            by_bytes.plot(run.bytes_sent[sent] / 1e6, run.loss[sent])
+        if all((run.loss > 0).all() for run in runs):
+            by_step.set_yscale("log")
+        by_bytes.set_xscale("log")
+        by_step.set(xlabel="step", ylabel="loss")
+        by_bytes.set(xlabel="MB sent per worker")
+        for axes in (by_step, by_bytes):
+            _tidy(axes)
+        by_step.legend(frameon=False, fontsize="small")
+        figure.savefig(path, dpi=150)
+
+
+def _tidy(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)

@@ -1,0 +1,379 @@
+"""The smallest experiment of every system of the literature, with the numbers that were found before in docstrings.
+
+A simulation of each system by itself gave those numbers (one seed, d and n as here, other random numbers); the
+objects of the product have to give the same relations, and orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd import theory
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import StabilityWarning
+from lightning_gqsgd.problems import DigitsMLP, LeastSquares, LogisticRegression
+from lightning_gqsgd.record import Record
+from lightning_gqsgd.simulate import VirtualRanks, average, relative_error, simulate
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: more threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(seed: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def virtual(ranks: int, numel: int, preset: str | None = None, **fields: Any) -> VirtualRanks:
+    return VirtualRanks(ranks, [Segment(0, numel, raw=False)], torch.float32, preset, **fields)
+
+
+def measured(x: Tensor, preset: str, repeats: int = 40, **fields: Any) -> tuple[float, float, float]:
+    """E|Q(x) - x|²/|x|², non-zero coordinates, and bits of the message, on average over the dither."""
+    rank = virtual(1, x.numel(), preset, **fields)
+    errors, nonzeros, bits = [], [], []
+    for step in range(repeats):
+        found = rank.mean([x], step)
+        errors.append(relative_error(found, [x]) ** 2)
+        nonzeros.append(int(found.count_nonzero()))
+        bits.append(rank.wire_bits * x.numel())
+    return sum(errors) / repeats, sum(nonzeros) / repeats, sum(bits) / repeats
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("levels", "bits", "expected"), [(1, 2, 26), (4, 4, 5.8), (16, 6, 0.91), (64, 8, 0.094)])
+def test_qsgd(levels: int, bits: int, expected: float) -> None:
+    """ω, non-zeros and Elias bits of randn³, d = 4096, below the bounds of arXiv 1610.02132: ω <= min(d/s², sqrt(d)/s),
+    E nnz <= s (s + sqrt d), theorem 3.2's bits. Found before: ω .094 to 26, and 1.77 bits per coordinate at s = 64,
+    below 2.8. (The scale takes 2 bytes here, not 4; up to 14 bytes more align it.)"""
+    d = 4096
+    preset = {"levels": levels, "bits": bits, "block_size": d}
+    omega, nonzeros, total = measured(normal(0, d) ** 3, "qsgd_elias", **preset)
+    assert omega < theory.omega_linear(d, levels) <= min(d / levels**2, math.sqrt(d) / levels)
+    assert omega == pytest.approx(expected, rel=0.25)
+    assert nonzeros < levels * (levels + math.sqrt(d))
+    assert nonzeros < theory.expected_nonzeros(d, 1, levels, shared=False)
+    assert total < theory.elias_bits_bound(d, levels)
+    if levels == 64:
+        assert 1.4 * d < total < 1.9 * d
+
+
+def test_natural_compression_has_an_eighth_at_most() -> None:
+    """C_nat of randn exp(2 randn), d = 10⁴: found .070 before for other numbers of that kind, 1/8 at most. None of the
+    127 powers below a block's largest is missed: each |x| goes to the power of two below or above it."""
+    x = normal(1, 10_000) * torch.exp(2 * normal(2, 10_000))
+    omega, _, _ = measured(x, "natural_compression", reducer="gather")
+    assert 0.05 < omega < 1 / 8
+    found = average([x], preset="natural_compression", reducer="gather")[0]
+    below = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
+    assert set((found.abs() / below).tolist()) == {1.0, 2.0}
+    assert torch.equal(found.sign(), x.sign())
+
+
+def test_natural_dithering_against_uniform_levels() -> None:
+    """d = 10⁴, l2 norm. With as many levels, s = 8, uniform ones are much worse: found .115 and 1.32 before. With
+    2^(s-1) uniform levels, s = 4, natural ones are alike, worse by 1/8 at most: found 1.44 and 1.37."""
+    d = 10_000
+    x = normal(1, d) * torch.exp(2 * normal(2, d))
+
+    def of(preset: str, levels: int) -> float:
+        return measured(x, preset, norm="l2", bits=5, levels=levels, block_size=d)[0]
+
+    natural = of("natural_dithering", 8)
+    assert natural < 0.15
+    assert of("qsgd", 8) > 5 * natural
+    natural, uniform = of("natural_dithering", 4), of("qsgd", 8)
+    assert 0.9 * uniform < natural < uniform + 1 / 8
+    assert natural < theory.omega_exponential(d, 4)
+
+
+@pytest.mark.parametrize(("magnitude_bits", "turned", "plain"), [(2, 0.20, 0.79), (3, 0.038, 0.18), (4, 0.008, 0.047)])
+def test_dq_psgd_turns_large_coordinates_into_many_small_ones(magnitude_bits: int, turned: float, plain: float) -> None:
+    """randn³, d = 1024, b bits of magnitude and a sign: errors as parametrised were found before."""
+    fields = {"bits": magnitude_bits + 1, "levels": 2**magnitude_bits - 1, "block_size": 1024, "reducer": "gather"}
+    with_rotation, without = (
+        measured(normal(0, 1024) ** 3, "dq_psgd", rotation=rotation, **fields)[0] for rotation in (True, False)
+    )
+    assert with_rotation == pytest.approx(turned, rel=0.15)
+    assert without == pytest.approx(plain, rel=0.6)  # depends on the largest of 1024 cubes
+    assert without > 3.5 * with_rotation
+
+
+# --- shared scales ----------------------------------------------------------------------------------------------------
+
+
+def shared_scale(gradients: Sequence[Tensor], repeats: int = 10, **fields: Any) -> tuple[float, float]:
+    """θ of the mean of flat gradients, s = 1 under the l2 norm of a block, and non-zero codes of all ranks together."""
+    ranks, d = len(gradients), gradients[0].numel()
+    bits = {"sum": 8, "gather": 2}[fields["reducer"]]
+    ranks_of = virtual(ranks, d, dither="stochastic", levels=1, bits=bits, norm="l2", block_size=d, **fields)
+    squares = sum(float(one.double().square().sum()) for one in gradients) / ranks
+    mean = torch.stack([one.double() for one in gradients]).mean(0)
+    largest = max(float(one.norm()) for one in gradients)
+    errors, nonzeros = 0.0, 0.0
+    for step in range(repeats):
+        found = ranks_of.mean(gradients, step).double()
+        errors += float((found - mean).square().sum()) / repeats
+        nonzeros += float(found.sum()) * ranks / largest / repeats  # codes are 0 or 1
+    return errors / squares, nonzeros
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_theta_of_a_shared_l2_scale_lies_between_qsgd_and_global_qsgd(ranks: int) -> None:
+    """Flat gradients, d = 10⁴, s = 1. Found before: θ = 12.37 for n = 64 under the norm of all ranks' numbers together,
+    1.55 under norms of their own (QSGD), of at most sqrt(nd)/n and sqrt(d)/n.
+
+    A shared scale is the largest of the ranks' norms a_i here, which lies between these. Per rank the error is at most
+    sqrt(d) a_i max a (y (1-y) summed), so θ <= sqrt(d)/n max a Σ a_i / Σ a_i². That is QSGD's for equal norms; it is
+    largest, (1 + sqrt n)/2 as much, where one rank's norm is 1 + sqrt n times all others', never Global-QSGD's sqrt n.
+    """
+    d = 10_000
+    flat = torch.ones(d)
+    qsgd, worst = math.sqrt(d) / ranks, (1 + math.sqrt(ranks)) / 2
+    equal, codes = shared_scale([flat] * ranks, reducer="sum")
+    assert equal == pytest.approx(qsgd - 1 / ranks, rel=0.03)
+    assert codes == pytest.approx(ranks * math.sqrt(d), rel=0.03)
+    uneven = [flat, *[flat / (1 + math.sqrt(ranks))] * (ranks - 1)]
+    theta, _ = shared_scale(uneven, reducer="sum")
+    assert theta == pytest.approx(qsgd * worst - 1 / ranks, rel=0.03)
+    assert theta < theory.theta_linear(d, ranks, 1)
+    own, _ = shared_scale(uneven, reducer="gather")
+    assert own == pytest.approx(qsgd - 1 / ranks, rel=0.03)
+
+
+def test_theta_and_nonzeros_under_one_norm_of_all_ranks() -> None:
+    """The same with Global-QSGD's norm: n = 4 gradients of 10⁴ as one block of 4·10⁴. Found before: θ = 49.7 of at most
+    sqrt(nd)/n = 50, and for n = 64 795 non-zeros in total against QSGD's 6399, sqrt(n) as many."""
+    ranks, d = 4, 10_000
+    together = torch.ones(ranks * d)
+    omega, nonzeros, _ = measured(together, "qsgd", 100, bits=2, levels=1, norm="l2", block_size=ranks * d)
+    assert omega / ranks == pytest.approx(theory.theta_linear(d, ranks, 1) - 1 / ranks, rel=0.03)
+    assert nonzeros == pytest.approx(math.sqrt(ranks * d), rel=0.03)
+    assert nonzeros < 1.02 * theory.expected_nonzeros(d, ranks, 1, shared=True)  # its mean is; chance adds a little
+    own = ranks * measured(torch.ones(d), "qsgd", 100, bits=2, levels=1, norm="l2", block_size=d)[1]
+    assert own < 1.02 * theory.expected_nonzeros(d, ranks, 1, shared=False)
+    assert own / nonzeros == pytest.approx(math.sqrt(ranks), rel=0.05)
+
+
+# --- powers of two, added in pairs or exactly -------------------------------------------------------------------------
+
+
+def powers_of_two(gradients: Sequence[Tensor], reducer: str) -> float:
+    """Relative squared error of the mean."""
+    found = average(gradients, codec="exponential", bits=8, reducer=reducer)[0]
+    return relative_error(found, gradients) ** 2
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 64])
+def test_a_tree_of_powers_of_two_does_not_average_its_noise_away(ranks: int) -> None:
+    """Found before for aligned gradients, θ n/n: .080, .084 and .083 for equal ones, .106, .101 and .094 with noise of
+    half the signal, whatever n. Exact sums of the same codes have 1/n of one rounding, and two shots one more, of the
+    mean."""
+    d = 1 << 16
+    shared = normal(0, d)
+    equal = [shared] * ranks
+    noisy = [shared + 0.5 * normal(1 + rank, d) for rank in range(ranks)]
+    assert powers_of_two(equal, "tree") == pytest.approx(0.08, rel=0.1)
+    assert powers_of_two(noisy, "tree") == pytest.approx(0.115, rel=0.2)
+    assert powers_of_two(equal, "tree") < theory.tree_second_moment(ranks, aligned=True)
+    assert powers_of_two(equal, "gather") == pytest.approx(0.08 / ranks, rel=0.1)
+    assert powers_of_two(noisy, "two_shot") < 0.11
+
+
+@pytest.mark.parametrize(("ranks", "tree", "exact"), [(4, 0.21, 0.063), (16, 0.26, 0.033), (64, 0.22, 0.011)])
+def test_exact_sums_of_powers_of_two_against_a_tree(ranks: int, tree: float, exact: float) -> None:
+    """Normal gradients with a tenth of their power in common: the errors parametrised were found before."""
+    d = 1 << 16
+    shared = normal(0, d)
+    gradients = [math.sqrt(0.1) * shared + math.sqrt(0.9) * normal(1 + rank, d) for rank in range(ranks)]
+    assert powers_of_two(gradients, "tree") == pytest.approx(tree, rel=0.1)
+    assert powers_of_two(gradients, "gather") == pytest.approx(exact, rel=0.1)
+    assert powers_of_two(gradients, "two_shot") < 0.75 * powers_of_two(gradients, "tree")
+
+
+# --- rate and distortion ----------------------------------------------------------------------------------------------
+
+CODECS: list[tuple[str, dict[str, Any]]] = [
+    *((preset, {}) for preset in ("gqsgd", "gqsgd_4bit", "gqsgd_sum", "gqsgd_exponential", "gqsgd_exponential_tree")),
+    *((preset, {}) for preset in ("qsgd", "terngrad", "natural_compression", "natural_dithering", "dq_psgd")),
+    *(("gqsgd", {"bits": bits, "reducer": "gather"}) for bits in range(1, 7)),
+    *(("qsgd_elias", {"bits": bits, "norm": norm}) for bits in range(2, 6) for norm in ("l2", "max")),
+    ("comp_ams", {"memory": "none"}),
+    ("topk_ef", {"memory": "none"}),
+]
+
+
+@pytest.mark.parametrize(("preset", "fields"), CODECS)
+def test_no_codec_is_below_the_ceo_bound(preset: str, fields: dict[str, Any]) -> None:
+    """n = 10 ranks see a normal X with noise as strong as it. Nor, with each message decoded by itself, below the bound
+    for that; nor is the mean scaled down as is best, by its correlation with X."""
+    ranks, d = 10, 1 << 15
+    signal = normal(0, d)
+    gradients = [signal + normal(1 + rank, d) for rank in range(ranks)]
+    ranks_of = virtual(ranks, d, preset, **fields)
+    mean, bits = ranks_of.mean(gradients, 0), ranks_of.wire_bits
+    scaled = float(mean @ signal / (mean @ mean))
+    least = 1 / (1 + ranks)  # of the uncompressed gradients
+    for estimate in (mean, scaled * mean):
+        error = float((estimate - signal).square().mean())
+        if error > 1.03 * least:  # below, chance decides
+            assert theory.gap(bits, error, ranks, 1.0, 1.0) > 0
+            assert ranks * bits > theory.independent_rate(error, ranks, 1.0, 1.0)
+
+
+def test_ceo_rate_of_the_example() -> None:
+    """Found before at D = .109, n = 10, equal variances: 13.8 bits of all ranks together, 16.5 if each is decoded by
+    itself, and 19.8 for a dithered scalar quantiser with an entropy coder. Ours takes 31 for .112, without one."""
+    assert theory.ceo_rate(0.109, 10, 1.0, 1.0) == pytest.approx(13.8, abs=0.1)
+    assert theory.independent_rate(0.109, 10, 1.0, 1.0) == pytest.approx(16.5, abs=0.1)
+    d = 1 << 15
+    signal = normal(0, d)
+    gradients = [signal + normal(1 + rank, d) for rank in range(10)]
+    ranks_of = virtual(10, d, "gqsgd", bits=3, reducer="gather")
+    error = float((ranks_of.mean(gradients, 0) - signal).square().mean())
+    assert error == pytest.approx(0.112, abs=0.003)
+    assert 10 * ranks_of.wire_bits > 19.8
+
+
+# --- training: convex -------------------------------------------------------------------------------------------------
+
+
+REGRESSION = LeastSquares(dimension=256, rows=10_000, batch=64, noise=0.1, scale=0.25)
+
+
+def test_ecq_sgd_is_as_good_as_no_compression() -> None:
+    """Least squares, d = 256, 4 workers, batches of 64, s = 4. |w - w*|² found before: .00547 without, .00746 QSGD,
+    .00548 ECQ(.2, 1), .00579 ECQ(.2, .9)."""
+
+    def error(preset: str, **fields: Any) -> float:
+        run = simulate(preset, REGRESSION, workers=4, steps=1200, lr=0.16, record_every=20, progress=False, **fields)
+        return float((run.metrics["distance"][-15:] ** 2).mean())
+
+    exact, qsgd, ecq = error("ddp"), error("ecq_sgd", memory="none"), error("ecq_sgd")
+    assert 0.95 * exact < ecq < 1.1 * exact
+    assert error("ecq_sgd", memory={"alpha": 0.2, "beta": 0.9, "rho": 0.0}) < 1.2 * exact
+    assert qsgd > 1.25 * exact
+
+
+def test_classic_error_feedback_diverges_with_an_unbiased_codec_of_large_variance() -> None:
+    """ECQ(1, 1) on the same problem: λ = ω = 4, and it warns of that."""
+    with pytest.warns(StabilityWarning, match="λ = alpha² ω"):
+        run = simulate("ecq_sgd", REGRESSION, workers=4, steps=1200, lr=0.16, progress=False, memory="ef")
+    assert run.diverged_at is not None
+    assert run.last() == math.inf
+
+
+def test_memory_takes_away_what_differs_between_workers() -> None:
+    """Least squares, d = 20, 10 workers with a truth of their own each, full gradients, s = 1. The loss goes to 0 with
+    memory (DIANA, Artemis, DORE), and stalls without: found before, .17 for QSGD and .84 for Bi-QSGD."""
+    problem = LeastSquares(dimension=20, rows=1000, parts=10, spread=1.0, noise=0.0, dtype=torch.float64)
+    lr = 1 / 7 / problem.smoothness  # ω <= 24/4 in a block of 24, and a block is the least that d fits in
+
+    def excess(preset: str, **fields: Any) -> float:
+        run = simulate(
+            preset, problem, workers=10, steps=350, lr=lr, record_every=5, progress=False, block_size=24, **fields
+        )
+        return float(run.metrics["excess"][-20:].mean())
+
+    for preset in ("diana", "artemis", "dore"):
+        assert excess(preset) < 1e-9
+    one_way, both_ways = excess("diana", memory="none"), excess("artemis", memory="none")
+    assert one_way > 0.02
+    assert both_ways > 2 * one_way
+
+
+def _amsgrad(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.002, betas=(0.9, 0.99), amsgrad=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["sign", "top_k"])
+def test_compressed_amsgrad(codec: str) -> None:
+    """Logistic regression, d = 100, 5 workers with a truth of their own each, full gradients, signs or the largest 5 %:
+    |∇f| of no compression <~ CD-Adam << COMP-AMS << no memory. Found before after 3000 steps: signs 3e-16, 9e-13, 5e-4,
+    8e-2; largest 3e-16, 4e-4, 3e-3, 9e-2.
+
+    CD-Adam converges linearly if x moves slowly, and how far it comes depends on that: at 5 times this step its
+    references cannot follow the gradients, and after 2000 steps it is above COMP-AMS, with signs at 2e-2. Its equations
+    written out do the same (test_equivalences).
+    """
+    problem = LogisticRegression(
+        dimension=100, rows=500, parts=5, spread=1.0, scale=0.3, regularisation=0.1, dtype=torch.float64
+    )
+    largest = {"codec": "top_k", "bits": 32, "density": 0.045}  # of 100, rounded up
+    fields: dict[str, Any] = {"block_size": 104, **(largest if codec == "top_k" else {})}
+
+    def slope(preset: str, **more: Any) -> float:
+        run = simulate(preset, problem, workers=5, steps=2000, optimizer=_amsgrad, progress=False, **more)
+        return run.last("gradient_norm", 10)
+
+    exact, cd_adam = slope("ddp"), slope("cd_adam", **fields)
+    comp_ams, naive = slope("comp_ams", **fields), slope("comp_ams", memory="none", **fields)
+    assert exact < 1e-13
+    assert exact < cd_adam < comp_ams / 10
+    assert comp_ams < naive / 10
+    assert naive > 0.03
+
+
+# --- training: a network ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def train() -> Callable[..., Record]:
+    """Runs of 600 steps of 4 workers with batches of 32 on the digits; each one once."""
+    problem, runs = DigitsMLP(), {}
+
+    def run(preset: str, **fields: Any) -> Record:
+        key = (preset, *sorted(fields.items()))
+        if key not in runs:
+            runs[key] = simulate(preset, problem, workers=4, steps=600, lr=0.2, progress=False, **fields)
+        return runs[key]
+
+    return run
+
+
+@pytest.mark.parametrize("clip", [0.0, 2.5])
+@pytest.mark.parametrize("scale", ["global", "local"])
+def test_terngrad_is_within_two_points(train: Callable[..., Record], clip: float, scale: str) -> None:
+    """Found before: .980 to .982 uncompressed and for all four, at 2 bits. (Here, .960 and more: other digits are left
+    to test on.)"""
+    run = train("terngrad", clip=clip, scale=scale)
+    assert run.last("accuracy") > train("ddp").last("accuracy") - 0.02
+    assert run.last() < 1.25 * train("ddp").last()
+    assert run.bytes_sent[-1] < train("ddp").bytes_sent[-1] / 6  # 3 messages of 2 bits for 1.5 of 32, and biases
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields"),
+    [("qsgd", {}), ("natural_compression", {}), ("gqsgd", {}), ("gqsgd_4bit", {}), ("topk_ef", {}), ("signsgd_ef", {})],
+)
+def test_training_as_well_as_uncompressed(train: Callable[..., Record], preset: str, fields: dict[str, Any]) -> None:
+    """Within a point or two, and nearly the same loss. Found before: QSGD at 4 bits .977, natural compression .977,
+    uncompressed .980."""
+    run = train(preset, **fields)
+    points = 0.02 if preset in ("topk_ef", "signsgd_ef") else 0.01
+    assert run.last("accuracy") > train("ddp").last("accuracy") - points
+    assert run.last() == pytest.approx(train("ddp").last(), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "without"),
+    [("topk_ef", {"memory": "none"}), ("signsgd_ef", {"memory": "none", "memory_down": "none"})],
+)
+def test_error_feedback_is_needed(train: Callable[..., Record], preset: str, without: dict[str, str]) -> None:
+    """Without it, the loss is twice as large and the accuracy lower."""
+    assert train(preset, **without).last() > 1.6 * train(preset).last()
+    assert train(preset, **without).last("accuracy") < train(preset).last("accuracy") - 0.005
