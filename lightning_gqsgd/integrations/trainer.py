@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd.config import GQSGDConfig, Memory
 from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.integrations.distributed import after_setup, split_arguments
 from lightning_gqsgd.telemetry import Telemetry
@@ -24,8 +25,7 @@ class TrainerMixin(_Base):
 
     Args:
         preset: name of a preset (default ``gqsgd``); the fields below replace its values.
-        codec, bits, block_size, scale, dither, reducer, min_numel, exclude, warmup_steps, seed, sample_every: fields of
-            `GQSGDConfig`; None keeps the preset's.
+        codec to sample_every: fields of `GQSGDConfig`; None keeps the preset's, so for no memory, it is ``"none"``.
         telemetry: add the callback that logs counters, unless the Trainer has one.
         **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel.
 
@@ -39,10 +39,21 @@ class TrainerMixin(_Base):
         preset: str | None = None,
         codec: str | None = None,
         bits: int | None = None,
+        levels: int | None = None,
+        mantissa: int | None = None,
+        density: float | None = None,
         block_size: int | None = None,
+        norm: str | None = None,
+        clip: float | None = None,
         scale: str | None = None,
+        scale_per: str | None = None,
         dither: str | None = None,
+        rotation: bool | None = None,
+        coder: str | None = None,
         reducer: str | None = None,
+        # The dictionary first: jsonargparse takes the first type that fits, and a Memory needs all three numbers.
+        memory: str | dict[str, float | None] | Memory | None = None,
+        memory_down: str | dict[str, float | None] | Memory | None = None,
         min_numel: int | None = None,
         exclude: Sequence[str] | None = None,
         warmup_steps: int | None = None,
@@ -51,20 +62,9 @@ class TrainerMixin(_Base):
         telemetry: bool = True,
         **kwargs: Any,
     ) -> None:
-        given = {
-            "codec": codec,
-            "bits": bits,
-            "block_size": block_size,
-            "scale": scale,
-            "dither": dither,
-            "reducer": reducer,
-            "min_numel": min_numel,
-            "exclude": exclude,
-            "warmup_steps": warmup_steps,
-            "seed": seed,
-            "sample_every": sample_every,
-        }
-        fields = {name: value for name, value in given.items() if value is not None}
+        given = locals()
+        named = {name: given[name] for name in GQSGDConfig.field_names()}
+        fields = {name: value for name, value in named.items() if value is not None}
         (base,) = (one for one in type(self).__mro__ if one.__name__ == "DDPStrategy")
         self.gqsgd_config, rest = split_arguments(type(self), base, preset, {**fields, **kwargs})
         super().__init__(**rest)

@@ -15,12 +15,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from lightning_gqsgd.presets import PRESETS
+
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CELL_FILE = "cell.json"
 RESULT_FILE = "result.json"
 
 LAUNCHERS = ("lightning", "netlab")
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
+
+#: What ``strategy=all`` stands for: every preset, and the baselines that run on every device (powersgd needs CUDA).
+ALL_STRATEGIES = ("ddp", "ddp_bf16", *PRESETS)
 
 
 class PlanError(ValueError):
@@ -96,8 +101,9 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     Raises:
         PlanError: no experiment, a malformed setting, or a configuration that cannot be composed.
     """
+    arguments = [_without_all(argument) for argument in arguments]
     try:
-        overrides = OverridesParser.create().parse_overrides(list(arguments))
+        overrides = OverridesParser.create().parse_overrides(arguments)
     except Exception as error:  # Hydra's parser raises ANTLR's errors as well as its own
         raise PlanError(f"cannot read {' '.join(arguments)!r}: {error}") from error
     own = [field.name for field in fields(Settings)]
@@ -117,6 +123,16 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
     cells.sort(key=lambda cell: (cell.seed, first[cell.variant]))
     return Plan(settings, experiment, folder, tuple(cells))
+
+
+def _without_all(argument: str) -> str:
+    """The argument, with the names of all strategies in place of "all"."""
+    key, _, value = argument.partition("=")
+    if key != "strategy" or "all" not in value.split(","):
+        return argument
+    if value != "all":
+        raise PlanError(f"{argument}: 'all' includes the others; take strategy=all, or a list of names")
+    return f"strategy={','.join(ALL_STRATEGIES)}"
 
 
 def _settings(overrides: Sequence[Override]) -> Settings:

@@ -1,4 +1,4 @@
-"""Pictures of runs, about 900 pixels wide."""
+"""Pictures of runs, 900 pixels wide, or 1350 with many variants."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-from recipes.comparison.results import Curve, Run
+from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.theory import bits_at
+from recipes.comparison.labels import place_labels
+from recipes.comparison.results import Curve, Line, Run
 
 Axis = Literal["time", "epoch", "mb_sent"]
 
 LABELS: dict[Axis, str] = {"time": "training time (s)", "epoch": "epochs", "mb_sent": "gradients sent per process (MB)"}
 
-#: One colour per strategy in every picture (Okabe and Ito's palette, distinguishable with colour blindness).
+#: One colour per strategy in every picture (the first are Okabe and Ito's, distinguishable with colour blindness).
 COLOURS = {
     "ddp": "#4d4d4d",
     "ddp_bf16": "#56b4e9",
@@ -28,8 +36,32 @@ COLOURS = {
     "powersgd": "#cc79a7",
     "gqsgd": "#d55e00",
     "gqsgd_4bit": "#009e73",
+    "gqsgd_sum": "#e69f00",
+    "gqsgd_exponential": "#8c510a",
+    "gqsgd_exponential_tree": "#bf9b5a",
+    "qsgd": "#2c4fa3",
+    "qsgd_elias": "#7b6fd0",
+    "terngrad": "#b2182b",
+    "natural_compression": "#1b7837",
+    "natural_dithering": "#7fae2f",
+    "dq_psgd": "#e0268a",
+    "ecq_sgd": "#7b3294",
+    "diana": "#00a5b5",
+    "artemis": "#00687a",
+    "dore": "#5cb8a0",
+    "cd_adam": "#ee6a50",
+    "comp_ams": "#a8799f",
+    "signsgd_ef": "#882255",
+    "topk_ef": "#8f8f2d",
 }
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")
+
+#: With more variants than these, curves would hide each other: each gets a panel of its own.
+MANY = 8
+PANELS_PER_ROW = 5
+
+#: Fewer points do not make a picture of a family.
+LEAST_FAMILY = 3
 
 STYLE: Any = {
     "font.family": "DejaVu Sans",
@@ -57,48 +89,196 @@ DPI = 150
 
 def colours(variants: Sequence[str]) -> dict[str, str]:
     """A colour for each variant: that of its strategy, or the next of the others."""
-    others = itertools.cycle(OTHERS)
+    taken = {COLOURS.get(variant) for variant in variants}
+    others = itertools.cycle([one for one in OTHERS if one not in taken] or OTHERS)
     return {variant: COLOURS.get(variant) or next(others) for variant in variants}
 
 
 def save_curves(variants: dict[str, list[Run]], axis: Axis, title: str, file: Path, target: float = math.nan) -> None:
-    """Validation accuracy of every variant against ``axis``: the mean over seeds, with the range of the seeds."""
+    """Validation accuracy of every variant against ``axis``: the mean over seeds, with the range of the seeds.
+
+    One picture up to `MANY` variants, otherwise a panel for each, with all others in grey behind.
+    """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.subplots()
-        chosen = colours(list(variants))
-        for variant, runs in variants.items():
-            x, curves = _on_common_grid([getattr(run, axis) for run in runs], [run.accuracy for run in runs])
-            if not x.size:
-                continue
-            few = x.size <= 30 and len(runs) == 1
-            axes.plot(x, curves.mean(0), color=chosen[variant], label=variant, lw=1.8, marker="o" if few else "", ms=3)
-            if len(runs) > 1:
-                axes.fill_between(x, curves.min(0), curves.max(0), color=chosen[variant], alpha=0.18, lw=0)
-        _finish_accuracy_axis(axes, [run.accuracy for runs in variants.values() for run in runs])
+        draw = _draw_together if len(variants) <= MANY else _draw_panels
+        draw(variants, axis, title, target).savefig(file, dpi=DPI)
+
+
+def _draw_together(variants: dict[str, list[Run]], axis: Axis, title: str, target: float) -> Figure:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    chosen = colours(list(variants))
+    for variant, runs in variants.items():
+        _draw_curve(axes, runs, axis, chosen[variant], variant)
+    _finish_accuracy_axis(axes, [run.accuracy for runs in variants.values() for run in runs])
+    if not math.isnan(target):
+        axes.axhline(target, color="#aaaaaa", lw=0.9, ls=(0, (4, 3)), zorder=1)
+        axes.annotate(
+            f"target\n{100 * target:.1f}%",
+            (1, target),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color="#777777",
+            fontsize=7.5,
+        )
+    _finish_progress_axis(axes, variants, axis, ticks=7)
+    axes.set_xlabel(LABELS[axis])
+    axes.set_ylabel("validation accuracy")
+    axes.set_title(title)
+    if len(variants) > 1:
+        axes.legend(loc="best", title=_seeds(variants), title_fontsize=7.5, alignment="left")
+    return figure
+
+
+def _draw_panels(variants: dict[str, list[Run]], axis: Axis, title: str, target: float) -> Figure:
+    rows = -(-len(variants) // PANELS_PER_ROW)
+    figure = Figure(figsize=(1.5 * SIZE[0], 0.9 + 1.35 * rows), layout="constrained")
+    grid = figure.subplots(rows, PANELS_PER_ROW, sharex=True, sharey=True, squeeze=False)
+    chosen = colours(list(variants))
+    means = [
+        _on_common_grid([getattr(run, axis) for run in runs], [run.accuracy for run in runs])
+        for runs in variants.values()
+    ]
+    for axes, (variant, runs) in zip(grid.flat, variants.items(), strict=False):
+        for x, curves in means:
+            if x.size:
+                axes.plot(x, curves.mean(0), color="#d9d9d9", lw=0.6, zorder=1)
+        _draw_curve(axes, runs, axis, chosen[variant], variant)
         if not math.isnan(target):
-            axes.axhline(target, color="#aaaaaa", lw=0.9, ls=(0, (4, 3)), zorder=1)
-            axes.annotate(
-                f"target\n{100 * target:.1f}%",
-                (1, target),
-                xycoords=("axes fraction", "data"),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                color="#777777",
-                fontsize=7.5,
-            )
-        if axis == "mb_sent":
-            _log_megabytes(axes, [run.mb_sent for runs in variants.values() for run in runs])
-        else:
-            axes.set_xlim(left=0)
-            axes.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10], integer=axis == "epoch"))
-        axes.set_xlabel(LABELS[axis])
-        axes.set_ylabel("validation accuracy")
+            axes.axhline(target, color="#999999", lw=0.7, ls=(0, (4, 3)), zorder=1)
+        final = np.mean([run.final for run in runs])
+        axes.set_title(variant, color=chosen[variant], fontsize=8, fontweight="normal", pad=3)
+        axes.annotate(
+            "" if math.isnan(final) else f"{100 * final:.1f}%",
+            (0.97, 0.06),
+            xycoords="axes fraction",
+            ha="right",
+            color=chosen[variant],
+            fontsize=8,
+        )
+        axes.tick_params(labelsize=7.5, length=2)
+    for place in range(len(variants), grid.size):
+        grid.flat[place].set_visible(False)
+        grid.flat[place - PANELS_PER_ROW].tick_params(labelbottom=True)
+    first = grid[0, 0]
+    _spread_accuracy_axis(first, [run.accuracy for runs in variants.values() for run in runs])
+    _finish_progress_axis(first, variants, axis, ticks=4)
+    figure.supxlabel(LABELS[axis], fontsize=9, color="#333333")
+    notes = [] if math.isnan(target) else [f"dashed: target, {100 * target:.1f}%"]
+    notes += [note] if (note := _seeds(variants)) else []
+    figure.supylabel("validation accuracy", fontsize=9, color="#333333")
+    figure.suptitle("  |  ".join([title, "in numbers: final accuracy", *notes]), x=0.01, ha="left", fontsize=9)
+    return figure
+
+
+def _draw_curve(axes: Axes, runs: Sequence[Run], axis: Axis, colour: str, label: str) -> None:
+    x, curves = _on_common_grid([getattr(run, axis) for run in runs], [run.accuracy for run in runs])
+    if not x.size:
+        return
+    few = x.size <= 30 and len(runs) == 1
+    axes.plot(x, curves.mean(0), color=colour, label=label, lw=1.8, marker="o" if few else "", ms=3)
+    if len(runs) > 1:
+        axes.fill_between(x, curves.min(0), curves.max(0), color=colour, alpha=0.18, lw=0)
+
+
+def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
+    """Error against message bits of every variant that has both, with the bound; False, and no file, for too few."""
+    known = [line for line in lines if not math.isnan(line.bits_above_bound)]
+    if len(known) < LEAST_FAMILY:
+        return False
+    chosen = colours([line.variant for line in lines])
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(1.5 * SIZE[0], 1.5 * SIZE[1]), layout="constrained")
+        axes = figure.subplots()
+        _draw_bound(axes, known)
+        for line in known:
+            colour, round_ = chosen[line.variant], not _has_memory(line.variant)
+            x, y = line.message_bits, line.rel_l2
+            axes.plot([bits_at(y), x], [y, y], color=colour, lw=1.0, alpha=0.35, zorder=2, solid_capstyle="butt")
+            axes.plot(x, y, "o" if round_ else "D", color=colour, ms=7 if round_ else 6, mec="white", mew=0.9, zorder=4)
+        axes.set_xlabel(
+            "message bits per coordinate (one rank's gradient, scales and uncompressed parameters included)"
+        )
+        axes.set_ylabel("relative L2 error of the gradients' mean, r")
         axes.set_title(title)
-        if len(variants) > 1:
-            axes.legend(loc="best", title=_seeds(variants), title_fontsize=7.5, alignment="left")
+        axes.grid(visible=False, axis="x")
+        _label_family(figure, axes, known, chosen, _family_legend(axes, known))
         figure.savefig(file, dpi=DPI)
+    return True
+
+
+def _draw_bound(axes: Axes, known: Sequence[Line]) -> None:
+    """Limits, and the line r = 2^-b with what lies below it shaded."""
+    most = 1.14 * max(line.message_bits for line in known)
+    low = min(line.rel_l2 for line in known) / 2
+    high = max(2.0, 1.7 * max(line.rel_l2 for line in known))
+    axes.set_yscale("log")
+    axes.set_xlim(0, most)
+    axes.set_ylim(low, high)
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    decades = math.log10(high / low)
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if decades < 3.5 else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    bits = np.array([0.0, most])
+    axes.fill_between(bits, low, 2.0**-bits, color="#f1f1f4", lw=0, zorder=0)
+    axes.plot(bits, 2.0**-bits, color="#555555", lw=1.3, zorder=1)
+
+
+def _family_legend(axes: Axes, known: Sequence[Line]) -> Legend:
+    grey: dict[str, Any] = {"color": "#777777", "ls": "", "mec": "white"}
+    handles: list[Patch | Line2D] = [
+        Line2D([], [], color="#555555", lw=1.3, label="bound r = 2$^{-b}$ for independent normal gradients"),
+        Line2D([], [], color="#777777", lw=1.0, alpha=0.5, label="bits above the bound"),
+        Line2D([], [], marker="o", ms=7, label="every gradient by itself", **grey),
+    ]
+    if any(_has_memory(line.variant) for line in known):
+        handles.append(Line2D([], [], marker="D", ms=6, label="with a memory of earlier steps", **grey))
+    return axes.legend(handles=handles, loc="upper right", fontsize=8)
+
+
+def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dict[str, str], legend: Legend) -> None:
+    """Names next to their points, with a leader where there is no room near by."""
+    labels: list[Annotation] = [
+        axes.annotate(
+            line.variant, (line.message_bits, line.rel_l2), color=chosen[line.variant], fontsize=8.5, zorder=5
+        )
+        for line in known
+    ]
+    for label in labels:
+        label.set_in_layout(False)
+        label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
+    figure.draw_without_rendering()  # the layout decides where points are
+    figure.set_layout_engine("none")
+    points = [tuple(axes.transData.transform((line.message_bits, line.rel_l2))) for line in known]
+    frames = [label.get_window_extent() for label in labels]
+    bounds, corner = axes.get_window_extent(), legend.get_window_extent()
+    places = place_labels(
+        points,
+        [(frame.width + 4, frame.height + 2) for frame in frames],
+        (bounds.x0, bounds.y0, bounds.x1, bounds.y1),
+        gap=figure.dpi / 72 * 7,
+        taken=[(corner.x0, corner.y0, corner.x1, corner.y1)],
+    )
+    for label, point, (left, bottom, right, top), line in zip(labels, points, places, known, strict=True):
+        to_points = 72 / figure.dpi
+        middle = (left + right) / 2, (bottom + top) / 2
+        label.set_position(((middle[0] - point[0]) * to_points, (middle[1] - point[1]) * to_points))
+        label.set_anncoords("offset points")
+        label.set_horizontalalignment("center")
+        label.set_verticalalignment("center")
+        edge = min(max(point[0], left), right), min(max(point[1], bottom), top)
+        if math.dist(edge, point) > figure.dpi / 72 * 9:
+            ends = axes.transData.inverted().transform([point, edge])
+            axes.plot(*ends.T, color=chosen[line.variant], lw=0.6, alpha=0.8, zorder=3)
+
+
+def _has_memory(variant: str) -> bool:
+    """Whether the variant's preset has a memory."""
+    preset = PRESETS.get(variant.split()[0])
+    return preset is not None and (preset.config.up is not None or preset.config.down is not None)
 
 
 def save_step_times(variants: dict[str, list[Run]], title: str, file: Path) -> None:
@@ -125,7 +305,7 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path) -> N
                 axes.plot([0, seconds], [place + 0.38] * 2, color="#222222", lw=2.5, solid_capstyle="butt")
         _step_legend(figure, bool(np.isfinite(codec).any()))
         axes.set_yticks(places, list(variants), color="#222222")
-        axes.invert_yaxis()
+        axes.set_ylim(len(variants) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
         axes.set_xlim(0, widest * 1.42)
@@ -146,9 +326,6 @@ def _step_parts(runs: list[Run]) -> tuple[float, float, float]:
 
 
 def _step_legend(figure: Figure, with_codec: bool) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     handles: list[Patch | Line2D] = [
         Patch(facecolor="#888888", label="computation"),
         Patch(facecolor="white", edgecolor="#888888", hatch="//////", label="exposed communication"),
@@ -176,6 +353,26 @@ def _finish_accuracy_axis(axes: Axes, curves: Sequence[Curve]) -> None:
     values = np.concatenate([curve for curve in curves if curve.size] or [np.array([0.0, 1.0])])
     top = float(values.max())
     axes.set_ylim(max(0.0, float(values.min()) - 0.03), min(1.0, top) + 0.03 * max(0.2, top))
+
+
+def _spread_accuracy_axis(axes: Axes, curves: Sequence[Curve]) -> None:
+    """A logarithmic scale of the error, which shows the difference between 98 and 99 % and ends just above 100 %."""
+    most = 1.005
+    axes.set_yscale(
+        "function", functions=(lambda y: -np.log10(np.maximum(most - y, 1e-9)), lambda y: most - 10.0 ** -np.asarray(y))
+    )
+    values = np.concatenate([curve for curve in curves if curve.size] or [np.array([0.0, 1.0])])
+    axes.set_yticks([0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0])
+    axes.set_ylim(max(0.0, float(values.min()) - 0.03), min(1.0, float(values.max()) + 0.002))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _finish_progress_axis(axes: Axes, variants: dict[str, list[Run]], axis: Axis, ticks: int) -> None:
+    if axis == "mb_sent":
+        _log_megabytes(axes, [run.mb_sent for runs in variants.values() for run in runs])
+    else:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10], integer=axis == "epoch"))
 
 
 def _log_megabytes(axes: Axes, curves: Sequence[Curve]) -> None:

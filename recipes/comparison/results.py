@@ -14,9 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gqsgd.theory import bits_at
 from recipes.tasks import names
 
 Curve = NDArray[np.float64]
+
+#: What the last columns of the table compare.
+BOUND_NOTE = (
+    "bits above bound: message bits less log2(1/r), the least bits per coordinate for the relative L2 error r of the "
+    "gradients' mean (of independent normal gradients; alike or sparse ones may need fewer). message bits: one rank's "
+    "gradient on the wire, with scales, padding and uncompressed parameters. bits per coord.: all that a process sent, "
+    "over a ring's 2 (n - 1)/n. r: mean over the sampled steps, each against the mean of its own step; few levels, or "
+    "a memory, which sends older errors as well, may have r above 1, for which the bound is 0."
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class Run:
         time: training seconds at each validation, and at the final test if there was none after the last step;
             likewise ``epoch``, ``mb_sent`` (10^6 bytes) and ``accuracy`` (0 to 1).
         codec_s: median seconds per step in which gqsgd encoded and decoded, in whatever thread; NaN for others.
+        message_bits: bits per coordinate of one rank's messages; NaN for others than gqsgd.
+        rel_l2: relative L2 error of the gradients' mean, averaged over the sampled steps; likewise.
     """
 
     facts: dict[str, Any]
@@ -36,6 +48,8 @@ class Run:
     mb_sent: Curve
     accuracy: Curve
     codec_s: float
+    message_bits: float = math.nan
+    rel_l2: float = math.nan
 
     @classmethod
     def load(cls, folder: Path) -> Run:
@@ -58,6 +72,8 @@ class Run:
             mb_sent=column(names.MB_SENT),
             accuracy=column(names.VAL_ACC),
             codec_s=statistics.median(codec) if codec else math.nan,
+            message_bits=next((row[names.MESSAGE_BITS] for row in rows[::-1] if names.MESSAGE_BITS in row), math.nan),
+            rel_l2=_mean(_samples([row[names.REL_L2] for row in rows if names.REL_L2 in row])),
         )
 
     @property
@@ -104,6 +120,13 @@ class Line:
     step_ratio: float
     mb_sent: float
     bits_per_coordinate: float
+    message_bits: float
+    rel_l2: float
+
+    @property
+    def bits_above_bound(self) -> float:
+        """Message bits less those that the error needs at least; see `BOUND_NOTE`."""
+        return self.message_bits - bits_at(self.rel_l2) if self.rel_l2 > 0 else math.nan
 
 
 def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp") -> list[Line]:
@@ -122,6 +145,8 @@ def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp
             step_ratio=step[variant] / step.get(reference, math.nan),
             mb_sent=_mean([run.facts["mb_sent"] for run in runs]),
             bits_per_coordinate=_mean([run.facts["bits_per_coordinate"] or math.nan for run in runs]),
+            message_bits=_mean([run.message_bits for run in runs]),
+            rel_l2=_mean([run.rel_l2 for run in runs]),
         )
         for variant, runs in variants.items()
     ]
@@ -132,7 +157,7 @@ def headings(target: float, reference: str = "ddp") -> list[str]:
     to_target = "time to target" if math.isnan(target) else f"time to {100 * target:.1f}% (s)"
     return [
         *("strategy", "seeds", "accuracy (%)", "best (%)", to_target, "train (s)", "step (ms)"),
-        *(f"step vs {reference}", "sent (MB)", "bits per coord."),
+        *(f"step vs {reference}", "sent (MB)", "bits per coord.", "message bits", "rel. L2 error", "bits above bound"),
     ]
 
 
@@ -150,7 +175,15 @@ def cells(line: Line) -> list[str]:
         _number(line.step_ratio, ".2f"),
         f"{line.mb_sent:,.1f}",
         _number(line.bits_per_coordinate, ".2f"),
+        _number(line.message_bits, ".2f"),
+        _number(line.rel_l2, ".3g"),
+        _number(line.bits_above_bound, ".2f"),
     ]
+
+
+def knows_bound(lines: Sequence[Line]) -> bool:
+    """Whether any line has bits above the bound."""
+    return any(not math.isnan(line.bits_above_bound) for line in lines)
 
 
 def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path) -> tuple[Path, Path]:
@@ -158,12 +191,20 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
     heads = headings(target)
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)], *(cells(line) for line in lines)]
     markdown, plain = folder / "table.md", folder / "table.csv"
-    markdown.write_text(f"**{title}**\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+    text = f"**{title}**\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    markdown.write_text(text + (f"\n{BOUND_NOTE}\n" if knows_bound(lines) else ""))
     with open(plain, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*Line.__dataclass_fields__, "target"])
+        writer = csv.DictWriter(file, fieldnames=[*Line.__dataclass_fields__, "bits_above_bound", "target"])
         writer.writeheader()
-        writer.writerows({**line.__dict__, "target": target} for line in lines)
+        more = [{"bits_above_bound": line.bits_above_bound, "target": target} for line in lines]
+        writer.writerows({**line.__dict__, **extra} for line, extra in zip(lines, more, strict=True))
     return markdown, plain
+
+
+def _samples(column: Sequence[float]) -> list[float]:
+    """A column of latest samples, each of them once."""
+    known = [value for value in column if not math.isnan(value)]
+    return [value for number, value in enumerate(known) if not number or value != known[number - 1]]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,17 +15,18 @@ EXPOSED_S = "perf/exposed_s"  # seconds of a step in which backward waited for c
 MB_SENT = "comm/mb_sent"  # 10^6 bytes of gradients sent by this process since the start
 
 BYTES_SENT = "gqsgd/bytes_sent"
-BITS_PER_COORDINATE = "gqsgd/bits_per_coordinate"
+MESSAGE_BITS = "gqsgd/bits_per_coordinate"  # of one rank's messages
 ENCODE_S = "gqsgd/encode_s"
 DECODE_S = "gqsgd/decode_s"
+REL_L2 = "gqsgd/rel_l2"
 GQSGD = (
     BYTES_SENT,
-    BITS_PER_COORDINATE,
+    MESSAGE_BITS,
     ENCODE_S,
     "gqsgd/wait_s",
     DECODE_S,
     "gqsgd/exposed_s",
-    "gqsgd/rel_l2",
+    REL_L2,
     "gqsgd/nonfinite_blocks",
 )
 

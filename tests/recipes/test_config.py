@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.errors import ConfigCompositionException
@@ -59,7 +60,7 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
     arguments = inspect.signature(GQSGDStrategy.__init__).parameters
     assert [name for name in arguments if name in GQSGDConfig.field_names()] == list(GQSGDConfig.field_names())
     assert all(arguments[name].default is None for name in GQSGDConfig.field_names())
-    given = dict.fromkeys(GQSGDConfig.field_names())
+    given: dict[str, Any] = dict.fromkeys(GQSGDConfig.field_names())
     assert GQSGDStrategy(preset="cd_adam", **given).gqsgd_config == PRESETS["cd_adam"].config
 
 
