@@ -28,14 +28,15 @@ INDEX = 3  # number of the block in its parameter
 SCALE = 4  # byte position of the scale in the messages, -1: none is sent
 CODES = 5  # byte position of the codes (or of the raw coordinates)
 RAW = 6  # 1: travels uncompressed
-COLUMNS = 7
+BLOCKS = 7  # number of blocks of the parameter
+COLUMNS = 8
 
 ALIGNMENT = 16
 #: Coordinates of a piece. A bucket's first and last piece are on the wire alone: Gloo does not send and receive one
 #: message at the same time, so smaller is better; every collective costs about 0.5 ms of processor, so larger is.
 PIECE_NUMEL = 1 << 19
-#: Consecutive blocks of a parameter with the same owner, where owners are fixed (`place_by_owner`).
-STRIPE = 8
+#: The most consecutive blocks of a parameter with the same owner, where owners are fixed (`place_by_owner`).
+MAX_STRIPE = 8
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
         table[:, PARAMETER] = segment.parameter
         table[:, INDEX] = offsets // block_size
         table[:, RAW] = segment.raw
+        table[:, BLOCKS] = len(offsets)
         tables.append(table)
         start += segment.numel
     return np.concatenate(tables) if tables else np.zeros((0, COLUMNS), dtype=np.int64)
@@ -184,13 +186,25 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
 def place_by_owner(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
     """As `place`, with shards that depend on a block's number and its parameter's only, not on the rest of the table.
 
-    What an owner remembers of its blocks then stays valid however parameters are put into buckets and pieces. Owners
-    take turns, a stripe of blocks each, from the parameter's number on.
+    What an owner remembers of its blocks then stays valid however parameters are put into buckets and pieces.
     """
-    owner = (table[:, INDEX] // STRIPE + table[:, PARAMETER]) % shards
+    owner = owners(table, shards)
     table = table[np.argsort(owner, kind="stable")]
     first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
     return _placed(table, _records(table, q, raw_bytes), first, scale_bytes)
+
+
+def owners(table: np.ndarray, shards: int) -> np.ndarray:
+    """The shard of each block: they take turns, a stripe of a parameter's blocks each, and begin where multiples of the
+    golden ratio say, so that small parameters spread evenly."""
+    first = table[:, PARAMETER] * 40503 % 65536 * shards // 65536
+    return (table[:, INDEX] // stripe(table[:, BLOCKS], shards) + first) % shards
+
+
+def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:
+    """How many consecutive blocks of a parameter with so many have the same owner: few, but not to be handled one by
+    one where there are many."""
+    return np.clip(blocks // (4 * shards), 1, MAX_STRIPE)
 
 
 def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:

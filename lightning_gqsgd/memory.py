@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.codecs.variance import best_alpha, stability
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import STRIPE, Run
+from lightning_gqsgd.layout import Run, stripe
 
 
 class StabilityWarning(UserWarning):
@@ -56,7 +57,7 @@ class MemoryStore:
     ) -> None:
         self._sizes, self._dtype, self._device = dict(sizes), COMPUTE_DTYPES[dtype], device
         self._owners = ranks if config.reducer == "two_shot" else 1
-        self._stripe = STRIPE * config.block_size
+        self._block_size = config.block_size
         self._tensors: dict[tuple[str, int], Tensor] = {}
 
     def load(self, kind: str, runs: Sequence[Run], like: Tensor) -> Tensor:
@@ -76,8 +77,8 @@ class MemoryStore:
         """What this rank keeps of a parameter, zeros if there is nothing yet; as long on every rank."""
         key = (kind, parameter)
         if key not in self._tensors:
-            size, owners = self._sizes[parameter], self._owners_of(kind)
-            share = -(-size // (self._stripe * owners)) * self._stripe
+            size, owned = self._sizes[parameter], self._stripe(parameter)
+            share = -(-size // (owned * self._owners_of(kind))) * owned
             self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
         return self._tensors[key]
 
@@ -90,10 +91,16 @@ class MemoryStore:
         """Among how many ranks a kind of memory is divided."""
         return self._owners if kind in ("up_mean", "down_error") else 1
 
+    def _stripe(self, parameter: int) -> int:
+        """Consecutive coordinates of a parameter with the same owner."""
+        blocks = -(-self._sizes[parameter] // self._block_size)
+        return int(stripe(np.array(blocks), self._owners)) * self._block_size
+
     def _part(self, kind: str, run: Run) -> Tensor:
         """Where a run is kept: an owner's stripes lie side by side, and its runs within one stripe."""
-        stripe, rest = divmod(run.offset, self._stripe)
-        start = stripe // self._owners_of(kind) * self._stripe + rest
+        length = self._stripe(run.parameter)
+        number, rest = divmod(run.offset, length)
+        start = number // self._owners_of(kind) * length + rest
         return self.row(kind, run.parameter)[start : start + run.numel]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError
@@ -145,7 +146,7 @@ def simulate(
         lr: step of the default optimizer; None: 0.1.
         seed: of the dither. The problem's random numbers have a seed of their own.
         record_every: steps between two rows of the record; None: such that there are about 100. The last step has one.
-        progress: show a bar, if rich is installed.
+        progress: show a bar.
         **fields: fields of `GQSGDConfig` that replace the preset's. What is raw is the problem's choice, so
             ``min_numel`` and ``exclude`` have no effect; nor have ``warmup_steps`` and ``sample_every``.
 
@@ -249,17 +250,9 @@ def _one_thread(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(label: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar that the function advances by a step; none without rich."""
-    if shown:
-        try:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        except ImportError:
-            shown = False
-    if not shown:
-        yield lambda: None
-        return
+    """A bar that the function advances by a step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bar:
+    with Progress(*columns, transient=True, disable=not shown) as bar:
         task = bar.add_task(label, total=steps)
         yield lambda: bar.advance(task)
 

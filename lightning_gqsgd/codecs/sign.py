@@ -1,7 +1,7 @@
 """The sign of each coordinate, times the block's mean magnitude: C(x) = |x|_1/d sign(x).
 
 Biased: |C(x) - x|² = (1 - |x|_1²/(d |x|²)) |x|² exactly, so its error has to be remembered (EF-signSGD, arXiv
-1901.09847). The kernels see two levels and no dither.
+1901.09847). A zero takes either sign at random, so that on average over ranks it stays one. The kernels see two levels.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ _MULTIPLY_2 = np.uint32(format_.MULTIPLY_2)
 _UNIT = np.float32(format_.DITHER_UNIT)
 _FIRST = np.float32(format_.DITHER_FIRST)
 _EXPONENTIAL, _TOP_K = int(Kind.EXPONENTIAL), int(Kind.TOP_K)
+_TIE_WIDTH = np.float32(format_.TIE_WIDTH)
 _LANES = 16  # of sums, see `reference.block_moments`
 
 
@@ -181,6 +182,13 @@ def _dither(k0, k1, parameter, index, n, first, u):
         h = _finish(uint32(_start(uint32(uint32(p) + a)) ^ b))
         u0[p] = float32(int32(uint32(h & uint32(0xFFFF)))) * _UNIT + first
         u1[p] = float32(int32(uint32(h >> uint32(16)))) * _UNIT + first
+
+
+@_inline
+def _narrow_dither(u, less):
+    """Of dither that is uniform on (0, 1), what decides ties."""
+    for j in range(u.size):
+        u[j] = ((u[j] - float32(0.5)) * _TIE_WIDTH + float32(0.5)) - less
 
 
 @_inline
@@ -503,10 +511,9 @@ def _write(values, zeros, scale_bits, k, blocks, base, k0, k1, c, s, w):
         if scale * inverse < middle:  # the largest coordinate is to reach the last level
             inverse = inverse * c.up
         first = _FIRST - float32(zero - middle)
+        _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, _FIRST if c.nearest else first, s.u)
         if c.nearest:
-            _fill(s.u[: values.size], float32(0.5) - float32(zero - middle))
-        else:
-            _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, first, s.u)
+            _narrow_dither(s.u[: values.size], float32(zero - middle))
         _quantise(values, inverse, middle, s.u, zero, s.codes)
     else:
         _fill(s.codes[: values.size], 0)

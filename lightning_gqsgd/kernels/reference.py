@@ -3,7 +3,7 @@
 Every function views the coordinates of its blocks as a matrix [blocks, block_size], short blocks padded. All functions
 exist with the same names and arguments in `cpu`, and give the same codes there.
 
-Common arguments: ``x`` flat gradient tensor (fp32, fp16, bf16, fp64); ``blocks`` block table, int64 [B, 7] (see
+Common arguments: ``x`` flat gradient tensor (fp32, fp16, bf16, fp64); ``blocks`` block table, int64 [B, 8] (see
 `layout`); ``wire`` uint8 message(s); ``key`` the two dither keys of a stream; ``q`` the quantiser.
 """
 
@@ -23,6 +23,7 @@ from lightning_gqsgd.kernels.wire import (
     MULTIPLY_1,
     MULTIPLY_2,
     SCALE_FORMATS,
+    TIE_WIDTH,
     Key,
     Kind,
     Quantiser,
@@ -220,8 +221,10 @@ def _codes(values: Tensor, blocks: Tensor, scales: Tensor, stochastic: Tensor, k
     inverse = middle / scales
     inverse = torch.where(scales * inverse < middle, inverse * (1 + 2 * _ulp(scales.dtype)), inverse)
     y = (values * inverse[:, None]).clamp(-middle[:, None], middle[:, None])
-    uniform = torch.full_like(y, 0.5) if q.nearest else _dither(blocks, key, q.block_size).to(y.dtype)
-    return (y + (uniform - (zero - middle)[:, None])).nan_to_num().floor().long() + zero[:, None]
+    uniform = _dither(blocks, key, q.block_size)
+    if q.nearest:
+        uniform = (uniform - 0.5) * TIE_WIDTH + 0.5
+    return (y + (uniform.to(y.dtype) - (zero - middle)[:, None])).nan_to_num().floor().long() + zero[:, None]
 
 
 def _exponential_codes(values: Tensor, blocks: Tensor, scales: Tensor, _: Tensor, key: Key, q: Quantiser) -> Tensor:

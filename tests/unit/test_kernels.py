@@ -398,6 +398,21 @@ def test_sign_decodes_to_the_scale(kernels) -> None:
 
 
 @pytest.mark.parametrize("kernels", BOTH)
+def test_sign_of_a_zero_is_drawn(kernels) -> None:
+    q = SignCodec().quantiser(256)
+    x = torch.zeros(1 << 14)
+    x[::256] = 1.0
+    layout = layout_of([Segment(0, x.numel(), False)], q, x.dtype)
+    y, z = torch.empty_like(x), torch.empty_like(x)
+    for key, out in (((1, 2), y), ((1, 3), z)):
+        kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, out, [key], q)
+    zeros = x == 0
+    assert abs(float(y[zeros].mean())) < 5 / 128
+    assert abs(float((y * z)[zeros].mean())) < 5 / 128
+    assert (y[~zeros] == 1).all()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mantissa", [0, 1, 2, 3])
 @pytest.mark.parametrize("bits", [3, 5, 8])

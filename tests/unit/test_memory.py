@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
-from lightning_gqsgd.layout import INDEX, PARAMETER, STRIPE, Segment, cut, runs
+from lightning_gqsgd.layout import Segment, cut, owners, runs
 from lightning_gqsgd.memory import MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import PRESETS
@@ -38,7 +38,7 @@ def owned(ranks: VirtualRanks, kind: str) -> Tensor:
     values = torch.zeros(NUMEL)
     blocks = torch.from_numpy(cut(SEGMENTS, ranks.config.block_size))
     for rank, store in enumerate(ranks.stores):
-        mine = blocks[(blocks[:, INDEX] // STRIPE + blocks[:, PARAMETER]) % len(ranks.stores) == rank]
+        mine = blocks[torch.from_numpy(owners(blocks.numpy(), len(ranks.stores))) == rank]
         assert store is not None
         values += store.load(kind, runs(mine, ranks.config.block_size), values)
         assert store.row(kind, 0).numel() < 5000
