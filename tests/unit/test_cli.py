@@ -1,0 +1,149 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lightning_gqsgd.cli import HEADINGS, app, facts_of
+from lightning_gqsgd.presets import PRESETS
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["presets", *arguments])
+
+
+def _json(*arguments: str) -> Any:
+    result = _run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_table_has_every_preset_in_a_line_of_its_own_and_nothing_is_cut_off() -> None:
+    result = _run()
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[0] == "Presets at n = 8"
+    assert [heading for heading in HEADINGS if heading not in lines[2]] == []
+    rows = {line.split()[0]: line for line in lines[4 : 4 + len(PRESETS)]}
+    assert list(rows) == list(PRESETS)
+    assert all(PRESETS[name].paper in row for name, row in rows.items())
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_no_warning_reaches_the_output() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = _run("--block-size", "1024")
+    assert result.exit_code == 0, result.output
+    assert "Warning" not in result.output
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "ratio", "collective", "state", "bias", "omega", "delta"),
+    [
+        ("gqsgd", 8.0625, 8.0625 / 32, "two_shot", 0, "unbiased", 256 * (2 / 255) ** 2 / 12, None),
+        ("gqsgd_sum", 8.125, 8.125 / 32, "sum", 0, "unbiased", 8 * 256 * (2 / 31) ** 2 / 12, None),
+        ("gqsgd_exponential_tree", 8.125, 8.125 / 32, "tree", 0, "unbiased", 0.125, None),
+        ("qsgd", 4.03125, 4.03125 * 8 / 64, "gather", 0, "unbiased", 512 / (4 * 7**2), None),
+        ("terngrad", 2.0625, 2.0625 * 8 / 64, "gather", 0, "clipped", None, None),
+        ("diana", 2.0625, 2.0625 * 8 / 64, "gather", 2, "unbiased", 16, None),
+        ("dore", 2.0625, 2.0625 / 32, "two_shot", 1 + 2 / 8, "unbiased", 16, None),
+        ("cd_adam", 1.0625, 1.0625 / 32, "two_shot", 2 + 1 / 8, "biased, memory corrects", None, 1 / 256),
+        ("topk_ef", 0.5, 0.5 * 8 / 64, "gather", 1, "biased, memory corrects", None, 41 / 4096),
+    ],
+)
+def test_what_a_preset_is_at_eight_ranks(
+    name: str,
+    bits: float,
+    ratio: float,
+    collective: str,
+    state: float,
+    bias: str,
+    omega: float | None,
+    delta: float | None,
+) -> None:
+    found = _json(name)
+    assert found["name"] == name
+    assert found["wire_bits"] == pytest.approx(bits, rel=1e-3)
+    assert found["sent_vs_fp32_ring"] == pytest.approx(ratio, rel=1e-3)
+    assert (found["collective"], found["bias"]) == (collective, bias)
+    assert found["state_per_coordinate"] == pytest.approx(state)
+    assert found["omega"] == (None if omega is None else pytest.approx(omega))
+    assert found["delta"] == (None if delta is None else pytest.approx(delta))
+
+
+def test_elias_codes_are_measured() -> None:
+    found = _json("qsgd_elias")
+    assert 1 < found["wire_bits"] < 2
+    assert found["sent_vs_fp32_ring"] == pytest.approx(found["wire_bits"] * 8 / 64, rel=1e-3)
+
+
+def test_ranks_change_the_collective() -> None:
+    assert [_json("gqsgd", "--ranks", ranks)["collective"] for ranks in ("2", "3")] == ["gather", "two_shot"]
+
+
+def test_a_preset_that_cannot_sum_so_many_ranks_says_so_in_its_row() -> None:
+    result = _run("--ranks", "300")
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["gqsgd_sum"])
+    assert "not at n = 300" in row
+    assert "gqsgd_sum: not at n = 300: reducer='sum' at bits=8 with subtractive dither sums at most" in result.stdout
+    one = _json("gqsgd_sum", "--ranks", "300")
+    assert one["works"] is False
+    assert "at most 255 ranks" in one["problem"]
+    assert one["wire_bits"] is None
+
+
+def test_a_block_size_that_does_not_fit_one_preset() -> None:
+    found = {one["name"]: one for one in _json("--block-size", "120")}
+    assert [name for name, one in found.items() if not one["works"]] == ["dq_psgd"]
+    assert found["gqsgd"]["block_size"] == 120
+    assert found["gqsgd"]["wire_bits"] > 8 + 16 / 120
+
+
+def test_one_preset_in_full() -> None:
+    result = _run("diana")
+    assert result.exit_code == 0, result.output
+    for words in (PRESETS["diana"].paper, PRESETS["diana"].what, "up_reference 1, up_mean 1", "ω = 16", "norm"):
+        assert words in result.stdout
+    assert ["levels", "1", "*"] in [line.split() for line in result.stdout.splitlines()]
+
+
+def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PRESETS["ecq_sgd"].config
+    unstable = type(config)(**{**config.to_dict(), "memory": "ef"})
+    monkeypatch.setitem(PRESETS, "unstable", type(PRESETS["ecq_sgd"])(unstable, "none", "plain feedback"))
+    assert facts_of("unstable", 8).warnings[0].startswith("memory with alpha=1, beta=1 may diverge")
+    assert "warning" in _run("unstable").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gqsgd4bit"], "unknown preset 'gqsgd4bit'; did you mean one of 'gqsgd_4bit'"),
+        (["?"], "unknown preset '?' (presets: gqsgd, "),
+        (["--block-size", "100"], "block_size=100 is not a multiple of 8"),
+        (["--ranks", "1"], "--ranks"),
+    ],
+)
+def test_what_cannot_work_exits_with_2(arguments: list[str], words: str) -> None:
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "lightning_gqsgd.cli", "presets", "gqsgd_sum", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["name"] == "gqsgd_sum"
