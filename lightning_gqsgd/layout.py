@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,29 @@ class Segment:
     raw: bool
 
 
-@dataclass(frozen=True)
+class Run(NamedTuple):
+    """Consecutive compressed coordinates of one parameter: ``numel`` from ``start`` on in the flat tensor and from
+    ``offset`` on in the parameter."""
+
+    start: int
+    parameter: int
+    offset: int
+    numel: int
+
+
+class Part(NamedTuple):
+    """Some blocks, and the runs that they form."""
+
+    blocks: Tensor
+    runs: list[Run]
+
+    @classmethod
+    def of(cls, blocks: Tensor, block_size: int) -> Part:
+        """With the longest runs."""
+        return cls(blocks, runs(blocks, block_size))
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Where the blocks of one piece lie, in the flat tensor and in the messages.
 
@@ -62,11 +85,13 @@ class Layout:
         blocks: int64 [number of blocks, COLUMNS].
         first: int64 [shards + 1], the number of the first block of each shard.
         shard_bytes: length of one shard's message in bytes.
+        block_size: the most coordinates a block has.
     """
 
     blocks: Tensor
     first: tuple[int, ...]
     shard_bytes: int
+    block_size: int
 
     @property
     def shards(self) -> int:
@@ -81,6 +106,16 @@ class Layout:
     def shard(self, index: int) -> Tensor:
         """The blocks of one shard."""
         return self.blocks[self.first[index] : self.first[index + 1]]
+
+    @cached_property
+    def whole(self) -> Part:
+        """All blocks."""
+        return Part.of(self.blocks, self.block_size)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """Those of each shard."""
+        return [Part.of(self.shard(index), self.block_size) for index in range(self.shards)]
 
 
 def code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
@@ -119,16 +154,6 @@ def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
         tables.append(table)
         start += segment.numel
     return np.concatenate(tables) if tables else np.zeros((0, COLUMNS), dtype=np.int64)
-
-
-class Run(NamedTuple):
-    """Consecutive compressed coordinates of one parameter: ``numel`` from ``start`` on in the flat tensor and from
-    ``offset`` on in the parameter."""
-
-    start: int
-    parameter: int
-    offset: int
-    numel: int
 
 
 def runs(blocks: Tensor, block_size: int) -> list[Run]:
@@ -180,7 +205,7 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
     total = int(ends[-1]) if len(table) else 0
     inner = np.searchsorted(ends, [total * k / shards for k in range(1, shards)], side="left") + 1
     first = [0, *np.minimum(inner, len(table)).tolist(), len(table)]
-    return _placed(table, record, first, scale_bytes)
+    return _placed(table, record, first, scale_bytes, q.block_size)
 
 
 def place_by_owner(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
@@ -191,7 +216,7 @@ def place_by_owner(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes:
     owner = owners(table, shards)
     table = table[np.argsort(owner, kind="stable")]
     first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
-    return _placed(table, _records(table, q, raw_bytes), first, scale_bytes)
+    return _placed(table, _records(table, q, raw_bytes), first, scale_bytes, q.block_size)
 
 
 def owners(table: np.ndarray, shards: int) -> np.ndarray:
@@ -213,7 +238,7 @@ def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
     return _align(np.where(table[:, RAW] == 1, length * raw_bytes, record_bytes(length, q, raw_bytes)))
 
 
-def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes: int) -> Layout:
+def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes: int, block_size: int) -> Layout:
     """The table with positions: shard k has the blocks from ``first[k]`` to ``first[k + 1]``."""
     table, raw = table.copy(), table[:, RAW] == 1
     table[:, SCALE] = -1
@@ -224,7 +249,7 @@ def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes
     for number, (lo, hi) in enumerate(zip(first[:-1], first[1:], strict=True)):
         table[lo:hi, CODES] += number * shard_bytes
         table[lo:hi, SCALE] += np.where(table[lo:hi, SCALE] >= 0, number * shard_bytes, 0)
-    return Layout(torch.from_numpy(table), tuple(first), shard_bytes)
+    return Layout(torch.from_numpy(table), tuple(first), shard_bytes, block_size)
 
 
 def _place_shard(table: np.ndarray, raw: np.ndarray, record: np.ndarray, scale_bytes: int) -> int:

@@ -7,7 +7,7 @@ apart, symmetric about zero. A code is the level's number, 0 to K-1, and stands 
 * subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2); the receiver, which knows u, decodes
   (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even and every code of the word is used.
 * adaptive: subtractive, but stochastic in blocks with so many zeros that it has the smaller error there.
-* nearest: code = rint(y + (K-1)/2), decoded to its level; what is (nearly) half-way goes to either at random.
+* nearest: code = rint(y + (K-1)/2), decoded to its level; a zero, which is half-way, goes to either side at random.
 
 The first two are unbiased. The choice between them depends on the gradient alone, not on the dither, so adaptive is,
 too. Nearest is not: its error is at most Δ/2 and the same every time.

@@ -30,7 +30,6 @@ _MULTIPLY_2 = np.uint32(format_.MULTIPLY_2)
 _UNIT = np.float32(format_.DITHER_UNIT)
 _FIRST = np.float32(format_.DITHER_FIRST)
 _EXPONENTIAL, _TOP_K = int(Kind.EXPONENTIAL), int(Kind.TOP_K)
-_TIE_WIDTH = np.float32(format_.TIE_WIDTH)
 _LANES = 16  # of sums, see `reference.block_moments`
 
 
@@ -185,10 +184,10 @@ def _dither(k0, k1, parameter, index, n, first, u):
 
 
 @_inline
-def _narrow_dither(u, less):
-    """Of dither that is uniform on (0, 1), what decides ties."""
-    for j in range(u.size):
-        u[j] = ((u[j] - float32(0.5)) * _TIE_WIDTH + float32(0.5)) - less
+def _undither(values, less, u):
+    """Leave dither to zeros only, which are half-way between two levels."""
+    for j in range(values.size):
+        u[j] = (u[j] if values[j] == 0 else float32(0.5)) - less
 
 
 @_inline
@@ -513,7 +512,7 @@ def _write(values, zeros, scale_bits, k, blocks, base, k0, k1, c, s, w):
         first = _FIRST - float32(zero - middle)
         _dither(k0, k1, blocks[k, PARAMETER], blocks[k, INDEX], values.size, _FIRST if c.nearest else first, s.u)
         if c.nearest:
-            _narrow_dither(s.u[: values.size], float32(zero - middle))
+            _undither(values, float32(zero - middle), s.u)
         _quantise(values, inverse, middle, s.u, zero, s.codes)
     else:
         _fill(s.codes[: values.size], 0)

@@ -23,7 +23,6 @@ from lightning_gqsgd.kernels.wire import (
     MULTIPLY_1,
     MULTIPLY_2,
     SCALE_FORMATS,
-    TIE_WIDTH,
     Key,
     Kind,
     Quantiser,
@@ -222,8 +221,8 @@ def _codes(values: Tensor, blocks: Tensor, scales: Tensor, stochastic: Tensor, k
     inverse = torch.where(scales * inverse < middle, inverse * (1 + 2 * _ulp(scales.dtype)), inverse)
     y = (values * inverse[:, None]).clamp(-middle[:, None], middle[:, None])
     uniform = _dither(blocks, key, q.block_size)
-    if q.nearest:
-        uniform = (uniform - 0.5) * TIE_WIDTH + 0.5
+    if q.nearest:  # zeros are half-way between two levels: were they one of them, all ranks would err alike
+        uniform = torch.where(values == 0, uniform, 0.5)
     return (y + (uniform.to(y.dtype) - (zero - middle)[:, None])).nan_to_num().floor().long() + zero[:, None]
 
 

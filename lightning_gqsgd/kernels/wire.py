@@ -31,10 +31,6 @@ MULTIPLY_2 = 0x846CA68B
 DITHER_UNIT = 2.0**-16
 DITHER_FIRST = 2.0**-17
 
-#: Where codes are the nearest levels' numbers, this share of a step counts as half-way, and falls to either side at
-#: random: a zero, which is half-way where the number of levels is even, would otherwise be the same level on all ranks.
-TIE_WIDTH = 2.0**-10
-
 
 class ScaleFormat(NamedTuple):
     """How a block's largest magnitude, as the bits of the compute type, becomes the scale on the wire.
@@ -104,7 +100,7 @@ class Quantiser(NamedTuple):
         summable: codes lie in lanes whose sums do not overflow.
         block_size: the most coordinates a block has.
         kind: what codes are; the entries above are a linear quantiser's, those below others'.
-        nearest: linear, but without dither: codes are the nearest levels' numbers, see `TIE_WIDTH`.
+        nearest: linear, but without dither, except for zeros: codes are the nearest levels' numbers.
         magnitudes: number of non-zero magnitudes S of an exponential code. Magnitude c stands for the float whose bits,
             cut off after ``mantissa`` bits of the mantissa, are S - c below those of 1.0; 0 stands for 0.
         mantissa: bits of the mantissa, m.

@@ -42,14 +42,14 @@ class Gather:
         kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.link.quantiser
         work = working_copy(x, self.link)
         sent = torch.empty(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
-        outgoing = Outgoing(self.link, work, blocks, keys.rotation, store)
+        outgoing = Outgoing(self.link, work, self.layout.whole, keys.rotation, store)
         if self.shares_scales:
             yield (Exchange.in_place("max", outgoing.find_scales()),)
         outgoing.encode(sent, keys.up[rank])
         received = yield from self._gather_compressed(sent) if self.compresses else self._gather(sent)
 
         bad = kernels.decode(received, blocks, work, keys.up, q)
-        self.link.restore(work, blocks, keys.rotation, store)
+        self.link.restore(work, self.layout.whole, keys.rotation, store)
         outgoing.commit(work)
         if work is not x:
             x.copy_(work)

@@ -14,7 +14,7 @@ from lightning_gqsgd.codecs.scales import is_own_maximum, rounded_up, scales_of
 from lightning_gqsgd.config import GQSGDConfig, Memory
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Quantiser
-from lightning_gqsgd.layout import runs
+from lightning_gqsgd.layout import Part
 from lightning_gqsgd.memory import MemoryStore
 
 
@@ -48,20 +48,20 @@ class Link:
         """Whether a sender changes its input, in the compute type."""
         return self.memory is not None or self.config.rotation
 
-    def restore(self, decoded: Tensor, blocks: Tensor, rotation: Key, store: MemoryStore | None) -> None:
+    def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore | None) -> None:
         """Finish what the kernels decoded: turn it back, and add, and move, the mean of the references."""
-        self._turn_back(decoded, blocks, rotation)
+        self.turn_back(decoded, part.blocks, rotation)
         if self.memory is None or not self.memory.keeps_reference:
             return
         assert store is not None
         assert self.memory.rho is not None
-        where = runs(blocks, self.config.block_size)
-        reference = store.load(self.receiver_kind, where, decoded)
+        reference = store.load(self.receiver_kind, part.runs, decoded)
         moved = torch.add(reference, decoded, alpha=self.memory.rho)
         decoded += reference
-        store.store(self.receiver_kind, where, moved, decoded.isfinite())
+        store.store(self.receiver_kind, part.runs, moved, decoded.isfinite())
 
-    def _turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
+    def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
+        """Undo the rotation, if there is one."""
         if self.config.rotation:
             kernels_for(decoded.device).rotate(decoded, blocks, rotation, inverse=True)
 
@@ -77,7 +77,7 @@ class Outgoing:
     Args:
         link: the direction.
         x: flat input; turned in place if the link has a rotation and no memory.
-        blocks: block table, counting from ``x``.
+        part: the blocks to send, counting from ``x``.
         rotation: key of the rotation's signs, equal on all ranks.
         store: what this rank remembers; None if the link has no memory.
 
@@ -86,20 +86,19 @@ class Outgoing:
             the maximum over ranks, before `encode`.
     """
 
-    def __init__(self, link: Link, x: Tensor, blocks: Tensor, rotation: Key, store: MemoryStore | None) -> None:
-        self._link, self._blocks, self._rotation, self._store = link, blocks, rotation, store
-        self._runs = runs(blocks, link.config.block_size) if link.memory is not None else []
+    def __init__(self, link: Link, x: Tensor, part: Part, rotation: Key, store: MemoryStore | None) -> None:
+        self._link, self._part, self._rotation, self._store = link, part, rotation, store
         self._target = x
         self._decoded = x
         self._input = self._compensated(x)
         if link.config.rotation:
-            kernels_for(x.device).rotate(self._input, blocks, rotation)
-        self.scales = None if link.own_maximum else scales_of(self._input, blocks, link.config)
+            kernels_for(x.device).rotate(self._input, part.blocks, rotation)
+        self.scales = None if link.own_maximum else scales_of(self._input, part.blocks, link.config)
 
     def find_scales(self) -> Tensor:
         """The scales, even if they are the blocks' own maxima."""
         if self.scales is None:
-            self.scales = kernels_for(self._input.device).block_maxima(self._input, self._blocks)
+            self.scales = kernels_for(self._input.device).block_maxima(self._input, self._part.blocks)
         return self.scales
 
     def encode(self, wire: Tensor, key: Key, base: int = 0) -> None:
@@ -107,15 +106,15 @@ class Outgoing:
         link, kernels, scales = self._link, kernels_for(wire.device), self.scales
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
-        kernels.encode(self._input, self._blocks, wire, key, link.quantiser, scales, base)
+        kernels.encode(self._input, self._part.blocks, wire, key, link.quantiser, scales, base)
         if link.memory is None:
             return
         self._decoded = torch.zeros_like(self._input)
         if link.quantiser.summable:
-            kernels.decode_sum(wire, self.scales, self._blocks, self._decoded, (key,), link.quantiser)
+            kernels.decode_sum(wire, self.scales, self._part.blocks, self._decoded, (key,), link.quantiser)
         else:
-            kernels.decode(wire.view(1, -1), self._blocks, self._decoded, (key,), link.quantiser, base)
-        link._turn_back(self._decoded, self._blocks, self._rotation)
+            kernels.decode(wire.view(1, -1), self._part.blocks, self._decoded, (key,), link.quantiser, base)
+        link.turn_back(self._decoded, self._part.blocks, self._rotation)
 
     def commit(self, result: Tensor) -> None:
         """Remember, where the reduced gradient is finite."""
@@ -127,12 +126,12 @@ class Outgoing:
         finite = result.isfinite()
         if memory.keeps_error:
             kind = self._link.error_kind
-            error = store.load(kind, self._runs, result).mul_(memory.beta).add_(self._target).sub_(self._decoded)
-            store.store(kind, self._runs, error, finite)
+            error = store.load(kind, self._part.runs, result).mul_(memory.beta).add_(self._target).sub_(self._decoded)
+            store.store(kind, self._part.runs, error, finite)
         if memory.keeps_reference and self._link.sender_kind != self._link.receiver_kind:
             kind = self._link.sender_kind
-            reference = store.load(kind, self._runs, result).add_(self._decoded, alpha=memory.rho)
-            store.store(kind, self._runs, reference, finite)
+            reference = store.load(kind, self._part.runs, result).add_(self._decoded, alpha=memory.rho)
+            store.store(kind, self._part.runs, reference, finite)
 
     def _compensated(self, x: Tensor) -> Tensor:
         """u = x + α e - h, and `_target` = x - h; neither is ``x`` itself, which the result overwrites."""
@@ -141,8 +140,8 @@ class Outgoing:
             return x
         assert store is not None
         assert memory.alpha is not None
-        reference = store.load(self._link.sender_kind, self._runs, x) if memory.keeps_reference else 0
+        reference = store.load(self._link.sender_kind, self._part.runs, x) if memory.keeps_reference else 0
         self._target = x - reference
         if memory.keeps_error:
-            return torch.add(self._target, store.load(self._link.error_kind, self._runs, x), alpha=memory.alpha)
+            return torch.add(self._target, store.load(self._link.error_kind, self._part.runs, x), alpha=memory.alpha)
         return self._target.clone()

@@ -50,7 +50,7 @@ class Sum:
 
     def _coded(self, work: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
         kernels, blocks, q = kernels_for(work.device), self.layout.blocks, self.link.quantiser
-        outgoing = Outgoing(self.link, work, blocks, keys.rotation, store)
+        outgoing = Outgoing(self.link, work, self.layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)
 
@@ -59,6 +59,6 @@ class Sum:
         yield (Exchange.in_place("sum", codes.view(self.lane)),)
 
         bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
-        self.link.restore(work, blocks, keys.rotation, store)
+        self.link.restore(work, self.layout.whole, keys.rotation, store)
         outgoing.commit(work)
         return bad

@@ -96,7 +96,7 @@ class Tree:
 
     def _coded(self, work: Tensor, rank: int, keys: StepKeys) -> Steps:
         kernels, blocks, q = kernels_for(work.device), self.layout.blocks, self.link.quantiser
-        outgoing = Outgoing(self.link, work, blocks, keys.rotation, None)
+        outgoing = Outgoing(self.link, work, self.layout.whole, keys.rotation, None)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)
 
@@ -105,7 +105,7 @@ class Tree:
         yield from self._run(codes, rank, keys)
 
         bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
-        self.link.restore(work, blocks, keys.rotation, None)
+        self.link.restore(work, self.layout.whole, keys.rotation, None)
         return bad
 
     def _run(self, codes: Tensor, rank: int, keys: StepKeys) -> Generator[Sequence[Exchange], None, None]:

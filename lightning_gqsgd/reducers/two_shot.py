@@ -44,7 +44,7 @@ class TwoShot:
         work = working_copy(x, self.up, self.down)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
-        outgoing = Outgoing(self.up, work, layout.blocks, keys.rotation, store)
+        outgoing = Outgoing(self.up, work, layout.whole, keys.rotation, store)
         outgoing.encode(sent, keys.up[rank])
         yield (Exchange("all_to_all", received, sent),)
 
@@ -56,13 +56,13 @@ class TwoShot:
         else:
             mean = torch.zeros(work.shape, dtype=COMPUTE_DTYPES[x.dtype], device=x.device)
             kernels.decode(messages, owned, mean, keys.up, q, base)
-            self.up.restore(mean, owned, keys.rotation, store)
-            returning = Outgoing(self.down, mean, owned, keys.rotation, store)
+            self.up.restore(mean, layout.parts[rank], keys.rotation, store)
+            returning = Outgoing(self.down, mean, layout.parts[rank], keys.rotation, store)
             returning.encode(shard, keys.down, base)
         yield (Exchange("all_gather", sent, shard),)
 
         bad = kernels.decode(sent.view(1, -1), layout.blocks, work, (keys.down,), q)
-        self.down.restore(work, layout.blocks, keys.rotation, store)
+        self.down.restore(work, layout.whole, keys.rotation, store)
         for one in (outgoing, returning):
             if one is not None:
                 one.commit(work)
