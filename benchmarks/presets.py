@@ -1,0 +1,482 @@
+"""Relative L2 error of one averaged gradient, for every preset, on synthetic and on real gradients.
+
+    python -m benchmarks.presets --save --docs docs/presets.md
+
+Gradients: those of `benchmarks.accuracy` (Gaussian; heavy-tailed, 64 layers; sparse), of a ResNet-20 on 32x32 images
+(CIFAR-10 from the folder GQSGD_DATA; without it, scikit-learn's digits) and of a decoder of two layers on bytes of
+Python's help texts, both at initialisation and after training. Every rank has its own batch at the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks import accuracy
+from benchmarks.report import RESULTS, Report, present
+from lightning_gqsgd.cli import HEADINGS, facts_of, notes
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import StabilityWarning, kinds
+from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.simulate import VirtualRanks, relative_error
+from lightning_gqsgd.theory import bits_at
+from recipes.comparison.plots import COLOURS, DPI, STYLE
+from recipes.tasks import jpegs
+from recipes.tasks.cifar10 import default_cache_dir
+from recipes.tasks.digits import load_digits
+from recipes.tasks.networks import ResNet
+
+COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
+#: Steps on the same gradients over which presets with a memory are averaged, and for how many ranks at most.
+REPEATS, REPEATED_RANKS = 16, 8
+DOCS_RANKS = 8
+MIN_NUMEL = make_config().min_numel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row.
+
+    Attributes:
+        name: in tables.
+        preset: its preset.
+        fields: what differs from the preset.
+        family: with whose members at other numbers of bits the figure connects it.
+    """
+
+    name: str
+    preset: str
+    fields: dict[str, int] = field(default_factory=dict)
+    family: str = ""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has a memory."""
+        return bool(kinds(make_config(self.preset, **self.fields)))
+
+
+#: Other numbers of bits of a preset; exponential codes with as many mantissa bits as leave them a useful range.
+VARIANTS: dict[str, list[dict[str, int]]] = {
+    "gqsgd": [{"bits": 6}, {"bits": 2}],
+    "qsgd": [{"bits": 8}, {"bits": 6}, {"bits": 2}],
+    "gqsgd_exponential": [{"bits": 6, "mantissa": 2}, {"bits": 4, "mantissa": 1}, {"bits": 2, "mantissa": 0}],
+    "natural_compression": [{"bits": 6}, {"bits": 4}, {"bits": 2}],
+    "dq_psgd": [{"bits": 8}, {"bits": 6}, {"bits": 2}],
+}
+
+
+def cases() -> list[Case]:
+    """All presets, each followed by its variants."""
+    found = []
+    for preset in PRESETS:
+        family = "gqsgd" if preset == "gqsgd_4bit" else preset if preset in VARIANTS else ""
+        found.append(Case(preset, preset, {}, family))
+        found += [Case(f"{preset} {one['bits']} bit", preset, one, family) for one in VARIANTS.get(preset, ())]
+    return found
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One flat gradient per rank, and the parameters in it."""
+
+    ranks: list[Tensor]
+    segments: list[Segment]
+
+
+def synthetic(kind: str, ranks: int, steps: int) -> Gradients:
+    """A kind of `benchmarks.accuracy`; the heavy-tailed has parameters of its own for its layers."""
+    gradients = accuracy.KINDS[kind](ranks, torch.Generator().manual_seed(ranks))
+    parts = accuracy.LAYERS if kind == "heavy-tailed" else 1
+    numel = gradients[0].numel() // parts
+    return Gradients(gradients, [Segment(number, numel, raw=False) for number in range(parts)])
+
+
+Batch = Callable[[int, torch.Generator], Tensor]
+
+
+class Decoder(nn.Module):
+    """A language model on bytes: two layers, learnt positions."""
+
+    def __init__(self, width: int = 128, context: int = 32) -> None:
+        super().__init__()
+        self.mask: Tensor
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (N, length, 256)."""
+        length = tokens.shape[1]
+        x = self.tokens(tokens) + self.places.weight[:length]
+        logits: Tensor = self.head(self.layers(x, mask=self.mask[:length, :length], is_causal=True))
+        return logits
+
+
+def resnet() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    """ResNet-20, SGD, and its loss on random images."""
+    model = ResNet(blocks=[3, 3, 3], width=16)
+    images, labels = _images()
+
+    def loss(size: int, generator: torch.Generator) -> Tensor:
+        some = torch.randint(len(labels), (size,), generator=generator)
+        return F.cross_entropy(model(images[some].float() / 64 - 2), labels[some])
+
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), loss
+
+
+def transformer() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    """The decoder, Adam, and its loss on random places of the text."""
+    model, text = Decoder(), _text()
+    context = model.places.num_embeddings
+
+    def loss(size: int, generator: torch.Generator) -> Tensor:
+        starts = torch.randint(len(text) - context, (size,), generator=generator)
+        some = text[starts[:, None] + torch.arange(context + 1)]
+        return F.cross_entropy(model(some[:, :-1]).flatten(0, 1), some[:, 1:].flatten())
+
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3), loss
+
+
+def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], ranks: int, steps: int) -> Gradients:
+    """Gradients of ``ranks`` batches of 16 images or texts after ``steps`` steps on batches of 32."""
+    torch.manual_seed(0)
+    model, optimizer, loss = make()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(32, generator).backward()
+        optimizer.step()
+    parameters = list(model.parameters())
+    gradients = [torch.autograd.grad(loss(16, generator), parameters) for _ in range(ranks)]
+    segments = [Segment(number, one.numel(), raw=one.numel() < MIN_NUMEL) for number, one in enumerate(parameters)]
+    return Gradients([torch.cat([one.flatten() for one in grads]) for grads in gradients], segments)
+
+
+@cache
+def _images() -> tuple[Tensor, Tensor]:
+    """Images (N, 3, 32, 32) as uint8, and labels."""
+    if "GQSGD_DATA" in os.environ:
+        archive = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
+        found = jpegs.load_cached(archive, default_cache_dir(), "CIFAR-10", 32, 3)
+    else:
+        found = load_digits("digits, resized", 32, 3)
+    return torch.from_numpy(found.train_images).permute(0, 3, 1, 2), torch.from_numpy(found.train_labels)
+
+
+@cache
+def _text() -> Tensor:
+    from pydoc_data.topics import topics
+
+    return torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8).long()
+
+
+KINDS: dict[str, Callable[[int, int], Gradients]] = {
+    "gaussian": lambda ranks, steps: synthetic("gaussian", ranks, steps),
+    "heavy-tailed": lambda ranks, steps: synthetic("heavy-tailed", ranks, steps),
+    "sparse": lambda ranks, steps: synthetic("sparse", ranks, steps),
+    "CNN new": lambda ranks, steps: trained(resnet, ranks, 0),
+    "CNN trained": lambda ranks, steps: trained(resnet, ranks, steps),
+    "LM new": lambda ranks, steps: trained(transformer, ranks, 0),
+    "LM trained": lambda ranks, steps: trained(transformer, ranks, steps),
+}
+
+
+def errors(case: Case, gradients: Sequence[Tensor], segments: Sequence[Segment]) -> Iterator[tuple[int, float, float]]:
+    """(steps, relative error of the mean of their results, bits per coordinate) of the first step, and of `REPEATS`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StabilityWarning)
+        try:
+            ranks = VirtualRanks(len(gradients), segments, gradients[0].dtype, case.preset, **case.fields)
+        except ConfigError:
+            return  # too many ranks for the preset: a dash
+    total = ranks.mean(gradients, 0).double()
+    yield 1, relative_error(total, gradients), ranks.wire_bits
+    if case.remembers and len(gradients) <= REPEATED_RANKS:
+        for step in range(1, REPEATS):
+            total += ranks.mean(gradients, step)
+        yield REPEATS, relative_error(total / REPEATS, gradients), ranks.wire_bits
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One dictionary per preset, number of ranks, kind of gradients and number of steps."""
+    facts = []
+    for kind in (kind for kind in KINDS if kind in options.kinds):
+        data = KINDS[kind](max(options.ranks), options.steps)
+        work = [(ranks, case) for ranks in options.ranks for case in cases()]
+        for ranks, case in track(work, kind, console=Console(stderr=True), transient=True):
+            for steps, error, bits in errors(case, data.ranks[:ranks], data.segments):
+                one = {"case": case.name, "ranks": ranks, "kind": kind, "steps": steps}
+                numbers = {"error": error, "bits": bits, "bound_error": 2.0**-bits, "bound_bits": bits_at(error)}
+                facts.append({**one, **{name: float(f"{value:.5g}") for name, value in numbers.items()}})
+    return facts
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """The table; with ``--docs``, the documentation as well."""
+    if options.from_results and options.save:
+        raise SystemExit("--from-results measures nothing that --save could write; leave one out")
+    if options.from_results:
+        raw = json.loads((RESULTS / "presets.json").read_text())
+    else:
+        facts = measured(options)
+        raw = {"facts": facts, "images": "CIFAR-10" if "GQSGD_DATA" in os.environ else "digits", "steps": options.steps}
+    order = [kind for kind in KINDS if any(one["kind"] == kind for one in raw["facts"])]
+    ranks = sorted({one["ranks"] for one in raw["facts"]})
+    report = Report(
+        "presets",
+        "Relative L2 error (%) of an averaged gradient, by preset",
+        {"preset": "", "n": "d", "steps": "d", "bits": "", "bound": ""} | dict.fromkeys(order, ""),
+        notes=how_to_read(raw),
+        raw={name: raw[name] for name in ("facts", "images", "steps")},
+    )
+    for n in ranks:
+        report.rows += [[row[0], n, *row[1:]] for row in table(raw["facts"], n, order, (1, REPEATS))]
+    if options.docs:
+        write_docs(Path(options.docs), raw, order, ranks)
+    return report
+
+
+def table(facts: list[dict[str, Any]], ranks: int, order: Sequence[str], steps: Sequence[int]) -> list[list[Any]]:
+    """Rows: preset, steps, bits, the bound's error and the errors, in percent."""
+    rows: list[list[Any]] = []
+    for case in cases():
+        for count in steps:
+            found = {
+                one["kind"]: one
+                for one in facts
+                if (one["case"], one["ranks"], one["steps"]) == (case.name, ranks, count)
+            }
+            if not found and (count > 1 or not any(one["ranks"] == ranks for one in facts)):
+                continue
+            first = found.get(order[0])
+            bits = f"{first['bits']:.2f}" if first else None
+            bound = percent(first["bound_error"]) if first and count == 1 else None
+            cells = [percent(found[kind]["error"]) if kind in found else None for kind in order]
+            rows.append([case.name, count, bits, bound, *cells])
+    return rows
+
+
+def percent(ratio: float) -> str:
+    """In percent, with three digits."""
+    value = 100 * ratio
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def how_to_read(raw: dict[str, Any]) -> list[str]:
+    """Paragraphs under the tables."""
+    elias = [one["bits"] for one in raw["facts"] if PRESETS[one["case"].split()[0]].config.coder == "elias"]
+    return [
+        "Gradients: independent and normal (gaussian); Student's t with 3 degrees of freedom in 64 layers whose scales "
+        "span three decades, correlated 0.1 between ranks (heavy-tailed); 90 % zeros, mostly at the same places "
+        f"(sparse); a ResNet-20 on {raw['images']} (CNN; GQSGD_DATA says where CIFAR-10 is, otherwise digits) and a decoder of two layers on the bytes of Python's help "
+        f"texts (LM), both new and after {raw['steps']} steps, 16 samples per rank. n gradients are the first n of the "
+        "same.",
+        "bits: of one rank's message per coordinate, scales included, in the first column of gradients. Elias codes "
+        f"take what the gradients need, {min(elias):.2f} to {max(elias):.2f} bits here. In the models they are more, "
+        "for parameters below 1,024 elements travel uncompressed, and shards, which are all as long as the longest, "
+        f"fill badly where many ranks share so few coordinates{_most_added(raw['facts'])}. A gather sends n - 1 "
+        "messages, the other collectives about two.",
+        "bound: 2^-bits, the least error on independent normal gradients, whatever the method: it holds in the column "
+        "gaussian; gradients that are alike on all ranks, uneven in size or zero can be had for less. An error above "
+        "100 % is worse than no gradient at all, but without bias it averages out over steps.",
+        "Presets with a memory: one step is their first, with an empty memory, so its error is the compressor's and "
+        f"not what training sees. The mean of {REPEATS} steps on the same gradients (up to {REPEATED_RANKS} ranks) has "
+        "the error that is left when the memory works; roundings without bias or memory would leave a quarter.",
+    ]
+
+
+def _most_added(facts: list[dict[str, Any]]) -> str:
+    """The largest difference of bits between columns, of codes of fixed length, and where it is."""
+    fixed = [one for one in facts if PRESETS[one["case"].split()[0]].config.coder == "fixed"]
+    first = {(one["case"], one["ranks"]): one["bits"] for one in fixed if one["kind"] == facts[0]["kind"]}
+    most = max(fixed, key=lambda one: one["bits"] - first[one["case"], one["ranks"]])
+    added = most["bits"] - first[most["case"], most["ranks"]]
+    return f" (by up to {added:.1f}: {most['case']}, n = {most['ranks']}, {most['kind']})" if added > 0.5 else ""
+
+
+def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int]) -> None:
+    """`path` and the figure beside it."""
+    known = [facts_of(name, DOCS_RANKS) for name in PRESETS]
+    lines = [
+        "# Presets",
+        "",
+        "What the named configurations of the literature send, remember and guarantee, and how far one averaged "
+        "gradient is off under each. This page is written by",
+        "",
+        f"    {COMMAND}",
+        "",
+        f"## At {DOCS_RANKS} ranks",
+        "",
+        "The same, for any number of ranks: `gqsgd presets --ranks N`. All fields of one: `gqsgd presets NAME`.",
+        "",
+        *_markdown(HEADINGS, [one.row() for one in known], numbers=(1, 2, 4)),
+        "",
+        *_spaced(notes(known)),
+        "## Relative L2 error of one step",
+        "",
+        "|estimate - mean|/|mean| in percent. Compare an error with its row's bound, and with others of about as many "
+        "bits.",
+        "",
+    ]
+    shown = DOCS_RANKS if DOCS_RANKS in ranks else ranks[0]
+    picture = path.with_suffix(".png")
+    save_figure(raw["facts"], order, shown, picture)
+    lines += [f"![relative error against bits]({picture.name})", ""]
+    lines += [
+        f"*n = {shown}. Nothing reaches the grey area on independent normal gradients.*",
+        "",
+    ]
+    lines += _spaced(how_to_read(raw))
+    for n in ranks:
+        rows = [[row[0], *row[2:]] for row in table(raw["facts"], n, order, (1,))]
+        headings = ("preset", "bits", "bound", *order)
+        lines += [f"### n = {n}", "", *_markdown(headings, rows, numbers=range(1, len(headings))), ""]
+    for n in ranks:
+        rows = [[row[0], row[2], *row[4:]] for row in table(raw["facts"], n, order, (REPEATS,))]
+        headings = ("preset", "bits per step", *order)
+        if rows:
+            lines += [f"### n = {n}, mean of {REPEATS} steps on the same gradients", ""]
+            lines += [*_markdown(headings, rows, numbers=range(1, len(headings))), ""]
+    path.write_text("\n".join(lines).rstrip() + "\n")
+    print(f"written: {path} and {picture}")
+
+
+def _spaced(paragraphs: Sequence[str]) -> list[str]:
+    return [line for one in paragraphs for line in (one, "")]
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int]) -> list[str]:
+    rules = ["---:" if column in numbers else "---" for column in range(len(headings))]
+    body = [["–" if cell is None else str(cell) for cell in row] for row in rows]
+    return ["| " + " | ".join(row) + " |" for row in (headings, rules, *body)]
+
+
+def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, file: Path) -> None:
+    """Error of the first step against bits: one panel per kind of gradients, and one for the legend."""
+    columns = min(4, len(order) + 1)
+    rows = math.ceil((len(order) + 1) / columns)
+    chosen = [one for one in facts if one["ranks"] == ranks and one["steps"] == 1]
+    looks = _looks(chosen)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(3.1 * columns, 3.0 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        low = 0.5 * min(one["error"] for one in chosen)
+        high = 1.5 * max(one["error"] for one in chosen)
+        most = 0.6 + max(one["bits"] for one in chosen)
+        for number, kind in enumerate(order):
+            axes = grid.flat[number]
+            axes.set_yscale("log")
+            axes.set(xlim=(0, most), ylim=(low, high))
+            axes.set_title(kind)
+            _draw_panel(axes, [one for one in chosen if one["kind"] == kind], looks)
+            axes.label_outer()
+            if number + columns >= len(order):
+                axes.tick_params(labelbottom=True)
+        for axes in grid.flat[len(order) :]:
+            axes.set_axis_off()
+        _draw_legend(grid.flat[len(order)], looks)
+        figure.supxlabel("bits per coordinate of one rank's message", fontsize=9, color="#333333")
+        figure.supylabel(f"relative L2 error of one averaged gradient, n = {ranks}", fontsize=9, color="#333333")
+        figure.savefig(file, dpi=DPI)
+
+
+def _looks(facts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Label, line, colour and marker by family or, without one, by preset; those with equal points share theirs."""
+    looks: dict[str, dict[str, Any]] = {}
+    drawn: dict[tuple[tuple[str, float, float], ...], str] = {}
+    for case in cases():
+        name = case.family or case.name
+        points = tuple((one["kind"], one["bits"], one["error"]) for one in facts if one["case"] == case.name)
+        if name in looks or not points:
+            continue
+        if points in drawn:
+            looks[drawn[points]]["label"] += f" = {name}"
+            continue
+        drawn[points] = name
+        shape = {"ls": "-", "lw": 1.3, "marker": "o", "ms": 4.5} if case.family else {"ls": "", "ms": 5.5}
+        shape.setdefault("marker", "D" if case.remembers else "s")
+        looks[name] = {**shape, "color": COLOURS.get(name, "#333333"), "mec": "white", "mew": 0.6, "label": name}
+    return looks
+
+
+def _draw_panel(axes: Axes, facts: list[dict[str, Any]], looks: dict[str, dict[str, Any]]) -> None:
+    bits = np.array([0.0, 10.0])
+    axes.fill_between(bits, 1e-9, 2.0**-bits, color="#f0f0f3", lw=0, zorder=0)
+    axes.plot(bits, 2.0**-bits, color="#777777", lw=1.0, zorder=1)
+    axes.axhline(1.0, color="#bbbbbb", lw=0.7, ls=(0, (4, 3)), zorder=1)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for case in cases():
+        points.setdefault(case.family or case.name, []).extend(
+            (one["bits"], one["error"]) for one in facts if one["case"] == case.name
+        )
+    for name, found in points.items():
+        if found and name in looks:
+            axes.plot(*zip(*sorted(found), strict=True), zorder=2 if looks[name]["ls"] else 3, **looks[name])
+    axes.xaxis.set_major_locator(MultipleLocator(2))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_legend(axes: Axes, looks: dict[str, dict[str, Any]]) -> None:
+    grey: dict[str, Any] = {"color": "#888888", "ls": "", "mec": "white"}
+    left = [Line2D([], [], **look) for look in looks.values() if look["ls"]]
+    left += [
+        Line2D([], [], color="#777777", lw=1.0, label="bound 2$^{-bits}$"),
+        Line2D([], [], marker="s", label="no memory", **grey),
+        Line2D([], [], marker="D", ms=5.5, label="memory, first step", **grey),
+    ]
+    right = [Line2D([], [], **look) for look in looks.values() if not look["ls"]]
+    left += [Line2D([], [], ls="", label=" ") for _ in range(len(right) - len(left))]
+    legend = axes.legend(
+        handles=[*left, *right],
+        loc="center",
+        fontsize=7.2,
+        ncols=2,
+        columnspacing=0.8,
+        handlelength=1.6,
+        handletextpad=0.5,
+        labelspacing=0.6,
+        borderpad=0,
+    )
+    legend.set_in_layout(False)  # it would widen its column
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--docs", metavar="FILE", help="write this Markdown page, and a figure beside it")
+    parser.add_argument(
+        "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"
+    )
+    torch.set_num_threads(1)  # the models are too small for more to be faster
+    present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

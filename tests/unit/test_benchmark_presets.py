@@ -1,0 +1,76 @@
+"""The table of presets, on gradients that are too small to say anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import accuracy, presets, report
+from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.theory import bits_at
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(accuracy, "NUMEL", 1 << 14)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(presets, "RESULTS", tmp_path)
+    monkeypatch.delenv("GQSGD_DATA", raising=False)
+    return tmp_path
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["presets.py", *arguments])
+    presets.main()
+
+
+def test_table_page_and_figure(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = small / "presets-page.md"
+    kinds = ["gaussian", "heavy-tailed"]
+    _run(monkeypatch, "--kinds", *kinds, "--ranks", "2", "9", "--save", "--docs", str(page))
+    assert "gqsgd_exponential_tree" in capsys.readouterr().out
+
+    facts = json.loads((small / "presets.json").read_text())["facts"]
+    assert {one["case"] for one in facts} >= set(PRESETS)
+    repeated = [one for one in facts if one["steps"] == presets.REPEATS]
+    assert {one["case"] for one in repeated} == {case.name for case in presets.cases() if case.remembers}
+    assert {one["ranks"] for one in repeated} == {2}
+    for one in facts:
+        assert one["bound_bits"] == pytest.approx(bits_at(one["error"]), abs=1e-3)
+        if one["kind"] == "gaussian" and one["steps"] == 1:
+            assert one["error"] > 0.97 * one["bound_error"], one
+
+    text = page.read_text()
+    assert presets.COMMAND in text
+    for heading in ("## At 8 ranks", "### n = 2\n", "### n = 9\n", "### n = 2, mean of 16 steps"):
+        assert heading in text
+    assert text.count("| terngrad |") == 3
+    assert (small / "presets-page.png").read_bytes().startswith(b"\x89PNG")
+
+    before = page.read_bytes()
+    _run(monkeypatch, "--from-results", "--docs", str(page))
+    assert page.read_bytes() == before
+
+
+def test_a_preset_that_cannot_sum_so_many_ranks_is_a_dash(small: Path) -> None:
+    case = presets.Case("gqsgd_sum 2 bit", "gqsgd_sum", {"bits": 2})
+    data = presets.synthetic("gaussian", 4, 0)
+    assert list(presets.errors(case, data.ranks, data.segments)) == []
+
+
+@pytest.mark.parametrize("make", [presets.resnet, presets.transformer])
+def test_real_gradients_differ_between_ranks_and_change_with_training(small: Path, make: Callable[..., Any]) -> None:
+    new, later = presets.trained(make, 2, 0), presets.trained(make, 2, 1)
+    for data in (new, later):
+        assert sum(one.numel for one in data.segments) == data.ranks[0].numel() > 200_000
+        assert not data.ranks[0].equal(data.ranks[1])
+    assert not new.ranks[0].equal(later.ranks[0])
+    assert any(one.raw for one in new.segments)
+    assert next(presets.errors(presets.cases()[0], new.ranks, new.segments))[1] < 0.05
