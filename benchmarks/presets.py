@@ -291,7 +291,8 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
     return [
         "Gradients: independent and normal (gaussian); Student's t with 3 degrees of freedom in 64 layers whose scales "
         "span three decades, correlated 0.1 between ranks (heavy-tailed); 90 % zeros, mostly at the same places "
-        f"(sparse); a ResNet-20 on {raw['images']} (CNN; GQSGD_DATA says where CIFAR-10 is, otherwise digits) and a decoder of two layers on the bytes of Python's help "
+        f"(sparse); a ResNet-20 on {raw['images']} (CNN; GQSGD_DATA says where CIFAR-10 is, otherwise digits) "
+        "and a decoder of two layers on the bytes of Python's help "
         f"texts (LM), both new and after {raw['steps']} steps, 16 samples per rank. n gradients are the first n of the "
         "same.",
         "bits: of one rank's message per coordinate, scales included, in the first column of gradients. Elias codes "
