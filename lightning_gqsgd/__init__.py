@@ -13,11 +13,12 @@ from lightning_gqsgd._autoload import flavour, install
 
 if TYPE_CHECKING:
     from lightning_gqsgd.communicator import CollectiveError
-    from lightning_gqsgd.config import ConfigError, GQSGDConfig
+    from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
     from lightning_gqsgd.functional import all_reduce
     from lightning_gqsgd.hook import GQSGDState, register_gqsgd
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
+    from lightning_gqsgd.memory import StabilityWarning
     from lightning_gqsgd.presets import PRESETS
 
 __version__ = "0.1.0"
@@ -27,7 +28,9 @@ _HOMES = {
     "ConfigError": "config",
     "GQSGDConfig": "config",
     "GQSGDState": "hook",
+    "Memory": "config",
     "PRESETS": "presets",
+    "StabilityWarning": "memory",
     "all_reduce": "functional",
     "register_gqsgd": "hook",
 }
@@ -41,6 +44,8 @@ __all__ = [
     "GQSGDState",
     "GQSGDStrategy",
     "GQSGDTelemetry",
+    "Memory",
+    "StabilityWarning",
     "all_reduce",
     "register_gqsgd",
 ]

@@ -75,8 +75,8 @@ class Setting:
 
 def uncompressed(setting: Setting) -> Setting:
     """The setting for parameters that travel uncompressed beside others, by `two_shot`."""
-    config = GQSGDConfig(reducer="two_shot", block_size=setting.config.block_size, seed=setting.config.seed)
-    return replace(setting, config=config)
+    kept = {name: getattr(setting.config, name) for name in ("block_size", "seed", "sample_every")}
+    return replace(setting, config=GQSGDConfig(reducer="two_shot", **kept))
 
 
 @dataclass(frozen=True)
