@@ -157,9 +157,9 @@ def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
 
 
 def runs(blocks: Tensor, block_size: int) -> list[Run]:
-    """The longest runs of blocks that are not raw."""
+    """The longest runs of blocks that are not raw, whatever the order of the blocks."""
     found: list[Run] = []
-    for block in blocks[blocks[:, RAW] == 0].tolist():
+    for block in sorted(blocks[blocks[:, RAW] == 0].tolist()):  # by their start
         one = Run(block[START], block[PARAMETER], block[INDEX] * block_size, block[LENGTH])
         last = found[-1] if found else None
         if last is not None and _ends(last) == (one.start, one.parameter, one.offset):

@@ -57,7 +57,11 @@ class MemoryStore:
     ) -> None:
         self._sizes, self._dtype, self._device = dict(sizes), COMPUTE_DTYPES[dtype], device
         self._owners = ranks if config.reducer == "two_shot" else 1
-        self._block_size = config.block_size
+        #: Consecutive coordinates of each parameter with the same owner.
+        self._stripes = {
+            parameter: int(stripe(np.array(-(-size // config.block_size)), self._owners)) * config.block_size
+            for parameter, size in sizes.items()
+        }
         self._tensors: dict[tuple[str, int], Tensor] = {}
 
     def load(self, kind: str, runs: Sequence[Run], like: Tensor) -> Tensor:
@@ -67,17 +71,16 @@ class MemoryStore:
             values[run.start : run.start + run.numel] = self._part(kind, run)
         return values
 
-    def store(self, kind: str, runs: Sequence[Run], values: Tensor, finite: Tensor) -> None:
-        """Remember ``values`` where ``finite`` is true, and keep what was there elsewhere."""
+    def store(self, kind: str, runs: Sequence[Run], values: Tensor) -> None:
+        """Remember what a tensor has at the places of some runs."""
         for run in runs:
-            part, place = self._part(kind, run), slice(run.start, run.start + run.numel)
-            part.copy_(torch.where(finite[place], values[place], part))
+            self._part(kind, run).copy_(values[run.start : run.start + run.numel])
 
     def row(self, kind: str, parameter: int) -> Tensor:
         """What this rank keeps of a parameter, zeros if there is nothing yet; as long on every rank."""
         key = (kind, parameter)
         if key not in self._tensors:
-            size, owned = self._sizes[parameter], self._stripe(parameter)
+            size, owned = self._sizes[parameter], self._stripes[parameter]
             share = -(-size // (owned * self._owners_of(kind))) * owned
             self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
         return self._tensors[key]
@@ -91,14 +94,9 @@ class MemoryStore:
         """Among how many ranks a kind of memory is divided."""
         return self._owners if kind in ("up_mean", "down_error") else 1
 
-    def _stripe(self, parameter: int) -> int:
-        """Consecutive coordinates of a parameter with the same owner."""
-        blocks = -(-self._sizes[parameter] // self._block_size)
-        return int(stripe(np.array(blocks), self._owners)) * self._block_size
-
     def _part(self, kind: str, run: Run) -> Tensor:
         """Where a run is kept: an owner's stripes lie side by side, and its runs within one stripe."""
-        length = self._stripe(run.parameter)
+        length = self._stripes[run.parameter]
         number, rest = divmod(run.offset, length)
         start = number // self._owners_of(kind) * length + rest
         return self.row(kind, run.parameter)[start : start + run.numel]

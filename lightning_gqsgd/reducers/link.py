@@ -58,7 +58,7 @@ class Link:
         reference = store.load(self.receiver_kind, part.runs, decoded)
         moved = torch.add(reference, decoded, alpha=self.memory.rho)
         decoded += reference
-        store.store(self.receiver_kind, part.runs, moved, decoded.isfinite())
+        store.store(self.receiver_kind, part.runs, torch.where(decoded.isfinite(), moved, reference))
 
     def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
@@ -88,8 +88,7 @@ class Outgoing:
 
     def __init__(self, link: Link, x: Tensor, part: Part, rotation: Key, store: MemoryStore | None) -> None:
         self._link, self._part, self._rotation, self._store = link, part, rotation, store
-        self._target = x
-        self._decoded = x
+        self._error = self._reference = self._target = self._decoded = x  # what a memory needs, if there is one
         self._input = self._compensated(x)
         if link.config.rotation:
             kernels_for(x.device).rotate(self._input, part.blocks, rotation)
@@ -125,13 +124,11 @@ class Outgoing:
         assert memory.rho is not None
         finite = result.isfinite()
         if memory.keeps_error:
-            kind = self._link.error_kind
-            error = store.load(kind, self._part.runs, result).mul_(memory.beta).add_(self._target).sub_(self._decoded)
-            store.store(kind, self._part.runs, error, finite)
+            error = (self._error * memory.beta).add_(self._target).sub_(self._decoded)
+            store.store(self._link.error_kind, self._part.runs, torch.where(finite, error, self._error))
         if memory.keeps_reference and self._link.sender_kind != self._link.receiver_kind:
-            kind = self._link.sender_kind
-            reference = store.load(kind, self._part.runs, result).add_(self._decoded, alpha=memory.rho)
-            store.store(kind, self._part.runs, reference, finite)
+            reference = torch.add(self._reference, self._decoded, alpha=memory.rho)
+            store.store(self._link.sender_kind, self._part.runs, torch.where(finite, reference, self._reference))
 
     def _compensated(self, x: Tensor) -> Tensor:
         """u = x + α e - h, and `_target` = x - h; neither is ``x`` itself, which the result overwrites."""
@@ -140,8 +137,11 @@ class Outgoing:
             return x
         assert store is not None
         assert memory.alpha is not None
-        reference = store.load(self._link.sender_kind, self._part.runs, x) if memory.keeps_reference else 0
-        self._target = x - reference
+        self._target = x.clone()
+        if memory.keeps_reference:
+            self._reference = store.load(self._link.sender_kind, self._part.runs, x)
+            self._target -= self._reference
         if memory.keeps_error:
-            return torch.add(self._target, store.load(self._link.error_kind, self._part.runs, x), alpha=memory.alpha)
+            self._error = store.load(self._link.error_kind, self._part.runs, x)
+            return torch.add(self._target, self._error, alpha=memory.alpha)
         return self._target.clone()
