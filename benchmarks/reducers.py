@@ -56,8 +56,7 @@ class Bench:
     def __init__(self, numel: int, ranks: int, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
         self.buffer = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-        depth = stages(case_config("tree", 8), ranks)
-        self.communicator = Communicator(self.buffer.device, stages=depth)
+        self.communicator = Communicator(self.buffer.device, stages=stages(case_config("tree", 8), ranks))
         self.runner = runner_for(self.buffer.device)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
@@ -77,7 +76,7 @@ class Bench:
 
     def add_reducer(self, case: str, bits: int) -> None:
         config = case_config(case, bits)
-        compile_kernels(config, self.buffer.dtype, self.buffer.device)
+        compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         setting = Setting(config, self.ranks, self.buffer.dtype)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
         name = f"{case}, {bits} bit"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, describe_difference
-from lightning_gqsgd.reducers.base import Exchange
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 
 #: How long ranks wait for each other to agree, at least, whatever the timeout of collectives.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
@@ -43,7 +43,7 @@ class Communicator:
         group: process group; None is the default group.
         device: device of the tensors to come: CPU over Gloo or CUDA over NCCL.
         timeout: of collectives; None takes that of ``group``.
-        stages: the most exchanges of a piece, hence the number of groups beside that of stage 0.
+        stages: between whom the exchanges of a piece are, stage by stage after stage 0 (see `reducers.stages`).
 
     Attributes:
         rank: this process's rank in the group.
@@ -59,24 +59,26 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         *,
-        stages: int,
+        stages: Sequence[Sequence[Scope]] = (),
     ) -> None:
         parent = parent_group(group)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         self._ranks = dist.get_process_group_ranks(parent)
         self._backend = _backend_for(parent, device)
         self._device = device
-        self._groups: list[Any] = []  # backends; torch's type stubs lack their collectives
+        self._groups: dict[tuple[int, Scope], Any] = {}  # backends; torch's type stubs lack their collectives
         if self.size > 1:
             timeout = timeout or _timeout_of(parent, device)
-            timeouts = [max(timeout, AGREEMENT_TIMEOUT), *[timeout] * stages]
             key = self._unused_key(parent)
-            self._groups = [self._new_group(f"{key}/{stage}", one) for stage, one in enumerate(timeouts)]
+            for stage, scopes in enumerate([(ALL,), *stages]):
+                long_enough = timeout if stage else max(timeout, AGREEMENT_TIMEOUT)
+                for scope in scopes:
+                    self._groups[stage, scope] = self._new_group(f"{key}/{stage}", scope, long_enough)
 
     def start(self, exchange: Exchange, stage: int) -> Any:
         """Start a collective of a stage: 0 is agreement, the others are a reducer's. Returns torch's `Work`."""
-        group = self._groups[stage]
-        kind, output, source, splits = exchange
+        kind, output, source, splits, scope = exchange
+        group = self._groups[stage, scope]
         if kind == "all_to_all":
             return group.alltoall_base(output, source, *(splits or ([], [])))
         if kind == "all_gather":
@@ -95,8 +97,8 @@ class Communicator:
 
     def close(self) -> None:
         """Destroy the groups. Not a collective."""
-        groups, self._groups = self._groups, []
-        for group in groups:
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
             if self._backend == "nccl":  # Gloo's end with their last reference
                 (getattr(group, "shutdown", None) or group._shutdown)()  # torch 2.5 has the latter
 
@@ -110,10 +112,12 @@ class Communicator:
         count = dist.distributed_c10d._get_default_store().add(key, 1)
         return f"{key}/{(count - 1) // self.size}"
 
-    def _new_group(self, key: str, timeout: timedelta) -> Any:
+    def _new_group(self, key: str, scope: Scope, timeout: timedelta) -> Any:
         make: Any = dist.ProcessGroupGloo if self._backend == "gloo" else dist.ProcessGroupNCCL
+        members = scope.members(self.rank, self.size)
+        key = f"{key}/{scope.kind}/{members[0]}"
         store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-        return make(store, self.rank, self.size, timeout)
+        return make(store, members.index(self.rank), len(members), timeout)
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Compare a flat dictionary of plain values over all ranks. A collective, outside any job.

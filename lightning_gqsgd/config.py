@@ -15,7 +15,7 @@ SCALES = ("auto", "global", "local")
 NORMS = ("max", "l2", "power_of_two")
 SCALE_PER = ("block", "parameter")
 CODERS = ("fixed", "elias")
-REDUCERS = ("auto", "native", "sum", "two_shot", "gather", "tree")
+REDUCERS = ("auto", "native", "sum", "two_shot", "gather", "tree", "hierarchical")
 
 #: Which block scales each quantising reducer works with: sums of codes need one scale for all ranks.
 REDUCER_SCALES = {
@@ -109,7 +109,10 @@ class GQSGDConfig:
         rotation: turn each block by a random Hadamard matrix first, which spreads large coordinates over all.
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
-            ``"native"`` (no compression) or ``"auto"`` (least predicted error).
+            ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for so many ranks), ``"native"``
+            (no compression) or ``"auto"`` (least predicted error).
+        node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: LOCAL_WORLD_SIZE, which
+            torchrun sets.
         memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, a `Memory` or its three
             numbers by name; ``"auto"``: none, where the codec is unbiased.
         memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``.
@@ -137,6 +140,7 @@ class GQSGDConfig:
     rotation: bool = False
     coder: str = "fixed"
     reducer: str = "auto"
+    node_size: int = 0
     memory: str | Memory = "auto"
     memory_down: str | Memory = "auto"
     min_numel: int = 1024
@@ -289,6 +293,13 @@ def _check_scales(config: GQSGDConfig) -> None:
         raise ConfigError("bits=1 leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'")
     if config.coder == "elias" and (reducer != "gather" or codec != "linear" or config.dither != "stochastic"):
         raise ConfigError("coder='elias' is for codec='linear' with dither='stochastic' and reducer='gather'")
+    if config.node_size and reducer != "hierarchical":
+        raise ConfigError(f"node_size={config.node_size} is for reducer='hierarchical', not {reducer!r}; leave it out")
+    if reducer == "hierarchical" and config.scale_per == "parameter":
+        raise ConfigError(
+            "reducer='hierarchical' divides parameters among the ranks of a node, so they cannot have one scale each: "
+            "take scale_per='block'"
+        )
     fitting = REDUCER_SCALES.get(reducer)
     if fitting and scale not in ("auto", *fitting):
         others = [name for name, scales in REDUCER_SCALES.items() if scale in scales]
@@ -313,7 +324,7 @@ def _check_memory(config: GQSGDConfig) -> None:
         )
     if config.down is not None and reducer not in ("two_shot", "auto"):
         raise ConfigError(f"memory_down needs a way back that is encoded: reducer='two_shot', not {reducer!r}")
-    if config.up is not None and reducer in ("tree", "native"):
+    if config.up is not None and reducer in ("tree", "native", "hierarchical"):
         raise ConfigError(f"memory goes with the reducers sum, two_shot and gather, not {reducer!r}")
 
 
@@ -371,6 +382,7 @@ _RANGES = {
     "block_size": (16, 65536),
     "min_numel": (0, _LARGEST),
     "warmup_steps": (0, _LARGEST),
+    "node_size": (0, 2**20),
     "sample_every": (0, _LARGEST),
     "seed": (0, _LARGEST),
 }

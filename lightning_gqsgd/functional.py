@@ -16,14 +16,16 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
 from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, Steps, resolve, stages
+from lightning_gqsgd.reducers import Scope, Setting, Steps, resolve, stages
 from lightning_gqsgd.telemetry import Telemetry
+
+Stages = tuple[tuple[Scope, ...], ...]
 
 
 class _Context:
     """What all calls on one process group and kind of device share."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, stages: int) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, stages: Stages) -> None:
         self.communicator = Communicator(device, group, stages=stages)
         self.runner: Runner = runner_for(device)
         self.plans: dict[tuple[GQSGDConfig, int, torch.dtype], Plan] = {}
@@ -39,7 +41,7 @@ class _Context:
     def plan(self, x: Tensor, config: GQSGDConfig) -> Plan:
         key = (config, x.numel(), x.dtype)
         if key not in self.plans:
-            compile_kernels(config, x.dtype, x.device)
+            compile_kernels(config, x.dtype, x.device, self.communicator.size)
             raw = x.numel() < config.min_numel
             self.plans[key] = Plan([Segment(0, x.numel(), raw)], Setting(config, self.communicator.size, x.dtype))
         return self.plans[key]
@@ -50,7 +52,7 @@ class _Context:
         self.communicator.close()
 
 
-_contexts: dict[tuple[dist.ProcessGroup, str, int], _Context] = {}
+_contexts: dict[tuple[dist.ProcessGroup, str, Stages], _Context] = {}
 
 
 class Reduction:
@@ -145,7 +147,7 @@ def all_reduce(
             "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "
             "the hook on a DDP model (register_gqsgd)"
         )
-    context = _context(tensor.device, parent, stages(config, dist.get_world_size(parent)))
+    context = _context(tensor.device, parent, tuple(stages(config, dist.get_world_size(parent))))
     step = context.calls if step is None else step
     context.calls += 1
 
@@ -185,7 +187,7 @@ def _after_agreement(facts: dict[str, Any], start: Callable[[], Steps], ranks: i
     return (yield from start())
 
 
-def _context(device: torch.device, group: dist.ProcessGroup, stages: int) -> _Context:
+def _context(device: torch.device, group: dist.ProcessGroup, stages: Stages) -> _Context:
     for known in [key for key, context in _contexts.items() if context.failed or not is_alive(key[0])]:
         _contexts.pop(known).close()
     key = (group, device.type, stages)

@@ -67,10 +67,11 @@ class GQSGDState:
         ranks = dist.get_world_size(model.process_group)
         self.config = resolve(config, ranks)
         tensor = next(p for p in parameters.values() if p.requires_grad)
-        compile_kernels(self.config, tensor.dtype, tensor.device)
+        compile_kernels(self.config, tensor.dtype, tensor.device, ranks)
         self._group, self._device = model.process_group, tensor.device
-        depth = stages(self.config, ranks)
-        self._communicator = Communicator(tensor.device, model.process_group, timeout, stages=depth)
+        self._communicator = Communicator(
+            tensor.device, model.process_group, timeout, stages=stages(self.config, ranks)
+        )
         self._communicator.agree({**config.to_dict(), "parameters": _digest(self._parameters.values())})
         self._runner: Runner | None = runner_for(tensor.device)
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -110,7 +111,7 @@ class GQSGDState:
             known = [self._parameters[id(p)] for p in parameters]
             segments = [Segment(p.number, p.numel, p.raw or warming_up) for p in known]
             # Uncompressed warm-up takes the two-shot way too: it adds in rank order, whatever the buckets.
-            native = self.config.reducer == "native"
+            native = self.config.reducer in ("native", "hierarchical")  # whose stages are not between all ranks
             setting = Setting(self.config, self._communicator.size, x.dtype)
             self._plans[key] = Plan(segments, uncompressed(setting) if warming_up and not native else setting)
             assert self._plans[key].numel == x.numel()
@@ -159,7 +160,7 @@ class GQSGDState:
     def _gathered_memory(self, store: MemoryStore) -> dict[str, dict[int, Tensor]] | None:
         """All ranks' memory, on the CPU; None on all ranks but the first. A parameter at a time: peers keep nothing."""
         closed = self._runner is None  # Lightning closes the hook before users save a model that has been fitted
-        communicator = Communicator(self._device, self._group, stages=0) if closed else self._communicator
+        communicator = Communicator(self._device, self._group) if closed else self._communicator
         found: dict[str, dict[int, Tensor]] = {}
         for kind in kinds(self.config):
             for number in store.parameters:
@@ -203,7 +204,9 @@ class GQSGDState:
         if size == 1:
             return "gqsgd: one process, nothing to reduce"
         if config.reducer == "native":
-            return f"gqsgd: native allreduce over {size} ranks, nothing compressed (reducer='native')"
+            one_node = self.requested.reducer == "hierarchical"
+            cause = f"all {size} ranks are on one node" if one_node else "reducer='native'"
+            return f"gqsgd: native allreduce over {size} ranks, nothing compressed ({cause})"
         every = list(self._parameters.values())
         raw = [p for p in every if p.raw]
         coded = sum(p.numel for p in every) - sum(p.numel for p in raw)
@@ -211,6 +214,8 @@ class GQSGDState:
             f"gqsgd: {coded:,} gradient values in {len(every) - len(raw)} tensors at {config.describe()} "
             f"by {config.reducer} over {size} ranks"
         )
+        if config.node_size:
+            text += f" ({size // config.node_size} nodes of {config.node_size})"
         if raw:
             small = [p for p in raw if p.numel < config.min_numel]
             why = [f"{len(small)} smaller than {config.min_numel}"] if small else []

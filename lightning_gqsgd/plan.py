@@ -14,7 +14,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import LENGTH, START, Segment, cut, pieces
 from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers import REDUCERS, Reducer, Setting, StepKeys, Steps, run_virtual
+from lightning_gqsgd.reducers import REDUCERS, Reducer, Setting, StepKeys, Steps, between_nodes, run_virtual
 from lightning_gqsgd.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
 
@@ -126,13 +126,14 @@ def _middle(part: slice) -> slice:
     return slice(start, min(part.stop - part.start, start + SAMPLE_NUMEL))
 
 
-def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Run everything once on two virtual ranks, so that no step waits for a compiler."""
+def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+    """Run what ``ranks`` ranks need once on two virtual ones, so that no step waits for a compiler."""
     if config.reducer == "native" or device.type != "cpu":
         return
     segments = [Segment(0, 64, raw=False), Segment(1, 8, raw=True)]
     plain = GQSGDConfig(reducer="two_shot")
     for one in [config, *([plain] if config.warmup_steps else [])]:
+        one = between_nodes(one, ranks) if one.reducer == "hierarchical" else one
         one = replace(one, bits=max(one.bits, 2)) if one.reducer == "sum" else one
         stores = [MemoryStore(one, 2, {0: 64}, dtype, device) for _ in range(2)]
         gradients = [torch.ones(72, dtype=dtype) for _ in range(2)]

@@ -23,16 +23,38 @@ from lightning_gqsgd.kernels.wire import Key, scale_format
 from lightning_gqsgd.memory import MemoryStore
 
 
+class Scope(NamedTuple):
+    """Which ranks an exchange is between: ``"all"``, those of one ``"node"``, or ``"peers"``, which have the same place
+    on each node. Nodes have ``node_size`` consecutive ranks each."""
+
+    kind: str
+    node_size: int = 1
+
+    def members(self, rank: int, ranks: int) -> range:
+        """The ranks, of ``ranks``, that ``rank`` exchanges with, itself among them."""
+        first = rank - rank % self.node_size
+        return {
+            "all": range(ranks),
+            "node": range(first, first + self.node_size),
+            "peers": range(rank % self.node_size, ranks, self.node_size),
+        }[self.kind]
+
+
+ALL = Scope("all")
+
+
 class Exchange(NamedTuple):
     """A collective to run: ``all_to_all``, ``all_gather`` (output is [ranks, ...]), or ``sum`` and ``max`` (in place).
 
     ``splits``: of an ``all_to_all`` with unequal parts, how many elements of output and of input belong to each rank.
+    ``scope``: between whom.
     """
 
     kind: str
     output: Tensor
     input: Tensor
     splits: tuple[list[int], list[int]] | None = None
+    scope: Scope = ALL
 
     @classmethod
     def in_place(cls, kind: str, tensor: Tensor) -> Exchange:
@@ -169,8 +191,13 @@ def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[int
                 pending.append(next(one))
             except StopIteration as end:
                 results.append(end.value)
-        for same in zip(*pending, strict=True):
-            _exchange_virtually(same)
+        for first, exchanges in enumerate(pending):
+            for scope in dict.fromkeys(one.scope for one in exchanges):
+                members = scope.members(first, len(pending))
+                if members[0] == first:
+                    theirs = [[one for one in pending[rank] if one.scope == scope] for rank in members]
+                    for same in zip(*theirs, strict=True):
+                        _exchange_virtually(same)
         pending = []
     return results
 

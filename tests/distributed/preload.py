@@ -9,4 +9,4 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.plan import compile_kernels
 
 for _reducer in ("sum", "two_shot", "gather"):
-    compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"))
+    compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"), 2)

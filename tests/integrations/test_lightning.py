@@ -233,6 +233,7 @@ def test_every_field_is_an_argument() -> None:
         "rotation": True,
         "coder": "fixed",
         "reducer": "two_shot",
+        "node_size": 0,
         "memory": {"alpha": 0.5, "beta": 1.0, "rho": 0.0},
         "memory_down": "none",
         "min_numel": 7,

@@ -1,0 +1,142 @@
+"""Two levels: the gradient's own precision inside each node, quantised between nodes.
+
+Every rank of a node has a shard: it adds what the ranks of the node have of it, in rank order, averages that with the
+ranks of the same place on the other nodes, by the reducer that "auto" is for so many, and shares the result with its
+node. The links between nodes carry each coordinate once per node, not once per rank, and one rounding of the node's
+mean takes the place of its ranks' roundings.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.layout import LENGTH, START
+from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope, Setting, StepKeys, Steps
+from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
+
+
+def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+    """The configuration with the size of its nodes; where they have one rank each, or there is one only, it needs no
+    second level and says so. Other reducers' stay as they are.
+
+    Raises:
+        ConfigError: the size of nodes is not known, nodes are of unequal size, or no reducer fits between them.
+    """
+    if config.reducer != "hierarchical":
+        return config
+    size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not size:
+        raise ConfigError(
+            "reducer='hierarchical' needs to know how many ranks each node has: give node_size, or start with "
+            "torchrun, which sets LOCAL_WORLD_SIZE"
+        )
+    if ranks % size:
+        raise ConfigError(
+            f"{ranks} ranks do not make nodes of {size}; reducer='hierarchical' needs nodes of equal size: "
+            "correct node_size, or take another reducer"
+        )
+    if size == ranks:
+        return replace(config, reducer="native", node_size=0, scale="auto")
+    if size == 1:
+        return replace(config, reducer="auto", node_size=0)
+    config = replace(config, node_size=size)
+    between_nodes(config, ranks)
+    return config
+
+
+def between_nodes(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+    """What the ranks of one place on each node do."""
+    flat = replace(config, reducer="auto", node_size=0)
+    return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
+
+
+def scopes(config: GQSGDConfig, count: int) -> list[tuple[Scope, ...]]:
+    """Between whom the exchanges of ``count`` stages are. The first also has what telemetry samples, between all."""
+    node, peers = Scope("node", config.node_size), Scope("peers", config.node_size)
+    return [(ALL, node), *[(peers,)] * (count - 2), (node,)]
+
+
+class Hierarchical:
+    """See the module; `reducers.base.Reducer`. ``message_bytes`` are those between nodes, ``sent_bytes`` all."""
+
+    def __init__(self, table: np.ndarray, setting: Setting) -> None:
+        size, nodes = setting.config.node_size, setting.ranks // setting.config.node_size
+        config = between_nodes(setting.config, setting.ranks)
+        self.node, self.peers = Scope("node", size), Scope("peers", size)
+        self.peer_stages = FLAT[config.reducer].stages(config, nodes)
+        tables = _divided(table, size)
+        self.numels = [int(one[:, LENGTH].sum()) for one in tables]
+        between = Setting(config, nodes, setting.dtype)
+        self.between = [FLAT[config.reducer](one, between) if len(one) else None for one in tables]
+        some = [one for one in self.between if one is not None]
+        self.message_bytes = sum(one.message_bytes for one in some)
+        inside = 2 * (size - 1) * max(self.numels) * setting.dtype.itemsize
+        self.sent_bytes = inside + max(one.sent_bytes for one in some)
+
+    @staticmethod
+    def stages(config: GQSGDConfig, ranks: int) -> int:
+        """See `reducers.base.Reducer.stages`."""
+        between, nodes = between_nodes(config, ranks), ranks // config.node_size
+        return 2 + FLAT[between.reducer].stages(between, nodes)
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+        """See `reducers.base.Reducer.steps`."""
+        size, nodes = self.node.node_size, len(keys.up) // self.node.node_size
+        place, node = rank % size, rank // size
+        mine = self.numels[place]
+        parts = torch.empty(size, mine, dtype=x.dtype, device=x.device)
+        yield (Exchange("all_to_all", parts.view(-1), x, ([mine] * size, self.numels), self.node),)
+
+        shard = _mean(parts)
+        bad = yield from self._between_nodes(shard, place, node, replace(keys, up=keys.up[:nodes]))
+
+        padded = torch.zeros(max(self.numels), dtype=x.dtype, device=x.device)
+        padded[:mine] = shard
+        everyone = torch.empty(size, len(padded), dtype=x.dtype, device=x.device)
+        yield (Exchange("all_gather", everyone, padded, scope=self.node),)
+        torch.cat([row[:numel] for row, numel in zip(everyone, self.numels, strict=True)], out=x)
+        return bad
+
+    def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys) -> Steps:
+        """Average a shard over nodes, in the same number of stages at every place: they share the groups' order."""
+        between, stages, bad = self.between[place], self.peer_stages, 0
+        if between is not None:
+            steps = between.steps(shard, node, keys)
+            while True:
+                try:
+                    exchanges = next(steps)
+                except StopIteration as end:
+                    bad = end.value
+                    break
+                stages -= 1
+                yield [one._replace(scope=self.peers) for one in exchanges]
+        for _ in range(stages):
+            yield ()
+        return bad
+
+
+def _mean(parts: Tensor) -> Tensor:
+    """Mean over [ranks, numel], added in rank order whatever the shape."""
+    total = parts[0].to(COMPUTE_DTYPES[parts.dtype], copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.div_(len(parts)).to(parts.dtype)
+
+
+def _divided(table: np.ndarray, shards: int) -> list[np.ndarray]:
+    """Block tables of consecutive shards of nearly equal size, each counting from its own start; blocks stay whole."""
+    ends = np.cumsum(table[:, LENGTH])
+    bounds = np.searchsorted(ends, [ends[-1] * k / shards for k in range(1, shards)], side="left") + 1
+    tables = [one.copy() for one in np.split(table, bounds)]
+    for one in tables:
+        if len(one):
+            one[:, START] -= one[0, START]
+    return tables

@@ -1,0 +1,121 @@
+"""Two levels on virtual ranks: native inside each node, quantised between nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.reducers import resolve, stages
+from lightning_gqsgd.reducers.hierarchical import between_nodes
+from lightning_gqsgd.simulate import average, relative_error
+
+SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
+
+
+def randn(ranks: int, numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 257, 1000, 70_001])
+@pytest.mark.parametrize(("ranks", "size"), SHAPES)
+def test_all_ranks_get_the_same_mean(ranks: int, size: int, numel: int, dtype: torch.dtype) -> None:
+    gradients = randn(ranks, numel, dtype)
+    for scale in ("auto", "global"):
+        means = average(gradients, reducer="hierarchical", node_size=size, scale=scale)
+        assert all(torch.equal(means[0], mean) for mean in means)
+        assert means[0].dtype == dtype
+        if numel > 100:
+            assert relative_error(means[0], gradients) < (0.03 if scale == "auto" else 0.1)
+
+
+@pytest.mark.parametrize(("ranks", "size"), SHAPES)
+def test_it_is_the_reducer_between_nodes_of_the_nodes_means(ranks: int, size: int) -> None:
+    """To the bit, where the mean inside a node is exact."""
+    nodes = ranks // size
+    ofnodes = [
+        torch.randint(-64, 64, (5000,), generator=torch.Generator().manual_seed(k)).float() for k in range(nodes)
+    ]
+    gradients = [ofnodes[rank // size] for rank in range(ranks)]
+    config = resolve(GQSGDConfig(reducer="hierarchical", node_size=size, bits=4), ranks)
+    flat = average(ofnodes, bits=4, reducer=between_nodes(config, ranks).reducer)[0]
+    assert torch.equal(average(gradients, bits=4, reducer="hierarchical", node_size=size)[0], flat)
+
+
+def test_error_is_less_than_that_of_one_level() -> None:
+    """A node's mean is rounded once, and is smaller than what its ranks would have rounded."""
+    gradients = randn(8, 100_000)
+    errors = {
+        reducer: relative_error(average(gradients, bits=4, reducer=reducer, **more)[0], gradients)
+        for reducer, more in (("two_shot", {}), ("hierarchical", {"node_size": 4}))
+    }
+    assert errors["hierarchical"] < 0.9 * errors["two_shot"]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("victim", range(4))
+def test_non_finite_values_on_one_rank_reach_all(victim: int, bad: float) -> None:
+    gradients = randn(4, 1000)
+    gradients[victim][300] = bad
+    for raw in (False, True):
+        means = average(gradients, reducer="hierarchical", node_size=2, segments=[Segment(0, 1000, raw)])
+        for mean in means:
+            assert not mean[300].isfinite()
+            assert mean[:256].isfinite().all()
+            assert torch.equal(mean.isnan(), means[0].isnan())
+
+
+def test_parameters_do_not_depend_on_their_neighbours_and_small_ones_are_exact() -> None:
+    gradients = randn(4, 5000)
+    fields = {"reducer": "hierarchical", "node_size": 2, "bits": 4}
+    segments = [Segment(0, 1000, True), Segment(1, 4000, False)]
+    together = average(gradients, segments=segments, **fields)[0]
+    alone = average([one[1000:].clone() for one in gradients], segments=segments[1:], **fields)[0]
+    assert torch.equal(together[1000:], alone)
+    torch.testing.assert_close(together[:1000], torch.stack(gradients)[:, :1000].mean(0))
+
+
+def test_mean_of_many_estimates_is_the_mean() -> None:
+    gradients = randn(4, 4096)
+    exact = torch.stack(gradients).mean(0)
+    repeats = [average(gradients, step=s, reducer="hierarchical", node_size=2, bits=3)[0] for s in range(200)]
+    errors = torch.stack(repeats) - exact
+    z = errors.mean(0) / errors.std(0).clamp_min(1e-12) * len(repeats) ** 0.5
+    assert abs(float(z.mean())) < 4 / 4096**0.5
+    assert 0.9 < float(z.std()) < 1.1
+
+
+def test_levels_that_are_not_there_are_left_out() -> None:
+    def reducer(ranks: int, size: int) -> str:
+        return resolve(GQSGDConfig(reducer="hierarchical", node_size=size), ranks).reducer
+
+    assert reducer(8, 8) == "native"
+    assert reducer(8, 1) == resolve(GQSGDConfig(), 8).reducer
+    assert reducer(8, 4) == "hierarchical"
+
+
+def test_size_of_nodes_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    config = resolve(GQSGDConfig(reducer="hierarchical"), 8)
+    assert config.node_size == 4
+    kinds = [[scope.kind for scope in stage] for stage in stages(config, 8)]
+    assert kinds == [["all", "node"], ["peers"], ["node"]]
+
+
+def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="give node_size, or start with torchrun"):
+        resolve(GQSGDConfig(reducer="hierarchical"), 8)
+    with pytest.raises(ConfigError, match="8 ranks do not make nodes of 3"):
+        resolve(GQSGDConfig(reducer="hierarchical", node_size=3), 8)
+    with pytest.raises(ConfigError, match="node_size=2 is for reducer='hierarchical'"):
+        GQSGDConfig(node_size=2)
+    with pytest.raises(ConfigError, match="memory goes with the reducers sum, two_shot and gather"):
+        GQSGDConfig(reducer="hierarchical", node_size=2, memory="ef")
+    with pytest.raises(ConfigError, match="take scale_per='block'"):
+        GQSGDConfig(reducer="hierarchical", node_size=2, scale_per="parameter")
+    with pytest.raises(ConfigError, match="sums at most 3 ranks, not 16"):
+        resolve(GQSGDConfig(reducer="hierarchical", node_size=2, bits=2, scale="global"), 32)
