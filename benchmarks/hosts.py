@@ -42,15 +42,16 @@ def work_or_present(
 
 
 def add_labs(parser: argparse.ArgumentParser) -> None:
-    """Arguments ``--hosts`` and ``--rate``, which `in_labs` reads."""
+    """Arguments ``--hosts``, ``--rate`` and ``--ranks-per-host``, which `in_labs` reads."""
     parser.add_argument("--hosts", type=int, nargs="+", default=[2], help="numbers of hosts (default 2)")
     parser.add_argument("--rate", nargs="+", default=["1gbit"], help="of each link, e.g. 100mbit 1gbit none")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (default 1)")
 
 
 def in_labs(
     options: argparse.Namespace, program: str, report: Report, add_rows: Callable[[Report, int, str, Any], None]
 ) -> None:
-    """Run this command once on every host of a lab, for every number of hosts and rate; report what host 0 has left.
+    """Run this command as every rank of a lab, for every number of hosts and rate; report what host 0 has left.
 
     Args:
         program: of the command line, ``"python -m ..."``; workers get this process's arguments.
@@ -63,7 +64,7 @@ def in_labs(
     command = [sys.executable, *program.split()[1:], *sys.argv[1:]]
     for hosts in options.hosts:
         for rate in options.rate:
-            with tempfile.TemporaryDirectory() as folder, NetLab(hosts, rate) as lab:
+            with tempfile.TemporaryDirectory() as folder, NetLab(hosts, rate, options.ranks_per_host) as lab:
                 file = Path(folder) / "result.json"
                 os.environ[RESULT] = str(file)
                 code = run_everywhere(lab, command, timeout=TIMEOUT_S)

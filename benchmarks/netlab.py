@@ -3,7 +3,8 @@
     python -m benchmarks.netlab --hosts 2 --rate 1gbit -- python train.py
     python -m benchmarks.netlab --hosts 4 --rate 100mbit --check
 
-The command runs once in every host, with torchrun's environment. Needs Linux, root and iproute2.
+The command runs once in every host, or ``--ranks-per-host`` times, with torchrun's environment. Needs Linux, root and
+iproute2.
 
 Each host is a namespace with one interface, joined by a veth pair to a bridge in a namespace of its own (where the
 rules of the machine's own firewall do not reach). A token bucket (tc tbf) at each end of each pair shapes what the
@@ -63,15 +64,17 @@ class NetLab:
     Args:
         hosts: number of hosts, 1 to 64.
         rate: rate of each link and direction, e.g. ``"1gbit"``, or ``"none"``.
+        ranks_per_host: how many processes of a job each host runs; they reach each other without the link.
 
     Raises:
         NetLabError: a value out of range, no root, or no iproute2.
     """
 
-    def __init__(self, hosts: int, rate: str = "1gbit") -> None:
-        if not 1 <= hosts <= MAX_HOSTS:
-            raise NetLabError(f"hosts={hosts} is out of range: 1 to {MAX_HOSTS}")
-        self.hosts = hosts
+    def __init__(self, hosts: int, rate: str = "1gbit", ranks_per_host: int = 1) -> None:
+        for name, value in (("hosts", hosts), ("ranks_per_host", ranks_per_host)):
+            if not 1 <= value <= MAX_HOSTS:
+                raise NetLabError(f"{name}={value} is out of range: 1 to {MAX_HOSTS}")
+        self.hosts, self.ranks_per_host = hosts, ranks_per_host
         self.rate = parse_rate(rate)
         self._name = f"{PREFIX}-{os.getpid()}"
         self._processes: list[subprocess.Popen[str]] = []
@@ -100,14 +103,15 @@ class NetLab:
         """Name of a host's namespace, for ``ip netns exec``."""
         return f"{self._name}-h{host}"
 
-    def environment(self, host: int) -> dict[str, str]:
-        """What torchrun would set on a host with one process."""
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.hosts)))
+    def environment(self, host: int, local_rank: int = 0) -> dict[str, str]:
+        """What torchrun would set for a process of a host."""
+        ranks = self.hosts * self.ranks_per_host
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         return {
-            "RANK": str(host),
-            "WORLD_SIZE": str(self.hosts),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "RANK": str(host * self.ranks_per_host + local_rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
             "NODE_RANK": str(host),
             "GROUP_RANK": str(host),
             "MASTER_ADDR": self.address(0),
@@ -121,13 +125,13 @@ class NetLab:
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
 
-    def popen(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
+    def popen(self, host: int, command: Sequence[str], local_rank: int = 0, **options: object) -> subprocess.Popen[str]:
         """Start a command on a host, in a session of its own. It dies with this process, even by SIGKILL."""
         if shutil.which(command[0]) is None:
             raise NetLabError(f"command {command[0]!r} was not found; give its path")
         process: subprocess.Popen[str] = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace(host), *command],  # noqa: S607
-            env={**os.environ, **self.environment(host)},
+            env={**os.environ, **self.environment(host, local_rank)},
             start_new_session=True,
             preexec_fn=_die_with_parent,
             text=True,
@@ -253,13 +257,17 @@ def _signal_session(process: subprocess.Popen[str], number: int) -> None:
 
 
 def run_everywhere(lab: NetLab, command: Sequence[str], timeout: float | None = None) -> int:
-    """Run a command on every host, with its output prefixed line by line; the first exit code that is not 0.
+    """Run a command as every rank, with its output prefixed line by line; the first exit code that is not 0.
 
     When a host fails, the others are stopped after a grace period. 124 after ``timeout`` seconds.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    processes = [lab.popen(host, command, **pipes) for host in range(lab.hosts)]
-    readers = [threading.Thread(target=_copy_lines, args=one, daemon=True) for one in enumerate(processes)]
+    places = [(host, local_rank) for host in range(lab.hosts) for local_rank in range(lab.ranks_per_host)]
+    processes = [lab.popen(host, command, local_rank, **pipes) for host, local_rank in places]
+    names = [f"host{host}" + f".{local_rank}" * (lab.ranks_per_host > 1) for host, local_rank in places]
+    readers = [
+        threading.Thread(target=_copy_lines, args=one, daemon=True) for one in zip(names, processes, strict=True)
+    ]
     for reader in readers:
         reader.start()
     deadline = time.monotonic() + timeout if timeout else float("inf")
@@ -281,10 +289,10 @@ def run_everywhere(lab: NetLab, command: Sequence[str], timeout: float | None = 
     return code or next((process.returncode for process in processes if process.returncode), 0)
 
 
-def _copy_lines(host: int, process: subprocess.Popen[str]) -> None:
+def _copy_lines(name: str, process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        sys.stdout.write(f"[host{host}] {line}")
+        sys.stdout.write(f"[{name}] {line}")
         sys.stdout.flush()
 
 
@@ -293,9 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.netlab", description=__doc__.split("\n")[0])
     parser.add_argument("--hosts", type=int, default=2, help=f"number of hosts, 1 to {MAX_HOSTS} (default 2)")
     parser.add_argument("--rate", default="1gbit", help="rate of every link, e.g. 100mbit, 1gbit, none (default 1gbit)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (default 1)")
     parser.add_argument("--timeout", type=float, help="stop everything after so many seconds")
     parser.add_argument("--check", action="store_true", help="measure the rate between two hosts instead of a command")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and a command, which runs once on every host")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and a command, which runs as every rank")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if bool(command) == options.check:
@@ -304,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     try:
-        with NetLab(max(options.hosts, 2) if options.check else options.hosts, options.rate) as lab:
+        hosts = max(options.hosts, 2) if options.check else options.hosts
+        with NetLab(hosts, options.rate, options.ranks_per_host) as lab:
             if options.check:
                 print(f"{lab.measure() / 1e6:.0f} Mbit/s of goodput at {options.rate}")
                 return 0

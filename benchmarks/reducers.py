@@ -7,14 +7,19 @@ both casts, as its compression hook does), each reducer, and the reducer's messa
 adding exponential codes, in pairs along a tree or exactly after two shots:
 
     python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --reducer tree "two_shot exponential"
+
+One level against two, where hosts run several ranks:
+
+    python -m benchmarks.reducers --hosts 2 --ranks-per-host 2 --rate 1gbit --reducer two_shot hierarchical
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +36,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, release, runner_for
 from lightning_gqsgd.plan import Plan, compile_kernels
-from lightning_gqsgd.reducers import Setting, gather, link, stages, tree, two_shot
+from lightning_gqsgd.reducers import Setting, gather, link, resolve, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.telemetry import Telemetry
@@ -53,10 +58,15 @@ IDLE = SimpleNamespace(
 class Bench:
     """All cases on one buffer per rank, reduced in place."""
 
-    def __init__(self, numel: int, ranks: int, rank: int) -> None:
+    def __init__(self, numel: int, ranks: int, rank: int, reducers: Sequence[str]) -> None:
         self.ranks, self.rank = ranks, rank
         self.buffer = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-        self.communicator = Communicator(self.buffer.device, stages=stages(case_config("tree", 8), ranks))
+        every = [stages(resolve(case_config(case, 8), ranks), ranks) for case in reducers]
+        scopes = [
+            tuple(dict.fromkeys(scope for stage in same for scope in stage))
+            for same in zip_longest(*every, fillvalue=())
+        ]
+        self.communicator = Communicator(self.buffer.device, stages=scopes)
         self.runner = runner_for(self.buffer.device)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
@@ -75,7 +85,7 @@ class Bench:
         self.bytes |= {"fp32": fp32, "bf16": fp32 // 2}
 
     def add_reducer(self, case: str, bits: int) -> None:
-        config = case_config(case, bits)
+        config = resolve(case_config(case, bits), self.ranks)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         setting = Setting(config, self.ranks, self.buffer.dtype)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
@@ -116,7 +126,7 @@ def _mean(x: Tensor, ranks: int) -> None:
 def work(options: argparse.Namespace) -> None:
     """One rank's part."""
     rank, ranks = begin()
-    bench = Bench(options.numel, ranks, rank)
+    bench = Bench(options.numel, ranks, rank, options.reducer)
     bench.add_native()
     for reducer in options.reducer:
         if reducer != "gather" or ranks == 2:  # beyond, a gather moves more than its rivals
@@ -130,9 +140,11 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
+    several = options.ranks_per_host > 1
     report = Report(
-        "reducers_netlab",
-        f"Reduction of one bucket of {options.numel:,} fp32 coordinates over shaped links",
+        "reducers_netlab" + f"_{options.ranks_per_host}_ranks_per_host" * several,
+        f"Reduction of one bucket of {options.numel:,} fp32 coordinates over shaped links"
+        + f", {options.ranks_per_host} ranks per host" * several,
         {
             "case": "",
             "hosts": "d",
@@ -155,15 +167,16 @@ def measure(options: argparse.Namespace) -> Report:
             "network stacks, and times differ between runs (4 hosts on 2 cores, two_shot at 4 bits: 1.5 to 1.9).",
         ),
     )
-    in_labs(options, PROGRAM, report, _add_rows)
+    in_labs(options, PROGRAM, report, partial(_add_rows, options))
     return report
 
 
-def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
     seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
     for name, values in seconds.items():
         time, sent = Spread.of(values).median, result["bytes"][name]
-        wire = wire_seconds(sent, rate)
+        # Of several ranks on a host, some of what they send stays there.
+        wire = wire_seconds(sent, rate) if options.ranks_per_host == 1 else None
         faster = [None, None] if name.endswith(BARE) else [ratio(seconds, one, name) for one in ("fp32", "bf16")]
         times = (1e3 * wire, 1e3 * time, time / wire) if wire else (None, 1e3 * time, None)
         report.rows.append([name, hosts, rate, sent / 1e6, *times, *faster])
@@ -175,7 +188,7 @@ def main() -> None:
     add_labs(parser)
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
-    cases = ["gather", "two_shot", "sum", "tree", "two_shot exponential"]
+    cases = ["gather", "two_shot", "sum", "tree", "two_shot exponential", "hierarchical"]
     parser.add_argument("--reducer", nargs="+", choices=cases, default=cases[:3])
     parser.add_argument("--rounds", type=int, default=15)
     work_or_present(parser, work, measure)

@@ -90,6 +90,9 @@ def test_hosts_reach_each_other_in_torchruns_environment() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for host in range(3):
         assert f"[host{host}] sum 6.0 {host} 0 3" in done.stdout
+    done = _cli("--hosts", "2", "--ranks-per-host", "2", "--", sys.executable, "-c", ALLREDUCE)
+    for rank in range(4):
+        assert f"[host{rank // 2}.{rank % 2}] sum 10.0 {rank} {rank % 2} 4" in done.stdout
     assert not _leftovers()
 
 
