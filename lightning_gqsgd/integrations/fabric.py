@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import optim
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
-from lightning_gqsgd.integrations.distributed import after_setup, split_arguments
+from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 
 _Base: Any = object  # each flavour's DDPStrategy
 
 
 class FabricMixin(_Base):
     """DDP with quantised gradients.
+
+    Checkpoints with an optimizer in them also get the state of the hooks, which loading them gives back to the models
+    in the order in which those are set up, before or after.
 
     Args:
         preset: name of a preset (default ``gqsgd``).
@@ -32,6 +37,7 @@ class FabricMixin(_Base):
         self.gqsgd_config, rest = split_arguments(type(self), base, preset, kwargs)
         super().__init__(**rest)
         self.gqsgd_states: list[GQSGDState] = []
+        self._loaded: list[dict[str, Any]] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -40,10 +46,42 @@ class FabricMixin(_Base):
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap a model and install the hook."""
         model = super().setup_module(module)
-        state = register_gqsgd(model, timeout=self._timeout, **self.gqsgd_config.to_dict())
+        config = on_nodes(self.gqsgd_config, self.num_processes)
+        state = register_gqsgd(model, timeout=self._timeout, **config.to_dict())
         self.gqsgd_states.append(state)
+        self._restore([state])
         self._rank_zero_info(state.report())
         return model
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Add the states of the hooks to what a run resumes from: whatever has an optimizer. A collective."""
+        if any(isinstance(one, optim.Optimizer) for one in state.values()) and self.gqsgd_states:
+            if CHECKPOINT_KEY in state:
+                raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
+            state = {**state, CHECKPOINT_KEY: [one.state_dict() for one in self.gqsgd_states]}
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Give the hooks their states where an optimizer gets its own; otherwise they are left as they are."""
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, dict) and any(isinstance(one, optim.Optimizer) for one in state.values()):
+            loaded = remainder.pop(CHECKPOINT_KEY, None)
+            if loaded is None:
+                self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
+            elif len(loaded) < len(self.gqsgd_states):
+                raise ConfigError(
+                    f"the checkpoint has the hook's state of {len(loaded)} models, this run has set up "
+                    f"{len(self.gqsgd_states)}; set up those of the run that wrote it, in the same order"
+                )
+            self._loaded = loaded or []
+            self._restore(self.gqsgd_states)
+        return remainder
+
+    def _restore(self, states: list[GQSGDState]) -> None:
+        """Give states what was loaded for them; the rest waits for models that are not set up yet."""
+        for state, loaded in zip(states, self._loaded, strict=False):
+            state.load_state_dict(loaded)
+        self._loaded = self._loaded[len(states) :]
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()

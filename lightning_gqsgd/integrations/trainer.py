@@ -12,12 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig, Memory
 from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
-from lightning_gqsgd.integrations.distributed import after_setup, split_arguments
+from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 from lightning_gqsgd.telemetry import Telemetry
 
 _Base: Any = object  # each flavour's DDPStrategy, or Callback
-
-CHECKPOINT_KEY = "gqsgd"
 
 
 class TrainerMixin(_Base):
@@ -51,6 +49,7 @@ class TrainerMixin(_Base):
         rotation: bool | None = None,
         coder: str | None = None,
         reducer: str | None = None,
+        node_size: int | None = None,
         # The dictionary first: jsonargparse takes the first type that fits, and a Memory needs all three numbers.
         memory: str | dict[str, float | None] | Memory | None = None,
         memory_down: str | dict[str, float | None] | Memory | None = None,
@@ -98,7 +97,8 @@ class TrainerMixin(_Base):
         """Wrap the model and install the hook, on every device: Lightning's own registration skips all but CUDA."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        state = register_gqsgd(self.model, timeout=self._timeout, **self.gqsgd_config.to_dict())
+        config = on_nodes(self.gqsgd_config, self.num_processes)
+        state = register_gqsgd(self.model, timeout=self._timeout, **config.to_dict())
         installed = self.model._get_ddp_logging_data().get("comm_hook")
         assert installed == gqsgd_hook.__qualname__, f"DDP reports the hook {installed!r}"
         if self._loaded is not None:

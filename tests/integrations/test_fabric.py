@@ -1,0 +1,191 @@
+"""Fabric: the hook on every model, and what checkpoints keep of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gqsgd.config import ConfigError
+from tests.distributed.models import batch, mlp
+from tests.distributed.ranks import run
+
+
+def fabric_of(case: dict[str, Any]) -> Any:
+    """A Fabric that is launched in processes that exist already."""
+    flavour = case.get("flavour", "lightning.fabric")
+    strategy = case["strategy"]
+    if isinstance(strategy, dict):
+        home = importlib.import_module(f"lightning_gqsgd.integrations.fabric_{flavour.replace('.fabric', '')}")
+        strategy = home.GQSGDFabricStrategy(**strategy)
+    fabric = importlib.import_module(flavour).Fabric(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy,
+        precision=case.get("precision"),
+    )
+    fabric.launch()
+    return fabric
+
+
+def trains(rank: int, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """One training loop for all tests: two models, or one; accumulation; clipping; checkpoints."""
+    results = []
+    for case in cases:
+        fabric = fabric_of(case)
+        pairs = []
+        for _ in range(case.get("models", 1)):
+            model = mlp()
+            if case.get("compile"):
+                model = torch.compile(model, backend="eager")
+            pairs.append(fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+        state = {f"{kind}{k}": one for k, pair in enumerate(pairs) for kind, one in zip("mo", pair, strict=True)}
+        state["step"] = 0
+        remainder = fabric.load(case["load"], state) if case.get("load") else {}
+        every = case.get("accumulate", 1)
+        for step in range(state["step"], case.get("steps", 6)):
+            x, y = batch(fabric.global_rank, step)
+            last = (step + 1) % every == 0
+            for model, optimizer in pairs:
+                with fabric.no_backward_sync(model, enabled=not last):
+                    fabric.backward(nn.functional.cross_entropy(model(x), y) / every)
+                if last:
+                    if case.get("clip"):
+                        fabric.clip_gradients(model, optimizer, max_norm=case["clip"])
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if case.get("save"):
+            fabric.save(case["save"], {**state, "step": case.get("steps", 6)})
+        hooks = getattr(fabric.strategy, "gqsgd_states", [])
+        flat = torch.cat([p.detach().flatten().float() for model, _ in pairs for p in model.parameters()])
+        results.append(
+            {
+                "bits": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+                "hooks": [hooked(model) for model, _ in pairs],
+                "steps": [one.step for one in hooks],
+                "reports": [one.report() for one in hooks],
+                "remainder": sorted(remainder),
+            }
+        )
+        for one in hooks:
+            one.close()
+    return results
+
+
+def hooked(model: Any) -> str:
+    """What DDP says is installed."""
+    wrapped = model._forward_module
+    return (getattr(wrapped, "_orig_mod", wrapped))._get_ddp_logging_data().get("comm_hook", "none")
+
+
+@pytest.mark.parametrize("flavour", ["lightning.fabric", "lightning_fabric"])
+def test_a_string_or_an_object_is_enough(flavour: str, tmp_path: Path) -> None:
+    cases = [
+        {"strategy": "ddp"},
+        {"strategy": {"reducer": "native"}},
+        {"strategy": "gqsgd"},
+        {"strategy": "gqsgd_4bit", "models": 2, "accumulate": 3, "clip": 0.5},
+        {"strategy": "ddp", "models": 2, "accumulate": 3, "clip": 0.5},
+        {"strategy": {"reducer": "native"}, "models": 2, "accumulate": 3, "clip": 0.5},
+        {"strategy": "gqsgd", "compile": True},
+        {"strategy": "gqsgd", "precision": "bf16-mixed"},
+        {"strategy": "gqsgd", "precision": "bf16-true"},
+        {"strategy": {"reducer": "hierarchical"}},
+    ]
+    mine, other = run(trains, 2, tmp_path, *[{"flavour": flavour, **case} for case in cases], initialise=False)
+    assert [one["bits"] for one in mine] == [one["bits"] for one in other]
+    ddp, native, eight, two_models, ddp_two, native_two, compiled, mixed, true, nodes = mine
+    assert ddp["hooks"] == ["none"]
+    assert ddp["bits"] == native["bits"] != eight["bits"]
+    assert ddp_two["bits"] == native_two["bits"]
+    assert eight["bits"] == compiled["bits"]
+    assert two_models["steps"] == [2, 2]  # one per optimizer step
+    for one in (native, eight, two_models, native_two, compiled, mixed, true, nodes):
+        assert set(one["hooks"]) == {"gqsgd_hook"}
+    assert "all 2 ranks are on one node" in nodes["reports"][0]
+
+
+@pytest.mark.parametrize("strategy", [{"bits": 4}, {"preset": "signsgd_ef"}], ids=str)
+def test_checkpoints_resume_to_the_same_bits(strategy: dict[str, Any], tmp_path: Path) -> None:
+    path, plain = str(tmp_path / "gqsgd.ckpt"), str(tmp_path / "ddp.ckpt")
+    cases = [
+        {"strategy": strategy, "models": 2, "steps": 6},
+        {"strategy": strategy, "models": 2, "steps": 3, "save": path},
+        {"strategy": strategy, "models": 2, "steps": 6, "load": path},
+        {"strategy": "ddp", "models": 2, "steps": 6, "load": path},
+        {"strategy": "ddp", "models": 2, "steps": 3, "save": plain},
+        {"strategy": strategy, "models": 2, "steps": 6, "load": plain},
+    ]
+    whole, _, resumed, by_ddp, _, from_ddp = run(trains, 2, tmp_path, *cases, initialise=False)[0]
+    assert resumed["bits"] == whole["bits"]
+    assert resumed["steps"] == whole["steps"] == [6, 6]
+    assert (by_ddp["hooks"], by_ddp["remainder"]) == (["none", "none"], ["gqsgd"])
+    assert (from_ddp["steps"], from_ddp["remainder"]) == ([3, 3], [])  # the dither starts anew
+    saved = torch.load(path, weights_only=True)["gqsgd"]
+    assert [one["step"] for one in saved] == [3, 3]
+
+    again = {"strategy": strategy, "models": 2, "steps": 6, "load": path}
+    every = run(trains, 3, tmp_path, again, initialise=False)  # memory, if any, starts empty, which is a warning
+    assert len({one[0]["bits"] for one in every}) == 1
+    assert every[0][0]["steps"] == [6, 6]
+
+
+def refuses(rank: int, folder: Path) -> list[str]:
+    fabric = fabric_of({"strategy": "gqsgd"})
+    first = fabric.setup(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+    state = {"model": first[0], "optimizer": first[1]}
+    messages = []
+    with pytest.raises(ConfigError) as caught:
+        fabric.save(folder / "x.ckpt", {**state, "gqsgd": 1})
+    messages.append(str(caught.value))
+    fabric.save(folder / "weights.ckpt", {"model": first[0]})
+    fabric.save(folder / "one.ckpt", state)
+    fabric.setup(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
+    with pytest.raises(ConfigError) as caught:
+        fabric.load(folder / "one.ckpt", state)
+    messages.append(str(caught.value))
+    for one in fabric.strategy.gqsgd_states:
+        one.close()
+    return messages
+
+
+def test_what_cannot_be_saved_or_restored_is_said(tmp_path: Path) -> None:
+    for messages in run(refuses, 2, tmp_path, tmp_path, initialise=False):
+        assert "the key 'gqsgd' of a checkpoint is the strategy's" in messages[0]
+        assert "has the hook's state of 1 models, this run has set up 2" in messages[1]
+    assert "gqsgd" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+
+SPAWNED = """
+import torch
+from lightning.fabric import Fabric
+
+def train(fabric):
+    model = torch.nn.Linear(64, 64)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.randn(4, 64)).square().mean())
+    assert model._forward_module._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
+    print(f"trained {fabric.global_rank} of {fabric.world_size}\\n", end="")  # one write
+
+if __name__ == "__main__":
+    Fabric(accelerator="cpu", devices=2, strategy=STRATEGY).launch(train)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["gqsgd", "gqsgd_spawn"])
+def test_start_methods(strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED.replace("STRATEGY", repr(strategy)))
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained 0 of 2" in done.stdout
+    assert "trained 1 of 2" in done.stdout
