@@ -1,0 +1,45 @@
+"""Every file in examples/, by the command in its docstring."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
+MAX_LINES = 40
+
+
+def command_of(example: Path) -> list[str]:
+    """The last line of the docstring, with this interpreter."""
+    docstring = ast.get_docstring(ast.parse(example.read_text()))
+    assert docstring, f"{example} has no docstring"
+    program, *arguments = shlex.split(docstring.splitlines()[-1])
+    return [*PROGRAMS[program], *arguments]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example: Path) -> None:
+    assert len(example.read_text().splitlines()) <= MAX_LINES
+    before = set(ROOT.iterdir())
+    done = subprocess.run(command_of(example), capture_output=True, text=True, timeout=250, check=False, cwd=ROOT)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert re.search(r"gqsgd: [\d,]+ gradient values in .* over 2 ranks", output), output
+    accuracies = re.findall(r"accuracy\W{1,4}(0\.\d+)", output)
+    assert not accuracies or float(accuracies[-1]) > 0.8, output
+    assert set(ROOT.iterdir()) == before, "an example leaves files behind"
+
+
+def test_there_is_one_for_every_framework() -> None:
+    assert {path.stem for path in EXAMPLES} >= {"ddp_torchrun", "fabric_loop", "lightning_cli", "lightning_trainer"}
