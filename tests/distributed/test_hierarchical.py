@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,22 +51,22 @@ def test_training_on_two_nodes_of_two(tmp_path: Path) -> None:
     assert 8 < plain["totals"]["bits_per_coordinate"] < 10
 
 
-def reduces(rank: int) -> list[torch.Tensor]:
+def reduces(rank: int) -> list[np.ndarray]:
     x = torch.arange(10_000, dtype=torch.float32).sin() * (rank + 1)
     under_way = [all_reduce(x * k, async_op=True, **FIELDS) for k in (1, 2, 3)]
     results = [one.wait() for one in under_way]
     x[5] = torch.nan if rank == 3 else 0
     results.append(all_reduce(x, **FIELDS))
     close()
-    return results
+    return [one.numpy() for one in results]
 
 
 def test_any_tensor(tmp_path: Path) -> None:
     every = run(reduces, 4, tmp_path)
     for results in every[1:]:
-        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(results, every[0], strict=True))
-    exact = torch.arange(10_000, dtype=torch.float32).sin() * 2.5
+        assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(results, every[0], strict=True))
+    exact = np.sin(np.arange(10_000, dtype=np.float32)) * 2.5
     for k in (1, 2, 3):
-        assert float((every[0][k - 1] - k * exact).norm() / (k * exact).norm()) < 0.02
-    assert every[0][3][5].isnan()
-    assert every[0][3][256:].isfinite().all()
+        assert np.linalg.norm(every[0][k - 1] - k * exact) < 0.02 * np.linalg.norm(k * exact)
+    assert np.isnan(every[0][3][5])
+    assert np.isfinite(every[0][3][256:]).all()
