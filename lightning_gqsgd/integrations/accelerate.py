@@ -133,7 +133,10 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         """Copies have the arguments; hooks and what they remember stay with the models."""
         return functools.partial(GQSGDKwargs, **self._arguments()), ()
 
-    __eq__ = object.__eq__
+    def __eq__(self, other: object) -> bool:
+        """Identity: the base compares its own fields."""
+        return self is other
+
     __hash__ = object.__hash__
 
     def _arguments(self) -> dict[str, Any]:

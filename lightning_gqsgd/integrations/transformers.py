@@ -67,7 +67,11 @@ class GQSGDCallback(TrainerCallback):
                 "trial), so gradients are not compressed; train each trial with a Trainer of its own"
             )
         if accelerator.num_processes > 1 and not self._handler.states:
-            raise ConfigError("the Trainer has not wrapped its model in DistributedDataParallel; gqsgd needs that")
+            raise ConfigError(
+                "the Trainer has not wrapped its model in DistributedDataParallel, so each process would train on its "
+                "own; it leaves that out after `evaluate` or `predict`: call them after `train`, or set "
+                "TrainingArguments(eval_on_start=True)"
+            )
 
     def _restore(self, file: Path) -> None:
         found = gather_object([file.is_file()])
