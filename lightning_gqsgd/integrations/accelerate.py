@@ -34,10 +34,15 @@ _WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 class GQSGDKwargs(DistributedDataParallelKwargs):
     """Kwargs handler that makes an Accelerator compress the gradients of the models that it prepares.
 
-    ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``. Where Accelerate does not wrap models in DDP (one process,
-    FSDP, DeepSpeed) it asks no handler; `enable` says so.
+    ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``, or `enable`. Where Accelerate does not wrap models in DDP
+    (one process, FSDP, DeepSpeed) it asks no handler; `enable` says so.
+
+    Processes are started by ``torchrun``, or by ``accelerate launch --multi_gpu``. On CPUs these go with
+    ``Accelerator(cpu=True)`` or ACCELERATE_USE_CPU=true; ``accelerate launch --cpu`` starts one process, whatever its
+    ``--num_processes``.
 
     ``accelerator.register_for_checkpointing(handler)`` makes ``save_state`` and ``load_state`` keep the hook's state.
+    (Accelerate loads no folder that was saved with another number of registered objects, so none of a run without it.)
 
     Args:
         preset: name of a preset (default ``gqsgd``).

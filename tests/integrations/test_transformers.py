@@ -248,4 +248,4 @@ def test_example(tmp_path: Path) -> None:
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "gradient values in 13 tensors at 4 bits" in output
-    assert float(output.rsplit("accuracy ", 1)[1].split()[0]) > 0.8
+    assert float(output.rsplit("accuracy ", 1)[1].split()[0]) > 0.7
