@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
     from lightning_gqsgd.functional import all_reduce
     from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+    from lightning_gqsgd.integrations.accelerate import GQSGDKwargs
+    from lightning_gqsgd.integrations.enable import enable
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.memory import StabilityWarning
@@ -27,11 +29,13 @@ _HOMES = {
     "CollectiveError": "communicator",
     "ConfigError": "config",
     "GQSGDConfig": "config",
+    "GQSGDKwargs": "integrations.accelerate",
     "GQSGDState": "hook",
     "Memory": "config",
     "PRESETS": "presets",
     "StabilityWarning": "memory",
     "all_reduce": "functional",
+    "enable": "integrations.enable",
     "register_gqsgd": "hook",
 }
 
@@ -41,12 +45,14 @@ __all__ = [
     "ConfigError",
     "GQSGDConfig",
     "GQSGDFabricStrategy",
+    "GQSGDKwargs",
     "GQSGDState",
     "GQSGDStrategy",
     "GQSGDTelemetry",
     "Memory",
     "StabilityWarning",
     "all_reduce",
+    "enable",
     "register_gqsgd",
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -214,8 +214,7 @@ class GQSGDConfig:
         """Raise ConfigError for a name that is no field, with the nearest one that is."""
         for name in names:
             if name not in cls.field_names():
-                near = difflib.get_close_matches(name, cls.field_names(), n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, cls.field_names())
                 raise ConfigError(f"unknown field {name!r}{hint} (fields: {', '.join(cls.field_names())})")
 
     def to_dict(self) -> dict[str, Any]:
@@ -230,6 +229,12 @@ class GQSGDConfig:
         text = b"".join(value.to_bytes(8, "little") for value in (self.seed, step, stream))
         digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known name nearest to an unknown one, as the end of a sentence; empty where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def describe_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config import ConfigError, GQSGDConfig, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,6 @@ def make_config(preset: str | None = None, **fields: Any) -> GQSGDConfig:
     """
     name = preset or "gqsgd"
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(PRESETS)})")
+        raise ConfigError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)} (presets: {', '.join(PRESETS)})")
     GQSGDConfig.check_names(fields)
     return dataclasses.replace(PRESETS[name].config, **fields)

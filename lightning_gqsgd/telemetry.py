@@ -101,6 +101,31 @@ class Telemetry:
         }
 
 
+class Meter:
+    """Reads counters for a logger, from here on.
+
+    Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Means since the last reading:
+    ``encode_s``, ``wait_s``, ``decode_s``, ``exposed_s`` (seconds per step). Mean since the start:
+    ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first.
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._before = telemetry.totals()
+
+    def read(self) -> dict[str, float]:
+        """The values by name, with ``gqsgd/`` in front; none if no step was reduced since the last reading."""
+        before, totals = self._before, self._telemetry.totals()
+        steps = totals["steps"] - before["steps"]
+        if not steps:
+            return {}
+        self._before = totals
+        values = {name: totals[name] for name in ("bytes_sent", "nonfinite_blocks", "bits_per_coordinate", "rel_l2")}
+        for name in ("encode_s", "wait_s", "decode_s", "exposed_s"):
+            values[name] = (totals[name] - before[name]) / steps
+        return {f"gqsgd/{name}": float(value) for name, value in values.items()}
+
+
 def sampled(steps: Steps, x: Tensor, part: slice, ranks: int, telemetry: Telemetry) -> Steps:
     """The same steps, which also measure the error of the coordinates ``part`` of ``x`` against their exact mean."""
     exact = x[part].to(torch.promote_types(x.dtype, torch.float32)) / ranks

@@ -1,9 +1,8 @@
-"""What all Lightning strategies share: arguments, and the process group's life."""
+"""What adapters share: the arguments of Lightning's strategies, and the process group's life."""
 
 from __future__ import annotations
 
 import atexit
-import difflib
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config import ConfigError, GQSGDConfig, did_you_mean
 from lightning_gqsgd.presets import make_config
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
@@ -45,10 +44,8 @@ def split_arguments(
     known = {*_parameters(base), *_parameters(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{strategy.__name__} has no argument {name!r}{hint} "
+                f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, known)} "
                 f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are DDPStrategy's)"
             )
     return make_config(preset, **fields), arguments
@@ -60,8 +57,7 @@ def after_setup(world_size: int) -> None:
     Raises:
         RuntimeError: the process group is one of an earlier run, with another number of ranks.
     """
-    atexit.unregister(_destroy)
-    atexit.register(_destroy)
+    destroy_at_exit()
     found = dist.get_world_size()
     if found != world_size:
         raise RuntimeError(
@@ -70,11 +66,17 @@ def after_setup(world_size: int) -> None:
         )
 
 
-def _destroy() -> None:
-    """At exit rather than at teardown, because later runs in this process use the group again.
+def destroy_at_exit() -> None:
+    """See to it that no process group is alive at exit: one of Gloo's aborts the interpreter now and then.
 
-    Lightning does it for NCCL only; a Gloo group that is still there at exit aborts the interpreter now and then.
+    At exit rather than at teardown, because later runs in this process use the group again. Lightning does it for NCCL
+    only, Accelerate where users call ``end_training``.
     """
+    atexit.unregister(_destroy)
+    atexit.register(_destroy)
+
+
+def _destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 

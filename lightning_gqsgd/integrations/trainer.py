@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.config import GQSGDConfig, Memory
 from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
-from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.telemetry import Meter
 
 _Base: Any = object  # each flavour's DDPStrategy, or Callback
 
@@ -147,36 +147,18 @@ class TrainerMixin(_Base):
 
 
 class TelemetryMixin(_Base):
-    """Logs the hook's counters under ``gqsgd/``.
-
-    Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Of the latest step: ``encode_s``,
-    ``wait_s``, ``decode_s``, ``exposed_s`` (seconds). Means: ``bits_per_coordinate``. Of the latest sampled step:
-    ``rel_l2``.
-    """
+    """Logs the hook's counters under ``gqsgd/``, of every step; see `telemetry.Meter`."""
 
     def __init__(self) -> None:
-        self._before: dict[str, float] = {}
+        self._meter: Meter | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Count from here."""
-        self._before = {}
+        state = getattr(trainer.strategy, "gqsgd_state", None)
+        self._meter = None if state is None else Meter(state.telemetry)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log what the backward pass of this batch has cost."""
-        telemetry = _telemetry_of(trainer)
-        if telemetry is None:
-            return
-        totals = telemetry.totals()
-        steps = totals["steps"] - self._before.get("steps", 0)
-        if not steps:  # gradients were accumulated without being reduced
-            return
-        values = {name: totals[name] for name in ("bytes_sent", "nonfinite_blocks", "bits_per_coordinate", "rel_l2")}
-        for name in ("encode_s", "wait_s", "decode_s", "exposed_s"):
-            values[name] = (totals[name] - self._before.get(name, 0.0)) / steps
-        self._before = totals
-        pl_module.log_dict({f"gqsgd/{name}": float(value) for name, value in values.items()}, rank_zero_only=True)
-
-
-def _telemetry_of(trainer: Any) -> Telemetry | None:
-    state = getattr(trainer.strategy, "gqsgd_state", None)
-    return None if state is None else state.telemetry
+        """Log what the backward pass of this batch has cost; nothing where gradients were only accumulated."""
+        values = {} if self._meter is None else self._meter.read()
+        if values:
+            pl_module.log_dict(values, rank_zero_only=True)

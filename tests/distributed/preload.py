@@ -1,8 +1,10 @@
 """What every rank would import and compile: done once, in the server that ranks are forked from."""
 
+import accelerate  # noqa: F401
 import lightning.pytorch  # noqa: F401
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
+from transformers import Trainer  # noqa: F401
 
 import lightning_gqsgd.functional  # noqa: F401
 from lightning_gqsgd.config import GQSGDConfig

@@ -1,0 +1,204 @@
+"""Hugging Face Accelerate: the kwargs handler that installs the hook, and `enable_accelerator`, which installs that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import os
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig, did_you_mean
+from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.integrations.distributed import destroy_at_exit
+from lightning_gqsgd.presets import make_config
+
+_BASE_FIELDS = tuple(one.name for one in dataclasses.fields(DistributedDataParallelKwargs))
+_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+#: What Accelerate trains with instead of DDP, where a handler of DDP's is not looked at.
+_WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+
+# A field of its own makes a dataclass of it, so `dataclasses.replace`, which would make an object of the class that is
+# posed as, without a hook, fails.
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class GQSGDKwargs(DistributedDataParallelKwargs):
+    """Kwargs handler that makes an Accelerator compress the gradients of the models that it prepares.
+
+    ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``, or `enable`. Where Accelerate does not wrap models in DDP
+    (one process, FSDP, DeepSpeed) it asks no handler; `enable` says so.
+
+    Processes are started by ``torchrun``, or by ``accelerate launch --multi_gpu``. On CPUs these go with
+    ``Accelerator(cpu=True)`` or ACCELERATE_USE_CPU=true; ``accelerate launch --cpu`` starts one process, whatever its
+    ``--num_processes``.
+
+    ``accelerator.register_for_checkpointing(handler)`` makes ``save_state`` and ``load_state`` keep the hook's state.
+    (Accelerate loads no folder that was saved with another number of registered objects, so none of a run without it.)
+
+    Args:
+        preset: name of a preset (default ``gqsgd``).
+        **fields: fields of `GQSGDConfig` and of DistributedDataParallelKwargs.
+
+    Attributes:
+        config: the configuration.
+
+    Raises:
+        ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
+    """
+
+    config: GQSGDConfig
+
+    def __init__(self, preset: str | None = None, **fields: Any) -> None:
+        known = ("preset", *GQSGDConfig.field_names(), *_BASE_FIELDS)
+        for name in fields:
+            if name not in known:
+                raise ConfigError(
+                    f"GQSGDKwargs has no argument {name!r}{did_you_mean(name, known)} "
+                    f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are "
+                    f"DistributedDataParallelKwargs': {', '.join(_BASE_FIELDS)})"
+                )
+        own = {name: value for name, value in fields.items() if name not in _BASE_FIELDS}
+        DistributedDataParallelKwargs.__init__(self, **{name: fields[name] for name in fields if name not in own})
+        self._refuse_hooks()
+        self.config = make_config(preset, **own)
+        self._hooks: list[tuple[weakref.ref[DistributedDataParallel], GQSGDState]] = []
+        self._loaded: list[dict[str, Any]] = []
+
+    # Accelerate finds a handler's place by `handler.__class__` in a dictionary of exact classes, so it does not know
+    # subclasses. `type(handler)` and isinstance are not affected; what else asks `__class__` is overridden below.
+    @property  # type: ignore[misc]  # object's can be set
+    def __class__(self) -> Any:
+        return DistributedDataParallelKwargs
+
+    @property
+    def states(self) -> list[GQSGDState]:
+        """The state of the hook on each model, in the order in which they were prepared, while the model lives."""
+        return [state for model, state in self._hooks if model() is not None]
+
+    def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
+        """The arguments of DistributedDataParallel: the base takes all attributes, and copies them deeply."""
+        return {name: getattr(self, name) for name in _BASE_FIELDS if name not in ignore_keys}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> GQSGDState:
+        """Install the hook, as Accelerate does when it has wrapped a model. A collective.
+
+        Raises:
+            ConfigError: a model that cannot work, ranks that do not agree, or a communication hook of the user's.
+        """
+        self._refuse_hooks()
+        destroy_at_exit()
+        state = register_gqsgd(model, **self.config.to_dict())
+        if self._loaded:
+            state.load_state_dict(self._loaded.pop(0))
+        self._hooks.append((weakref.ref(model), state))
+        if dist.get_rank(model.process_group) == 0:
+            _say(state.report())
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs for the same bits; see `GQSGDState.state_dict`.
+
+        Call it on all ranks, and save what rank 0 has: Accelerate does both.
+        """
+        gc.collect()  # models that are in cycles end here at the latest, so that all ranks count the same ones
+        return {"states": [*(state.state_dict() for state in self.states), *self._loaded]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the dither, and what was remembered, of the models in order; of those yet to come when they come.
+
+        Raises:
+            ConfigError: the checkpoint has fewer models, or see `GQSGDState.load_state_dict`.
+        """
+        gc.collect()
+        saved, states = state["states"], self.states
+        if not saved:
+            warnings.warn("gqsgd: the checkpoint was written without gqsgd's hook, which starts anew", stacklevel=2)
+        elif len(saved) < len(states):
+            raise ConfigError(
+                f"the checkpoint has the state of {len(saved)} models' hooks, and {len(states)} models are prepared; "
+                "prepare the same models as the run that wrote it, in the same order"
+            )
+        for mine, theirs in zip(states, saved, strict=False):
+            mine.load_state_dict(theirs)
+        self._loaded = saved[len(states) :]
+
+    def __repr__(self) -> str:
+        return f"GQSGDKwargs({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
+
+    def __reduce__(self) -> Any:
+        """Copies have the arguments; hooks and what they remember stay with the models."""
+        return functools.partial(GQSGDKwargs, **self._arguments()), ()
+
+    def __eq__(self, other: object) -> bool:
+        """Identity: the base compares its own fields."""
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments that give an equal handler."""
+        config, usual = self.config, make_config()
+        own = {name: getattr(config, name) for name in config.field_names()}
+        return {**{name: own[name] for name in own if own[name] != getattr(usual, name)}, **self.to_kwargs()}
+
+    def _refuse_hooks(self) -> None:
+        usual = DistributedDataParallelKwargs()
+        given = [name for name in _HOOK_FIELDS if getattr(self, name) not in (getattr(usual, name), None, "no")]
+        if given:
+            raise ConfigError(
+                f"GQSGDKwargs installs a communication hook of its own, and DDP takes one only; drop "
+                f"{', '.join(given)}, or use DistributedDataParallelKwargs for that hook"
+            )
+
+
+def enable_accelerator(accelerator: Accelerator, preset: str | None = None, **fields: Any) -> GQSGDKwargs:
+    """See `enable.enable`."""
+    existing, kind = accelerator.ddp_handler, DistributedType(accelerator.distributed_type).value
+    if kind in _WITHOUT_DDP:
+        raise ConfigError(
+            f"this Accelerator trains with {kind}, and gqsgd compresses the gradients of DistributedDataParallel; "
+            f"leave {kind} out, or gqsgd"
+        )
+    if accelerator._models:
+        raise ConfigError(
+            f"this Accelerator has prepared {len(accelerator._models)} models already, without gqsgd; enable it before "
+            "`prepare`, and for a transformers Trainer between its construction and `evaluate` or `train`"
+        )
+    if isinstance(existing, GQSGDKwargs):
+        raise ConfigError(f"gqsgd is enabled already, as {existing!r}; enable it once, with all fields")
+    if existing is not None and type(existing) is not DistributedDataParallelKwargs:
+        raise ConfigError(f"the Accelerator has a handler of type {type(existing).__name__}, which gqsgd would replace")
+    kept = {} if existing is None else {name: getattr(existing, name) for name in _BASE_FIELDS}
+    handler = GQSGDKwargs(preset, **{**kept, **fields})
+    if accelerator.num_processes == 1:
+        _say_that_there_is_one_process()
+    accelerator.ddp_handler = handler
+    accelerator.register_for_checkpointing(handler)
+    return handler
+
+
+def _say_that_there_is_one_process() -> None:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started == 1:
+        _say("gqsgd: one process, nothing to reduce")
+        return
+    warnings.warn(
+        f"gqsgd: {started} processes were started (WORLD_SIZE), but this Accelerator is on its own, so each process "
+        "trains a model of its own and nothing is reduced; without a GPU, set ACCELERATE_USE_CPU=true, or pass "
+        "cpu=True to Accelerator or use_cpu=True to TrainingArguments",
+        stacklevel=4,
+    )
+
+
+def _say(text: str) -> None:
+    # Accelerate's loggers show warnings only, and that compression is on should be seen.
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,42 @@
+"""`enable`: one call for what Hugging Face trains with. Imports no framework but the one that its argument is of."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.integrations.accelerate import GQSGDKwargs, enable_accelerator
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def enable(target: Accelerator | Trainer, preset: str | None = None, **fields: Any) -> GQSGDKwargs:
+    """Compress the gradients of what an Accelerator or a transformers Trainer trains, and keep its other settings.
+
+    What the hook needs to resume goes into checkpoints: of an Accelerator those of ``save_state``, of a Trainer those
+    that it writes. A Trainer also logs the hook's counters.
+
+    Args:
+        target: an Accelerator that has prepared no model yet, or a Trainer before ``evaluate`` and ``train``.
+        preset: name of a preset (default ``gqsgd``).
+        **fields: fields of `GQSGDConfig`; fields of DistributedDataParallelKwargs replace the existing handler's.
+
+    Returns:
+        The handler, with the state of each model's hook (``states``).
+
+    Raises:
+        ConfigError: an argument that cannot work, a target that trains without DDP, has prepared models, or has a
+            communication hook already.
+    """
+    if isinstance(target, Accelerator):
+        return enable_accelerator(target, preset, **fields)
+    if "transformers.trainer" in sys.modules:  # or else the target is no Trainer, and importing it takes seconds
+        from lightning_gqsgd.integrations.transformers import Trainer, enable_trainer
+
+        if isinstance(target, Trainer):
+            return enable_trainer(target, preset, **fields)
+    raise ConfigError(f"{type(target).__name__} is neither an accelerate.Accelerator nor a transformers.Trainer")

@@ -1,0 +1,399 @@
+"""Accelerate: the handler, `enable`, state in checkpoints, launchers; in processes with torchrun's environment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import logging
+import math
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+
+import lightning_gqsgd
+from lightning_gqsgd import GQSGDKwargs, enable
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.ranks import run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STATE = "custom_checkpoint_0.pkl"
+
+
+def accelerator_of(route: str, handler: dict[str, Any], **options: Any) -> tuple[Accelerator, GQSGDKwargs | None]:
+    """A new Accelerator in a process that may have had others."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    if route == "plain":
+        return Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**handler)], **options), None
+    if route == "enable":
+        kept = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=1)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[kept], **options)
+        return accelerator, enable(accelerator, **handler)
+    gqsgd = GQSGDKwargs(**handler)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[gqsgd], **options)
+    accelerator.register_for_checkpointing(gqsgd)
+    return accelerator, gqsgd
+
+
+def fit(
+    rank: int,
+    route: str = "kwargs_handlers",
+    handler: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    steps: tuple[int, int] = (0, 6),
+    clip: float | None = None,
+    overflow: int | None = None,
+    load: Path | None = None,
+    save: Path | None = None,
+) -> dict[str, Any]:
+    """Train; what a test compares."""
+    said, logged = io.StringIO(), io.StringIO()
+    logging.getLogger("lightning_gqsgd").addHandler(logging.StreamHandler(logged))
+    with contextlib.redirect_stderr(said):
+        accelerator, gqsgd = accelerator_of(route, handler or {}, **(options or {}))
+        if overflow is not None:
+            accelerator.scaler = torch.amp.GradScaler("cpu")
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if load:
+        accelerator.load_state(load)
+    skipped, losses = 0, []
+    for step in range(*steps):
+        x, y = batch(rank, step)
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss * math.inf if (rank, step) == (1, overflow) else loss)
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            skipped += optimizer.step_was_skipped
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    if save:
+        accelerator.save_state(save)
+    return {
+        "ranks": accelerator.num_processes,
+        "hook": model._get_ddp_logging_data().get("comm_hook", "none"),
+        "unused": model.find_unused_parameters,
+        "bucket_bytes": model.bucket_bytes_cap,
+        "bits": fingerprint(model),
+        "loss": losses[-1],
+        "steps": [state.step for state in gqsgd.states] if gqsgd else [],
+        "said": said.getvalue(),
+        "logged": logged.getvalue(),
+        "skipped": skipped,
+        "scaler": accelerator.scaler is not None,
+    }
+
+
+def fits(rank: int, *runs: dict[str, Any]) -> list[dict[str, Any]]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return [fit(rank, **one) for one in runs]
+
+
+def start(tmp_path: Path, *runs: dict[str, Any], ranks: int = 2) -> list[list[dict[str, Any]]]:
+    return run(fits, ranks, tmp_path, *runs, initialise=False)
+
+
+def test_both_ways_install_the_hook_and_keep_other_settings(tmp_path: Path) -> None:
+    runs = [
+        {"handler": {"bits": 4, "find_unused_parameters": True}},
+        {"route": "enable", "handler": {"preset": "gqsgd_4bit", "bucket_cap_mb": 2}, "clip": 0.5},
+        {"handler": {}, "options": {"gradient_accumulation_steps": 2}, "steps": (0, 8)},
+    ]
+    first, second = start(tmp_path, *runs)
+    for mine, other in zip(first, second, strict=True):
+        assert (mine["hook"], mine["ranks"]) == ("gqsgd_hook", 2)
+        assert mine["bits"] == other["bits"]
+        assert other["said"] == ""
+    handlers, enabled, accumulated = first
+    assert handlers["unused"]
+    assert enabled["unused"]
+    assert not accumulated["unused"]
+    assert (handlers["bucket_bytes"], enabled["bucket_bytes"]) == (25 << 20, 2 << 20)
+    assert handlers["said"].startswith("gqsgd: 21,760 gradient values in 3 tensors at 4 bits")
+    assert "at 4 bits" in enabled["said"]
+    assert "at 8 bits" in accumulated["said"]
+    assert (handlers["steps"], enabled["steps"], accumulated["steps"]) == ([6], [6], [4])
+
+
+def test_native_is_equal_to_plain_accelerate_and_compression_close(tmp_path: Path) -> None:
+    common = {"clip": 0.5, "options": {"gradient_accumulation_steps": 2}, "steps": (0, 12)}
+    plain = {"route": "plain", **common}
+    native = {"handler": {"reducer": "native"}, **common}
+    ddp, native, quantised = start(tmp_path, plain, native, {"handler": {"bits": 8}, **common})[0]
+    assert (ddp["hook"], native["hook"]) == ("none", "gqsgd_hook")
+    assert native["bits"] == ddp["bits"]
+    assert quantised["bits"] != ddp["bits"]
+    assert quantised["loss"] == pytest.approx(ddp["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [{"bits": 4, "reducer": "sum"}, {"preset": "signsgd_ef", "warmup_steps": 1}],
+    ids=["memoryless", "memory"],
+)
+@pytest.mark.parametrize("route", ["kwargs_handlers", "enable"])
+def test_an_interrupted_run_resumes_to_the_same_bits(route: str, handler: dict[str, Any], tmp_path: Path) -> None:
+    common = {"route": route, "handler": {**handler, "seed": 9}}
+    folder = tmp_path / "state"
+    begun = start(tmp_path, common, {**common, "steps": (0, 3), "save": folder})
+    (saved,) = torch.load(folder / STATE, weights_only=True)["states"]
+    assert (saved["schema"], saved["seed"], saved["step"]) == (1, 9, 3)
+    assert ("memory" in saved) == ("preset" in handler)
+    resumed = start(tmp_path, {**common, "steps": (3, 6), "load": folder})
+    for (whole, half), (rest,) in zip(begun, resumed, strict=True):
+        assert rest["steps"] == whole["steps"] == [6]
+        assert rest["bits"] == whole["bits"] != half["bits"]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    folders = {preset: tmp_path / preset for preset in ("gqsgd_4bit", "signsgd_ef")}
+    start(tmp_path, *({"handler": {"preset": one}, "save": folder} for one, folder in folders.items()))
+    runs = [{"handler": {"preset": one}, "load": folder, "steps": (6, 9)} for one, folder in folders.items()]
+    ranks = start(tmp_path, *runs, ranks=3)
+    for memoryless, remembering in ranks:
+        assert memoryless["steps"] == remembering["steps"] == [9]
+        assert [memoryless["bits"], remembering["bits"]] == [one["bits"] for one in ranks[0]]
+        assert memoryless["logged"] == ""
+        assert "the memory starts empty: the checkpoint has that of 2 ranks" in remembering["logged"]
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    """Accelerate has fp16 and its GradScaler on accelerators only; on the CPU it trains without a word in fp32."""
+    runs = [
+        {"options": {"mixed_precision": "bf16"}},
+        {"options": {"mixed_precision": "fp16"}},
+        {"overflow": 2},  # on one rank
+    ]
+    first, second = start(tmp_path, *runs)
+    for mine, other in zip(first, second, strict=True):
+        assert (mine["hook"], mine["bits"], mine["skipped"]) == ("gqsgd_hook", other["bits"], other["skipped"])
+    bf16, fp16, scaled = first
+    assert bf16["bits"] != fp16["bits"]
+    assert not fp16["scaler"]
+    assert (scaled["skipped"], scaled["steps"]) == (1, [6])
+    assert scaled["loss"] < 1.5
+
+
+def several_models(rank: int, folder: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    accelerator, handler = accelerator_of("enable", {"bits": 4})
+    assert handler is not None
+    first, second = accelerator.prepare(mlp(64), mlp(128))
+    assert len(handler.states) == 2
+
+    def step(*models: nn.Module) -> None:
+        for model in models:
+            x, y = batch(rank, 0)
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+
+    step(first, second, second)
+    saved = handler.state_dict()
+    assert [state["step"] for state in saved["states"]] == [1, 2]
+
+    resumed = GQSGDKwargs(bits=4)
+    resumed.load_state_dict(saved)  # before there is a hook
+    assert resumed.state_dict() == saved
+    accelerator, _ = accelerator_of("plain", {})
+    accelerator.ddp_handler = resumed
+    third, fourth = accelerator.prepare(mlp(64), mlp(128))
+    assert [state.step for state in resumed.states] == [1, 2]
+    step(third, fourth)
+    assert [state.step for state in resumed.states] == [2, 3]
+    del fourth
+    accelerator.free_memory()
+    assert len(resumed.state_dict()["states"]) == 1
+
+    with pytest.raises(ConfigError, match="of 1 models' hooks, and 2 models are prepared"):
+        handler.load_state_dict({"states": saved["states"][:1]})
+    with pytest.warns(UserWarning, match="written without gqsgd's hook, which starts anew"):
+        handler.load_state_dict({"states": []})
+    del first, second, third
+
+
+def test_several_models_and_a_checkpoint_that_comes_before_them(tmp_path: Path) -> None:
+    run(several_models, 2, tmp_path, tmp_path, initialise=False)
+
+
+# --- the handler itself -----------------------------------------------------------------------------------------------
+
+
+def test_every_field_is_an_argument_and_none_of_ours_is_passed_to_ddp() -> None:
+    handler = GQSGDKwargs("gqsgd_4bit", block_size=64, find_unused_parameters=True, bucket_cap_mb=50)
+    assert handler.config == GQSGDConfig(bits=4, block_size=64)
+    assert handler.to_kwargs() == {"find_unused_parameters": True, "bucket_cap_mb": 50}
+    values = {field.name: field.default for field in dataclasses.fields(GQSGDConfig)}
+    base = {field.name for field in dataclasses.fields(DistributedDataParallelKwargs)}
+    assert not base & set(values)
+    assert GQSGDKwargs(**values, **dataclasses.asdict(DistributedDataParallelKwargs())).config == GQSGDConfig()
+
+
+def test_copies_have_the_arguments() -> None:
+    handler = GQSGDKwargs("signsgd_ef", static_graph=True, exclude=["*.bias"])
+    for one in (copy.copy(handler), copy.deepcopy(handler), pickle.loads(pickle.dumps(handler))):  # noqa: S301
+        assert type(one) is GQSGDKwargs
+        assert isinstance(one, DistributedDataParallelKwargs)
+        assert one.config == handler.config
+        assert one.to_kwargs() == handler.to_kwargs()
+        assert repr(one) == repr(handler)
+        assert one != handler
+    assert repr(GQSGDKwargs(bits=4, static_graph=True)) == "GQSGDKwargs(bits=4, static_graph=True)"
+    assert GQSGDKwargs() != DistributedDataParallelKwargs()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'config'"):  # would be a handler without a hook
+        dataclasses.replace(handler, static_graph=False)
+
+
+def test_arguments_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="no argument 'bit'; did you mean 'bits'"):
+        GQSGDKwargs(bit=4)
+    with pytest.raises(ConfigError, match="no argument 'find_unused'; did you mean 'find_unused_parameters'"):
+        GQSGDKwargs(find_unused=True)
+    with pytest.raises(ConfigError, match="bits=9 is out of range: 1 to 8"):
+        GQSGDKwargs(bits=9)
+    with pytest.raises(ConfigError, match="unknown preset 'gqsgd4'"):
+        GQSGDKwargs("gqsgd4")
+    for name, value in (("comm_hook", "fp16"), ("comm_wrapper", "bf16"), ("comm_state_option", {"rank": 2})):
+        with pytest.raises(ConfigError, match=f"drop {name}, or use DistributedDataParallelKwargs"):
+            GQSGDKwargs(**{name: value})
+    GQSGDKwargs(comm_hook="no")
+    with pytest.raises(ConfigError, match="int is neither an accelerate.Accelerator nor a transformers.Trainer"):
+        enable(3)  # type: ignore[arg-type]
+
+
+class Subclass(DistributedDataParallelKwargs):
+    pass
+
+
+def alone(_: int) -> None:
+    """Errors and warnings of one process that Accelerate takes for one of several."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # When this fails, Accelerate knows subclasses, and the handler need not pose as its base any more.
+    with pytest.raises(KeyError, match="Subclass"):
+        Accelerator(cpu=True, kwargs_handlers=[Subclass()])
+    with pytest.raises(ValueError, match="You can only pass one"):
+        Accelerator(cpu=True, kwargs_handlers=[GQSGDKwargs(), DistributedDataParallelKwargs()])
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
+    with pytest.raises(ConfigError, match="drop comm_hook"):
+        enable(accelerator)
+    accelerator.ddp_handler = Subclass()
+    with pytest.raises(ConfigError, match="has a handler of type Subclass, which gqsgd would replace"):
+        enable(accelerator)
+    accelerator.ddp_handler = None
+    with pytest.raises(ConfigError, match="bits=9"):
+        enable(accelerator, bits=9)
+    assert (accelerator.ddp_handler, accelerator._custom_objects) == (None, [])
+    handler = enable(accelerator, bits=4)
+    assert accelerator._custom_objects == [handler]
+    with pytest.raises(ConfigError, match=r"enabled already, as GQSGDKwargs\(bits=4\)"):
+        enable(accelerator, bits=5)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(mlp())
+    with pytest.raises(ConfigError, match="has prepared 1 models already"):
+        enable(accelerator)
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = "FSDP"
+    with pytest.raises(ConfigError, match="trains with FSDP, and gqsgd compresses the gradients of Distributed"):
+        enable(accelerator)
+
+
+def test_what_cannot_be_enabled(tmp_path: Path) -> None:
+    run(alone, 1, tmp_path, initialise=False)
+
+
+def unnoticed(_: int) -> None:
+    del os.environ["LOCAL_RANK"]  # as on a machine without a GPU: Accelerate does not look at it there
+    accelerator = Accelerator()
+    assert accelerator.num_processes == 1
+    with pytest.warns(
+        UserWarning, match=r"2 processes were started \(WORLD_SIZE\), but this Accelerator is on its own"
+    ):
+        enable(accelerator)
+    os.environ["WORLD_SIZE"] = "1"
+    with warnings.catch_warnings(action="error"), contextlib.redirect_stderr(io.StringIO()) as said:
+        enable(Accelerator())
+    assert said.getvalue() == "gqsgd: one process, nothing to reduce\n"
+
+
+def test_processes_that_do_not_find_each_other_are_told(tmp_path: Path) -> None:
+    run(unnoticed, 2, tmp_path, initialise=False)
+
+
+def test_the_names_load_nothing_until_they_are_used() -> None:
+    code = (
+        "import sys, lightning_gqsgd; assert 'torch' not in sys.modules; lightning_gqsgd.enable; "
+        "lightning_gqsgd.GQSGDKwargs; assert 'accelerate' in sys.modules; assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert {"GQSGDKwargs", "enable"} <= set(lightning_gqsgd.__all__)
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    # `--cpu` would start one process. The script's `cpu=True` is enough for two, which `--multi_gpu` starts.
+    "accelerate": [
+        *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
+
+
+def output_of(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_example(launcher: str) -> None:
+    output = output_of(*LAUNCHERS[launcher], str(EXAMPLES / "accelerate_loop.py"))
+    assert output.count("at 4 bits") == 1
+    assert "over 2 ranks" in output
+    assert float(output.rsplit("accuracy ", 1)[1].split()[0]) > 0.9
+
+
+DEBUG_LAUNCHER = """
+from accelerate import debug_launcher
+from tests.integrations.test_accelerate import fit
+import torch.distributed as dist
+
+def main():
+    seen = fit(dist.get_rank() if dist.is_initialized() else 0, handler={"bits": 4})
+    print(seen["ranks"], seen["hook"], seen["steps"], seen["bits"])
+
+if __name__ == "__main__":
+    debug_launcher(main, num_processes=2)
+"""
+
+
+def test_debug_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(DEBUG_LAUNCHER)
+    output = output_of(str(script), PYTHONPATH=f"{Path(__file__).parents[2]}")
+    lines = [line for line in output.splitlines() if line.startswith("2 gqsgd_hook [6] ")]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]

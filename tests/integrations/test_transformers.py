@@ -1,0 +1,251 @@
+"""The Trainer of transformers: the hook, logs, checkpoints; in processes with torchrun's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from lightning_gqsgd import GQSGDKwargs, enable
+from lightning_gqsgd.config import ConfigError
+from tests.distributed.models import fingerprint
+from tests.distributed.ranks import run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32), nn.Linear(32, 2))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def trainer_of(folder: Path, **arguments: Any) -> Trainer:
+    rows = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))
+    data = [{"x": row, "labels": int(row.sum() > 0)} for row in rows]
+    usual = {
+        "max_steps": 8,
+        "logging_steps": 2,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 8,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    settings = TrainingArguments(str(folder), **{**usual, **arguments})
+    return Trainer(Classifier(), settings, train_dataset=data, eval_dataset=data[:32])
+
+
+def seen(trainer: Trainer, handler: GQSGDKwargs | None) -> dict[str, Any]:
+    """What a test compares."""
+    model = trainer.model_wrapped
+    return {
+        "hook": model._get_ddp_logging_data().get("comm_hook", "none"),
+        "unused": model.find_unused_parameters,
+        "bits": fingerprint(trainer.model),
+        "steps": [state.step for state in handler.states] if handler else [],
+        "rows": trainer.state.log_history,
+        "step": trainer.state.global_step,
+    }
+
+
+def fit(
+    folder: Path, fields: dict[str, Any] | None = None, resume: Any = None, **arguments: Any
+) -> tuple[Trainer, dict[str, Any]]:
+    trainer = trainer_of(folder, **arguments)
+    handler = None if fields is None else enable(trainer, **fields)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=resume)
+    told = [str(one.message) for one in caught if "gqsgd" in str(one.message)]
+    return trainer, {**seen(trainer, handler), "told": told}
+
+
+def fits(_: int, *runs: dict[str, Any]) -> list[dict[str, Any]]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return [fit(**one)[1] for one in runs]
+
+
+def start(tmp_path: Path, *runs: dict[str, Any], ranks: int = 2) -> list[list[dict[str, Any]]]:
+    return run(fits, ranks, tmp_path, *({"folder": tmp_path / "run", **one} for one in runs), initialise=False)
+
+
+def test_the_hook_is_on_and_native_is_equal_to_the_plain_trainer(tmp_path: Path) -> None:
+    common = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+    runs = [
+        {**common},
+        {**common, "fields": {"reducer": "native"}},
+        {**common, "fields": {"bits": 4}},
+        {"fields": {"bits": 4}, "bf16": True, "eval_strategy": "steps", "eval_steps": 4},
+        {"fields": {"bits": 4}, "ddp_find_unused_parameters": False, "max_grad_norm": 0.0},
+    ]
+    first, second = start(tmp_path, *runs)
+    for mine, other in zip(first, second, strict=True):
+        assert mine["bits"] == other["bits"]
+        assert mine["step"] == 8
+    plain, native, *compressed = first
+    assert (plain["hook"], native["hook"]) == ("none", "gqsgd_hook")
+    assert native["bits"] == plain["bits"]
+    for one in compressed:
+        assert (one["hook"], one["steps"], one["told"]) == ("gqsgd_hook", [8], [])
+        assert one["bits"] != plain["bits"]
+    assert [one["unused"] for one in first] == [True, True, True, True, False]
+    losses = [[row["loss"] for row in one["rows"] if "loss" in row] for one in (plain, compressed[0])]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    assert len([row for row in compressed[1]["rows"] if "eval_loss" in row]) == 2
+
+
+def test_counters_are_logged_beside_the_loss(tmp_path: Path) -> None:
+    (one,), _ = start(tmp_path, {"fields": {"bits": 4, "reducer": "two_shot", "sample_every": 4}, "logging_steps": 3})
+    rows = [row for row in one["rows"] if "gqsgd/bytes_sent" in row]
+    assert [row["step"] for row in rows] == [3, 6, 8]
+    assert ["loss" in row for row in rows] == [True, True, False]  # the last is the summary
+    sent = [row["gqsgd/bytes_sent"] for row in rows]
+    assert sent == pytest.approx([sent[0], 2 * sent[0], 8 / 3 * sent[0]])
+    names = {"encode_s", "wait_s", "decode_s", "exposed_s", "rel_l2", "bits_per_coordinate", "nonfinite_blocks"}
+    for row in rows:
+        assert {f"gqsgd/{name}" for name in names} <= set(row)
+    assert 4 < rows[-1]["gqsgd/bits_per_coordinate"] < 8
+    assert 0 < rows[-1]["gqsgd/rel_l2"] < 0.5
+
+
+def trains_twice(_: int, folder: Path) -> dict[str, Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    trainer = trainer_of(folder, eval_on_start=True)
+    handler = enable(trainer, bits=4)
+    trainer.train()
+    trainer.evaluate()
+    assert [state.step for state in handler.states] == [8]
+    trainer.train()
+    return seen(trainer, handler)
+
+
+def test_a_second_training_goes_on_with_the_same_hook(tmp_path: Path) -> None:
+    first, second = run(trains_twice, 2, tmp_path, tmp_path / "run", initialise=False)
+    assert first["bits"] == second["bits"]
+    assert (first["hook"], first["steps"]) == ("gqsgd_hook", [16])
+
+
+@pytest.mark.parametrize("unused", [True, False])
+def test_an_interrupted_run_resumes_to_the_same_bits(unused: bool, tmp_path: Path) -> None:
+    """Without and with a memory; from the last checkpoint of the same folder, and from one by its name."""
+    runs: list[dict[str, Any]] = [
+        {"fields": {"bits": 4, "reducer": "sum", "seed": 9}, "folder": tmp_path / "memoryless"},
+        {"fields": {"preset": "signsgd_ef", "warmup_steps": 1, "seed": 9}, "folder": tmp_path / "memory"},
+    ]
+    layout = {"ddp_find_unused_parameters": unused}
+    begun = start(tmp_path, *({**one, **layout, "save_strategy": "steps", "save_steps": 6} for one in runs))
+    for one in runs:
+        folder = one["folder"] / "checkpoint-6"
+        (saved,) = torch.load(folder / "gqsgd.pt", weights_only=True)["states"]
+        assert (saved["schema"], saved["seed"], saved["step"]) == (1, 9, 6)
+        assert ("memory" in saved) == ("preset" in one["fields"])
+        json.loads((folder / "trainer_state.json").read_text(), parse_constant=pytest.fail)  # no NaN in the log
+        shutil.rmtree(one["folder"] / "checkpoint-8")
+    last = [{**one, **layout, "resume": True} for one in runs]
+    named = [
+        {**one, **layout, "resume": one["folder"] / "checkpoint-6", "folder": tmp_path / "elsewhere"} for one in runs
+    ]
+    resumed = start(tmp_path, *last, *named)
+    for before, after in zip(begun, resumed, strict=True):
+        assert [one["bits"] for one in after] == 2 * [one["bits"] for one in before]
+        assert [one["steps"] for one in after] == 4 * [[8]]
+        assert [one["told"] for one in after] == 4 * [[]]
+
+
+def test_checkpoints_go_to_other_numbers_of_ranks_and_to_and_from_the_plain_trainer(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 8}
+    remembering = {"preset": "signsgd_ef"}
+    start(
+        tmp_path,
+        {"folder": tmp_path / "plain", **saves},
+        {"folder": tmp_path / "memory", "fields": remembering, **saves},
+        {"folder": tmp_path / "model", "fields": remembering, "save_only_model": True, **saves},
+    )
+    plain, memory, model = (tmp_path / name / "checkpoint-8" for name in ("plain", "memory", "model"))
+    assert [(folder / "gqsgd.pt").exists() for folder in (plain, memory, model)] == [False, True, False]
+    runs = [
+        {"resume": plain, "fields": {"bits": 4}, "max_steps": 12},
+        {"resume": memory, "max_steps": 12},
+        {"resume": memory, "fields": remembering, "max_steps": 12},
+    ]
+    ranks = start(tmp_path, *runs, ranks=3)
+    for one in ranks:
+        assert [run["bits"] for run in one] == [run["bits"] for run in ranks[0]]
+    anew, without, goes_on = ranks[0]
+    assert (anew["step"], anew["steps"]) == (12, [4])
+    assert anew["told"] == ["gqsgd: the checkpoint was written without gqsgd's hook, which starts anew"]
+    assert (without["step"], without["hook"]) == (12, "none")
+    assert (goes_on["step"], goes_on["steps"]) == (12, [12])
+
+
+def mistakes(rank: int, folder: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    trainer = trainer_of(folder, save_strategy="steps", save_steps=4)
+    with pytest.raises(ConfigError, match="no argument 'bit'; did you mean 'bits'"):
+        enable(trainer, bit=4)
+    enable(trainer, bits=4)
+    with pytest.raises(ConfigError, match=r"enabled already, as GQSGDKwargs\(bits=4, find_unused_parameters=True\)"):
+        enable(trainer, bits=4)
+    trainer.train()
+
+    other = shutil.copytree(folder / "checkpoint-4", folder.with_name(f"copy-{rank}"))
+    if rank == 1:
+        (other / "gqsgd.pt").unlink()
+    with pytest.raises(ConfigError, match=r"of 2 ranks only \[0\] see .*gqsgd.pt, and all have to continue from it"):
+        trainer.train(resume_from_checkpoint=other)
+    with pytest.raises(ConfigError, match="enabled already"):
+        enable(trainer, bits=5)
+
+    trainer = trainer_of(folder)
+    trainer.train()
+    with pytest.raises(ConfigError, match="has prepared 1 models already, without gqsgd"):
+        enable(trainer)
+
+    trainer = trainer_of(folder)
+    enable(trainer)
+    trainer.evaluate()  # after it transformers trains without DistributedDataParallel, each process on its own
+    with pytest.raises(ConfigError, match="not wrapped its model .* call them after `train`, or set"):
+        trainer.train()
+
+    trainer = trainer_of(folder)
+    enable(trainer)
+    trainer.create_accelerator_and_postprocess()  # what hyperparameter_search does
+    with pytest.raises(ConfigError, match="has made a new Accelerator since gqsgd was enabled"):
+        trainer.train()
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
+
+
+def test_example(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=tmp_path,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "gradient values in 13 tensors at 4 bits" in output
+    assert float(output.rsplit("accuracy ", 1)[1].split()[0]) > 0.7
