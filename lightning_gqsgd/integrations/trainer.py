@@ -35,6 +35,8 @@ class TrainerMixin(_Base):
         ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
     """
 
+    _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
+
     def __init__(
         self,
         *,

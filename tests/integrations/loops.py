@@ -33,10 +33,10 @@ def data(batches: int = 8, seed: int = 1, batch_size: int = 16) -> DataLoader:
 class Classifier(pl.LightningModule):
     """Backbone and head, so that `BackboneFinetuning` finds its way."""
 
-    def __init__(self, seed: int = 0, lr: float = 0.1) -> None:
+    def __init__(self, seed: int = 0, lr: float = 0.1, momentum: float = 0.9) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.lr = lr
+        self.lr, self.momentum = lr, momentum
         self.backbone = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
         self.head = nn.Linear(64, 32)
 
@@ -60,7 +60,7 @@ class Classifier(pl.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=self.momentum)
 
 
 class Gan(pl.LightningModule):
