@@ -66,9 +66,9 @@ class Classifier(pl.LightningModule):
 class Gan(pl.LightningModule):
     """Two optimizers by hand, each with the other's parameters frozen; ``accumulate`` batches between steps."""
 
-    def __init__(self, accumulate: int = 1, clip: float | None = None, toggle: bool = True) -> None:
+    def __init__(self, accumulate: int = 1, clip: float | None = None, toggle: bool = True, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.automatic_optimization = False
         self.accumulate, self.clip, self.toggle = accumulate, clip, toggle
         self.generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32))
