@@ -151,8 +151,7 @@ class GQSGDState:
 
         DDP reduces those that required one when it was built. Compares two flags for each parameter: cheap.
         """
-        unfrozen = [name for name, p in self._unreduced.items() if p.requires_grad]
-        return unfrozen, [name for name, p in self._reduced.items() if not p.requires_grad]
+        return self._unfrozen(), [name for name, p in self._reduced.items() if not p.requires_grad]
 
     def rewrap(self, build: Callable[[nn.Module], DistributedDataParallel]) -> DistributedDataParallel:
         """Go on with a new DDP model around the same module, because other parameters require a gradient now.
@@ -213,8 +212,11 @@ class GQSGDState:
         self._trained = [self._parameters[id(p)] for p in self._reduced.values()]
         self._remembered |= {info.number for info in self._trained if not info.raw}
 
+    def _unfrozen(self) -> list[str]:
+        return [name for name, p in self._unreduced.items() if p.requires_grad]
+
     def _check_unreduced(self) -> None:
-        unfrozen = [name for name, p in self._unreduced.items() if p.requires_grad]
+        unfrozen = self._unfrozen()
         if unfrozen:
             raise ConfigError(
                 f"parameter {_listed(unfrozen)} requires a gradient, but did not when the model was wrapped in "

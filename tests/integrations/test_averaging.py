@@ -94,6 +94,39 @@ def test_post_local_sgd(tmp_path: Path) -> None:
     assert bits == first["4 bit"][0]
 
 
+class _Thawed(Classifier):
+    """Unfrozen while ranks have models of their own, which are noted around that."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0)
+        self.bits: list[str] = []
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.bits.append(bits_of(self))
+        if index == START + 2:
+            self.head.requires_grad_(True)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.bits.append(bits_of(self))
+        return super().training_step(batch, index)
+
+
+def _thawed(_: int) -> list[Any]:
+    module = _Thawed()
+    module.head.requires_grad_(False)
+    said = fitted(module, _ours(bits=4))["said"]
+    return [module.bits[2 * (START + 2) :][:2], len(said), said[-1]]
+
+
+def test_wrapping_anew_keeps_each_ranks_own_model(tmp_path: Path) -> None:
+    first, second = run(_thawed, 2, tmp_path, initialise=False)
+    for (before, after), count, said in (first, second):
+        assert before == after
+        assert count == 2
+        assert "wrapped the model anew at step 4: 2 unfrozen parameters" in said
+    assert first[0] != second[0]
+
+
 def test_averaging_that_lightning_would_ignore_is_refused() -> None:
     make = lightning_gqsgd.GQSGDStrategy
     with pytest.raises(
