@@ -12,6 +12,7 @@ import fnmatch
 import hashlib
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.communicator import Communicator
@@ -48,7 +50,7 @@ class _Parameter:
 class GQSGDState:
     """State of the hook on one DDP model.
 
-    Creating one is a collective on the model's process group.
+    Creating one is a collective on the model's process group; `register_gqsgd` says what its arguments are.
 
     Attributes:
         config: the configuration, with its reducer chosen.
@@ -56,9 +58,18 @@ class GQSGDState:
         telemetry: counters of this process.
     """
 
-    def __init__(self, model: DistributedDataParallel, config: GQSGDConfig, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        config: GQSGDConfig,
+        timeout: timedelta | None = None,
+        post_local_sgd: PostLocalSGDState | None = None,
+    ) -> None:
         _check_model(model)
+        if post_local_sgd is not None:
+            _check_group(post_local_sgd, model)
         self.requested = config
+        self._post_local_sgd = post_local_sgd
         parameters = dict(model.module.named_parameters())
         self._parameters = {
             id(p): _Parameter(*entry)
@@ -79,14 +90,31 @@ class GQSGDState:
         if kinds(self.config):
             sizes = {p.number: p.numel for p in self._parameters.values() if not p.raw}
             self._store = MemoryStore(self.config, ranks, sizes, tensor.dtype, tensor.device)
+        self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
         self.step = 0
         self.telemetry = Telemetry()
+        self._install(model)
 
     # --- the hook ----------------------------------------------------------------------------------------------------
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Start to replace a bucket's buffer by its mean over ranks."""
+        """Start to replace a bucket's buffer by its mean over ranks: their sum, divided by the size of DDP's group.
+
+        Under torch's `Join`, a rank that has run out of inputs takes part with zeros, and still counts in the divisor.
+        After ``start_localSGD_iter`` steps of post-local SGD, the buffer is left to torch's hook.
+
+        Raises:
+            ConfigError: DDP does not reduce a parameter that requires a gradient, or `Join` asks for another divisor.
+        """
         x, last, step = bucket.buffer(), bucket.is_last(), self.step
+        self._check_divisor()
+        if last:
+            self._check_unreduced()
+        local = self._post_local_sgd
+        if local is not None:
+            if local.iter >= local.start_localSGD_iter:
+                return post_localSGD_hook(local, bucket)
+            local.maybe_increase_iter(bucket)
         self.step += last
         counters = self.telemetry.bucket(bucket.index())
         communicator = self._communicator
@@ -117,6 +145,94 @@ class GQSGDState:
             assert self._plans[key].numel == x.numel()
         return self._plans[key]
 
+    # --- which parameters are trained --------------------------------------------------------------------------------
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Names of parameters that require a gradient now although DDP does not reduce them, and of the reverse.
+
+        DDP reduces those that required one when it was built. Compares two flags for each parameter: cheap.
+        """
+        return self._unfrozen(), [name for name, p in self._reduced.items() if not p.requires_grad]
+
+    def rewrap(self, build: Callable[[nn.Module], DistributedDataParallel]) -> DistributedDataParallel:
+        """Go on with a new DDP model around the same module, because other parameters require a gradient now.
+
+        A collective on the process group. Step, seed, counters and what is remembered of each parameter stay. The old
+        DDP model cannot be trained any more: drop it.
+
+        Args:
+            build: makes the DDP model, as the old one was made, e.g. ``DistributedDataParallel``.
+
+        Raises:
+            ConfigError: ranks do not agree on which parameters require a gradient, the module has other parameters than
+                before, or ``build`` gives a model of another module or process group.
+            RuntimeError: the hook was closed, or other ranks do not call this.
+        """
+        old = self._model()
+        if self._runner is None or old is None:
+            raise RuntimeError("gqsgd: the hook was closed; register it on a new DistributedDataParallel model")
+        module = old.module
+        del old
+        parameters = dict(module.named_parameters())
+        infos = [_Parameter(*entry) for entry in _numbered(parameters, self.requested)]
+        if infos != list(self._parameters.values()):
+            raise ConfigError("the module has other parameters than before; call register_gqsgd on a new model instead")
+        self._agree_on_trained([info for info, p in zip(infos, parameters.values(), strict=True) if p.requires_grad])
+        self._parameters = {id(p): info for info, p in zip(infos, parameters.values(), strict=True)}
+        self._plans.clear()
+        self._ends_with.detach()
+        try:
+            model = build(module)
+            _check_model(model)
+            if model.module is not module or model.process_group is not self._group:
+                raise ConfigError("`build` wrapped another module, or for another process group; give both as before")
+        except BaseException:
+            self.close()
+            raise
+        self._install(model)
+        return model
+
+    def _agree_on_trained(self, trained: list[_Parameter]) -> None:
+        try:
+            self._communicator.agree({"parameters that require a gradient": _digest(trained)})
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"gqsgd: rank {self._communicator.rank} wraps its model anew, and not all other ranks do; freeze and "
+                f"unfreeze the same parameters at the same batch on every rank ({error})"
+            ) from error
+
+    def _install(self, model: DistributedDataParallel) -> None:
+        """Register the hook on a model, and end with that model."""
+        model.register_comm_hook(self, gqsgd_hook)
+        # Also at exit: Gloo groups that are still open then can abort the process.
+        self._ends_with = weakref.finalize(model, self.close)
+        self._model = weakref.ref(model)
+        parameters = {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore}
+        self._reduced = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._unreduced = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._trained = [self._parameters[id(p)] for p in self._reduced.values()]
+        self._remembered |= {info.number for info in self._trained if not info.raw}
+
+    def _unfrozen(self) -> list[str]:
+        return [name for name, p in self._unreduced.items() if p.requires_grad]
+
+    def _check_unreduced(self) -> None:
+        unfrozen = self._unfrozen()
+        if unfrozen:
+            raise ConfigError(
+                f"parameter {_listed(unfrozen)} requires a gradient, but did not when the model was wrapped in "
+                "DistributedDataParallel, which therefore does not reduce it: each rank would train its own. Unfreeze "
+                "it before the forward pass and wrap anew: `model = state.rewrap(DistributedDataParallel)`. (The "
+                "Lightning strategy does this at the start of a batch, for what was unfrozen by then.)"
+            )
+
+    def _check_divisor(self) -> None:
+        if getattr(self._model(), "_divide_by_initial_world_size", True) is False:
+            raise ConfigError(
+                "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
+                "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
+            )
+
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,6 +247,8 @@ class GQSGDState:
             "step": self.step,
             "config": self.requested.to_dict(),
         }
+        if self._post_local_sgd is not None:
+            state["post_local_iter"] = self._post_local_sgd.iter
         return state if self._store is None else {**state, "memory": self._gathered_memory(self._store)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,6 +273,8 @@ class GQSGDState:
         self.config = replace(self.config, seed=state["seed"])
         self.requested = replace(self.requested, seed=state["seed"])
         self.step = state["step"]
+        if self._post_local_sgd is not None:
+            self._post_local_sgd.iter = state.get("post_local_iter", self._post_local_sgd.iter)
         self._plans.clear()
 
     def _gathered_memory(self, store: MemoryStore) -> dict[str, dict[int, Tensor]] | None:
@@ -163,7 +283,7 @@ class GQSGDState:
         communicator = Communicator(self._device, self._group) if closed else self._communicator
         found: dict[str, dict[int, Tensor]] = {}
         for kind in kinds(self.config):
-            for number in store.parameters:
+            for number in sorted(self._remembered):
                 rows = communicator.gather(store.row(kind, number))
                 if communicator.rank == 0:
                     found.setdefault(kind, {})[number] = rows.cpu()
@@ -184,17 +304,24 @@ class GQSGDState:
                 *(ranks, ", ".join(kinds(self.config))),
             )
             return
+        pairs = []
         for kind, tensors in saved.items():
-            for number in {*store.parameters, *tensors}:
+            for number, rows in tensors.items():
                 row = store.row(kind, number) if number in store.parameters else None
-                rows = tensors.get(number)
-                if row is None or rows is None or rows.shape[1:] != row.shape:
-                    there, here = (0 if one is None else one.shape[-1] for one in (rows, row))
+                if row is None or rows.shape[1:] != row.shape:
+                    here = 0 if row is None else row.numel()
                     raise ConfigError(
-                        f"the checkpoint remembers {there} values of parameter {number}, the model compresses {here}; "
-                        "resume with the model and the configuration that wrote it"
+                        f"the checkpoint remembers {rows.shape[-1]} values of parameter {number}, the model compresses "
+                        f"{here}; resume with the model and the configuration that wrote it"
                     )
-                row.copy_(rows[self._communicator.rank])
+                pairs.append((row, rows[self._communicator.rank]))
+        for row, values in pairs:
+            row.copy_(values)
+        known = {number for tensors in saved.values() for number in tensors}
+        names = [info.name for info in self._trained if not info.raw and info.number not in known]
+        if names:
+            logger.warning("gqsgd: the memory of parameter %s starts empty: the checkpoint has none", _listed(names))
+        self._remembered |= known
 
     # --- what the user sees ------------------------------------------------------------------------------------------
 
@@ -207,7 +334,7 @@ class GQSGDState:
             one_node = self.requested.reducer == "hierarchical"
             cause = f"all {size} ranks are on one node" if one_node else "reducer='native'"
             return f"gqsgd: native allreduce over {size} ranks, nothing compressed ({cause})"
-        every = list(self._parameters.values())
+        every = self._trained
         raw = [p for p in every if p.raw]
         coded = sum(p.numel for p in every) - sum(p.numel for p in raw)
         text = (
@@ -227,6 +354,7 @@ class GQSGDState:
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained by this hook any more."""
+        self._reduced, self._unreduced = {}, {}  # who keeps the counters does not keep the model
         runner, self._runner = self._runner, None
         if runner is not None:
             runner.close(self._communicator)
@@ -240,7 +368,12 @@ def gqsgd_hook(state: GQSGDState, bucket):  # type: ignore[no-untyped-def]  # DD
 
 
 def register_gqsgd(
-    model: DistributedDataParallel, preset: str | None = None, *, timeout: timedelta | None = None, **fields: Any
+    model: DistributedDataParallel,
+    preset: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    post_local_sgd: PostLocalSGDState | None = None,
+    **fields: Any,
 ) -> GQSGDState:
     """Compress the gradient allreduce of a DDP model.
 
@@ -250,15 +383,14 @@ def register_gqsgd(
         model: the DDP model, before its first backward pass.
         preset: name of a preset; see `presets.PRESETS`.
         timeout: of collectives; None takes that of the model's process group.
+        post_local_sgd: torch's state of post-local SGD: from its ``start_localSGD_iter`` on, gradients are averaged as
+            `post_localSGD_hook` does, uncompressed in its subgroup or not at all. Averaging the model is up to you.
         **fields: fields of `GQSGDConfig`.
 
     Raises:
         ConfigError: a configuration or model that cannot work, or ranks that do not agree.
     """
-    state = GQSGDState(model, make_config(preset, **fields), timeout)
-    model.register_comm_hook(state, gqsgd_hook)
-    weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
-    return state
+    return GQSGDState(model, make_config(preset, **fields), timeout, post_local_sgd)
 
 
 def _check_model(model: DistributedDataParallel) -> None:
@@ -284,6 +416,21 @@ def _check_model(model: DistributedDataParallel) -> None:
     devices = {p.device for p in model.module.parameters() if p.requires_grad}
     if len(devices) > 1:
         raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+
+
+def _check_group(post_local_sgd: PostLocalSGDState, model: DistributedDataParallel) -> None:
+    group = post_local_sgd.process_group
+    if (dist.group.WORLD if group is None else group) is not model.process_group:
+        raise ConfigError(
+            "PostLocalSGDState averages gradients over another process group than DistributedDataParallel; give both "
+            "the same process_group"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    """A few names in quotes, and how many there are beside."""
+    some = ", ".join(map(repr, names[:3]))
+    return some if len(names) <= 3 else f"{some} and {len(names) - 3} more"
 
 
 def _numbered(parameters: dict[str, nn.Parameter], config: GQSGDConfig) -> list[tuple[int, str, int, bool]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, did_you_mean
@@ -30,17 +31,11 @@ def split_arguments(
     """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
 
     Raises:
-        ConfigError: a name that nobody knows, a value that cannot work, or a communication hook of the user's.
+        ConfigError: a name that nobody knows, a value that cannot work, or a communication hook of the user's. (The
+            state of torch's post-local SGD is welcome where ``base`` averages models.)
     """
     fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
-    hooks = [
-        name for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper") if arguments.get(name) is not None
-    ]
-    if hooks:
-        raise ConfigError(
-            f"{strategy.__name__} installs a communication hook of its own, and DDP takes one only; "
-            f"drop {', '.join(hooks)}, or use DDPStrategy for that hook"
-        )
+    _check_hooks(strategy, base, arguments)
     known = {*_parameters(base), *_parameters(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
     for name in arguments:
         if name not in known:
@@ -49,6 +44,34 @@ def split_arguments(
                 f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are DDPStrategy's)"
             )
     return make_config(preset, **fields), arguments
+
+
+def _check_hooks(strategy: type, base: type, arguments: dict[str, Any]) -> None:
+    """Our hook takes the place of any other, and of torch's hook for post-local SGD, whose state it needs."""
+    averages = "model_averaging_period" in _parameters(base)
+    given = {name: arguments.get(name) for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")}
+    local = averages and isinstance(given["ddp_comm_state"], PostLocalSGDState)
+    hooks = [name for name, value in given.items() if value is not None and not (local and name == "ddp_comm_state")]
+    if hooks:
+        raise ConfigError(
+            f"{strategy.__name__} installs a communication hook of its own, and DDP takes one only; "
+            f"drop {', '.join(hooks)}, or use DDPStrategy for that hook"
+        )
+    period = arguments.get("model_averaging_period")
+    if not averages or not (local or period is not None):
+        return
+    if not local:
+        raise ConfigError(
+            f"model_averaging_period={period} alone does nothing: models are averaged with post-local SGD only; give "
+            "ddp_comm_state=PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=..., "
+            "post_local_gradient_allreduce=False) as well (torch.distributed.algorithms.ddp_comm_hooks."
+            "post_localSGD_hook), or drop it"
+        )
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise ConfigError(
+            f"model_averaging_period={period!r} must be a number of steps, 1 or more: with a PostLocalSGDState, each "
+            "rank trains its own model in between"
+        )
 
 
 def after_setup(world_size: int) -> None:

@@ -25,11 +25,15 @@ class TrainerMixin(_Base):
         preset: name of a preset (default ``gqsgd``); the fields below replace its values.
         codec to sample_every: fields of `GQSGDConfig`; None keeps the preset's, so for no memory, it is ``"none"``.
         telemetry: add the callback that logs counters, unless the Trainer has one.
-        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel.
+        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
+            as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
+            then each rank's own steps (or its node's), and every so many steps the average of all models.
 
     Raises:
         ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
     """
+
+    _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
 
     def __init__(
         self,
@@ -93,24 +97,68 @@ class TrainerMixin(_Base):
         super().setup_distributed()
         after_setup(self.world_size)
 
+    def setup(self, trainer: Any) -> None:
+        """Wrap the model, and continue the periodic averaging of a checkpoint."""
+        super().setup(trainer)
+        if self._loaded is not None and self._model_averager is not None:
+            self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
+        self._loaded = None
+
     def configure_ddp(self) -> None:
         """Wrap the model and install the hook, on every device: Lightning's own registration skips all but CUDA."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        config = on_nodes(self.gqsgd_config, self.num_processes)
-        state = register_gqsgd(self.model, timeout=self._timeout, **config.to_dict())
-        installed = self.model._get_ddp_logging_data().get("comm_hook")
-        assert installed == gqsgd_hook.__qualname__, f"DDP reports the hook {installed!r}"
+        self._pl_static_graph_delay_done = False  # of an earlier fit
+        if self._ddp_comm_state is not None:
+            self._ddp_comm_state.iter = 0  # of an earlier fit; Lightning makes the averager anew, too
+        fields = on_nodes(self.gqsgd_config, self.num_processes).to_dict()
+        state = register_gqsgd(self.model, timeout=self._timeout, post_local_sgd=self._ddp_comm_state, **fields)
+        self._check_installed()
         if self._loaded is not None:
             state.load_state_dict(self._loaded)
-            self._loaded = None
         self._gqsgd_state = state
         self._rank_zero_info(state.report())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wrap the model anew where callbacks or hooks have unfrozen parameters, or frozen some.
+
+        DDP reduces the parameters that required a gradient when it was built: it would leave those that were unfrozen
+        later to each rank, and miss those that were frozen, unless it looks for unused ones.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        assert self._gqsgd_state is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        unfrozen, frozen = self._gqsgd_state.changes()
+        if unfrozen or (frozen and not self.model.find_unused_parameters):
+            self._gqsgd_state.rewrap(self._wrap_anew)
+            self._check_installed()
+            counts = [f"{len(names)} {what}" for names, what in ((unfrozen, "unfrozen"), (frozen, "frozen")) if names]
+            self._rank_zero_info(
+                f"gqsgd: wrapped the model anew at step {self._gqsgd_state.step}: {', '.join(counts)} parameters; "
+                f"{self._gqsgd_state.report()}"
+            )
+
+    def _wrap_anew(self, module: Any) -> DistributedDataParallel:
+        self.model = module  # ends the old DDP, whose buckets are as large as the gradients
+        # Ranks have the same parameters, or their own on purpose: post-local SGD, buffers that are not broadcast.
+        arguments, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
+        try:
+            self.model = self._setup_model(module)
+        finally:
+            self._ddp_kwargs = arguments
+        self._pl_static_graph_delay_done = False
+        return self.model
+
+    def _check_installed(self) -> None:
+        installed = self.model._get_ddp_logging_data().get("comm_hook")
+        assert installed == gqsgd_hook.__qualname__, f"DDP reports the hook {installed!r}"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
         if self._gqsgd_state is not None and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()
+            if self._model_averager is not None:
+                checkpoint[CHECKPOINT_KEY]["averager_step"] = self._model_averager.step
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,0 +1,435 @@
+"""What training loops do with a bare DDP model: freezing, uneven inputs, accumulation, compilation, local steps."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_gqsgd.communicator
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.hook import register_gqsgd
+from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
+from tests.distributed.ranks import run
+
+#: One of each reducer, and two that remember: of what a rank sends, and of what it sends back as well.
+HOOKS: list[dict[str, Any]] = [
+    {"reducer": "native"},
+    {"reducer": "sum"},
+    {"reducer": "two_shot", "bits": 4},
+    {"reducer": "gather"},
+    {"preset": "signsgd_ef"},
+    {"preset": "dore"},
+]
+QUANTISING = HOOKS[1:]
+
+
+def _installed(model: DistributedDataParallel) -> None:
+    assert model._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x, y = batch(rank, step)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+# --- parameters that are frozen or unfrozen late ---------------------------------------------------------------------
+
+
+def _set_trained(model: nn.Module, *layers: int) -> None:
+    for number, layer in enumerate(model):
+        layer.requires_grad_(number in layers)
+
+
+def _drifting(rank: int) -> tuple[str, str]:
+    module = mlp()
+    _set_trained(module, 4)
+    model = DistributedDataParallel(module)
+    train(model, rank, range(2))
+    together = fingerprint(model)
+    _set_trained(module, 0, 2, 4)
+    train(model, rank, range(2, 4))
+    return together, fingerprint(model)
+
+
+def test_plain_ddp_lets_ranks_drift_apart_after_unfreezing(tmp_path: Path) -> None:
+    """Why the hook looks. If this fails, DDP does so by itself."""
+    (first, drifted), (same, other) = run(_drifting, 2, tmp_path)
+    assert first == same
+    assert drifted != other
+
+
+def _unfrozen_late(rank: int) -> list[str]:
+    texts = []
+    for hook in ({"reducer": "native"}, {"reducer": "two_shot"}):
+        module = mlp()
+        _set_trained(module, 4)
+        model, state = wrapped({"bucket_cap_mb": 0.03}, hook, module)
+        train(model, rank, range(2))
+        _set_trained(module, 0, 2, 4)
+        with pytest.raises(ConfigError) as error:
+            train(model, rank, range(2, 3))
+        texts.append(str(error.value))
+        state.close()
+    return texts
+
+
+def test_unfreezing_without_wrapping_anew_is_an_error(tmp_path: Path) -> None:
+    for texts in run(_unfrozen_late, 2, tmp_path):
+        for text in texts:
+            assert text.startswith("parameter '0.weight', '0.bias', '2.weight' and 1 more requires a gradient")
+            assert "state.rewrap(DistributedDataParallel)" in text
+
+
+#: Layers that are trained, by step.
+SCHEDULE = [(4,), (4,), (2, 4), (2, 4), (0, 2, 4), (0, 2), (0, 2)]
+
+
+def _scheduled(rank: int) -> list[list[Any]]:
+    results = []
+    for hook in HOOKS:
+        reference = mlp()
+        plain, state = wrapped({"find_unused_parameters": True}, hook, reference)
+        for step, layers in enumerate(SCHEDULE):
+            _set_trained(reference, *layers)
+            train(plain, rank, range(step, step + 1))
+        state.close()
+
+        module = mlp()
+        _set_trained(module, *SCHEDULE[0])
+        model, state = wrapped({"bucket_cap_mb": 0.03}, hook, module)
+        # The reference has compressed zeros for what was frozen: with the same memory as having sent nothing.
+        for step, layers in enumerate(SCHEDULE):
+            _set_trained(module, *layers)
+            if state.changes() != ([], []):
+                old = weakref.ref(model)
+                model = state.rewrap(DistributedDataParallel)
+                assert old() is None
+                _installed(model)
+            train(model, rank, range(step, step + 1))
+        assert (state.step, state.telemetry.steps) == (len(SCHEDULE), len(SCHEDULE))
+        assert state.changes() == ([], [])
+        report = state.report()
+        state.close()
+        results.append([fingerprint(reference), fingerprint(module), report])
+    return results
+
+
+def test_wrapping_anew_goes_on_as_if_all_had_been_known_from_the_start(tmp_path: Path) -> None:
+    first, second = run(_scheduled, 2, tmp_path)
+    for hook, (expected, found, report), other in zip(HOOKS, first, second, strict=True):
+        assert found == other[1], hook
+        assert found == expected, hook
+        if hook != {"reducer": "native"}:
+            assert "20,480 gradient values in 2 tensors" in report
+
+
+def _disagreeing(rank: int) -> tuple[str, str]:
+    lightning_gqsgd.communicator.AGREEMENT_TIMEOUT = timedelta(seconds=2)
+    texts = []
+    for alone in (False, True):
+        module = mlp()
+        _set_trained(module, 4)
+        model, state = wrapped({}, {}, module)
+        train(model, rank, range(2))
+        _set_trained(module, 4, 2 * rank)
+        if alone and rank == 0:
+            _set_trained(module, 4)
+        try:
+            if state.changes() != ([], []):
+                model = state.rewrap(DistributedDataParallel)
+            train(model, rank, range(2, 3))
+        except (ConfigError, RuntimeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        state.close()
+    return tuple(texts)  # type: ignore[return-value]
+
+
+def test_ranks_that_unfreeze_differently_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    for rank, (both, alone) in enumerate(run(_disagreeing, 2, tmp_path, collective_timeout=4)):
+        assert both.startswith("ConfigError: ranks 0 and 1 do not agree: parameters that require a gradient")
+        assert alone.startswith("RuntimeError")
+        assert ("rank 1 wraps its model anew, and not all other ranks do" in alone) == (rank == 1)
+
+
+def _frozen_checkpoint(rank: int) -> list[Any]:
+    hook: dict[str, Any] = {"preset": "dore"}
+    module = mlp()
+    _set_trained(module, 4)
+    model, state = wrapped({}, hook, module)
+    train(model, rank, range(3))
+    early = state.state_dict()
+    _set_trained(module, 0, 2, 4)
+    model = state.rewrap(DistributedDataParallel)
+    train(model, rank, range(3, 5))
+    late = state.state_dict()
+    weights = copy.deepcopy(module.state_dict())
+    train(model, rank, range(5, 7))
+    whole = fingerprint(module)
+    state.close()
+
+    # A callback freezes the start again when the run is resumed, and unfreezes after the memory has been loaded.
+    module = mlp()
+    module.load_state_dict(weights)
+    _set_trained(module, 4)
+    model, state = wrapped({}, hook, module)
+    shared = [late]
+    dist.broadcast_object_list(shared, src=0)
+    state.load_state_dict(shared[0])
+    _set_trained(module, 0, 2, 4)
+    model = state.rewrap(DistributedDataParallel)
+    train(model, rank, range(5, 7))
+    state.close()
+    numbers = [sorted(one["memory"]["up_reference"]) for one in (early, late)] if rank == 0 else []
+    return [numbers, whole, fingerprint(module)]
+
+
+def test_memory_of_what_was_ever_trained_is_saved_and_resumed(tmp_path: Path) -> None:
+    (numbers, whole, resumed), other = run(_frozen_checkpoint, 2, tmp_path)
+    assert numbers == [[4], [0, 2, 4]]
+    assert whole == resumed == other[1] == other[2]
+
+
+# --- uneven inputs ---------------------------------------------------------------------------------------------------
+
+
+def _uneven(rank: int, unused: bool) -> list[list[Any]]:
+    results = []
+    hooks: list[dict[str, Any] | None] = [None, *HOOKS]
+    for hook in hooks:
+        model = DistributedDataParallel(mlp(), find_unused_parameters=unused, bucket_cap_mb=0.03)
+        state = None if hook is None else register_gqsgd(model, **hook)
+        with Join([model]):
+            train(model, rank, range(3 + 2 * rank))
+        results.append([fingerprint(model), 0 if state is None else state.step])
+        if state is not None:
+            _installed(model)
+            state.close()
+    return results
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+def test_join_takes_ranks_without_inputs_as_zeros(unused: bool, tmp_path: Path) -> None:
+    first, *others = run(_uneven, 3, tmp_path, unused)
+    assert all(other == first for other in others)
+    (plain, _), (native, step), *quantised = first
+    assert native == plain
+    assert [step, *(steps for _, steps in quantised)] == [7] * 6
+    assert plain not in [bits for bits, _ in quantised]
+
+
+def _other_divisor(rank: int) -> str:
+    model, state = wrapped({}, {})
+    with (
+        pytest.raises(ConfigError) as error,
+        Join([model], divide_by_initial_world_size=False),
+    ):
+        train(model, rank, range(2))
+    state.close()
+    return str(error.value)
+
+
+def test_join_with_another_divisor_is_an_error(tmp_path: Path) -> None:
+    for text in run(_other_divisor, 2, tmp_path):
+        assert "gqsgd divides by the number of all ranks" in text
+
+
+# --- forward and backward in other orders ----------------------------------------------------------------------------
+
+
+def _accumulated(rank: int) -> list[list[Any]]:
+    results = []
+    for hook in (None, *HOOKS):
+        model = DistributedDataParallel(mlp())
+        state = None if hook is None else register_gqsgd(model, **hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for window in range(3):
+            optimizer.zero_grad()
+            for step in range(4 * window, 4 * window + 3):
+                with model.no_sync():
+                    _loss(model, rank, step).backward()
+            _loss(model, rank, 4 * window + 3).backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            optimizer.step()
+        results.append([fingerprint(model), state and state.step, gradient.norm().item()])
+        if state is not None:
+            state.close()
+    return results
+
+
+def test_no_sync_reduces_the_accumulated_gradient_once(tmp_path: Path) -> None:
+    first, second = run(_accumulated, 2, tmp_path)
+    (plain, _, norm), (native, *_), *quantised = first
+    assert native == plain
+    for hook, mine, other in zip(QUANTISING, quantised, second[2:], strict=True):
+        assert mine[:2] == other[:2], hook
+        assert mine[1] == 3
+        if "preset" not in hook:
+            assert mine[2] == pytest.approx(norm, rel=0.1)
+
+
+class _Tied(nn.Module):
+    """One matrix embeds and classifies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 32)
+        self.inner = nn.Linear(32, 32)
+        self.out = nn.Linear(32, 64, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.inner(self.embed(tokens))))
+
+
+def _tied(rank: int) -> list[list[str]]:
+    results = []
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        bits = []
+        for hook in (None, {"reducer": "native"}, {"reducer": "two_shot"}, {"preset": "signsgd_ef"}):
+            model = DistributedDataParallel(_Tied(), **options)
+            state = None if hook is None else register_gqsgd(model, **hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                tokens = torch.randint(64, (32,), generator=torch.Generator().manual_seed(10 * step + rank))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+                optimizer.step()
+            bits.append(fingerprint(model))
+            if state is not None:
+                _installed(model)
+                state.close()
+        results.append(bits)
+    return results
+
+
+def test_tied_weights_under_every_ddp_option(tmp_path: Path) -> None:
+    first, second = run(_tied, 2, tmp_path)
+    assert first == second
+    for plain, native, *_ in first:
+        assert native == plain
+    assert all(bits[2:] == first[0][2:] for bits in first)
+
+
+def _compiled(rank: int) -> list[list[str]]:
+    results = []
+    for options in ({}, {"static_graph": True}):
+        bits = []
+        for hook in (None, {"reducer": "native"}, {"reducer": "two_shot"}, {"preset": "dore"}):
+            torch._dynamo.reset()
+            model = DistributedDataParallel(mlp(), **options)
+            state = None if hook is None else register_gqsgd(model, **hook)
+            train(torch.compile(model, backend="aot_eager"), rank, range(4))  # type: ignore[arg-type]
+            bits.append(fingerprint(model))
+            if state is not None:
+                assert state.step == 4
+                _installed(model)
+                state.close()
+        results.append(bits)
+    return results
+
+
+def test_a_compiled_ddp_model(tmp_path: Path) -> None:
+    first, second = run(_compiled, 2, tmp_path)
+    assert first == second
+    for plain, native, *_ in first:
+        assert native == plain
+
+
+# --- errors late in the run ------------------------------------------------------------------------------------------
+
+
+def _late_error(rank: int, stage: int) -> tuple[str, str, bool]:
+    model, state = wrapped({"bucket_cap_mb": 0.03}, {"reducer": "two_shot"}, mlp(depth=5))
+    train(model, rank, range(3))
+    start, calls = state._communicator.start, []
+
+    def failing(exchange: Any, number: int) -> Any:
+        calls.append(number)
+        if number == stage and calls.count(stage) == 2:
+            raise OSError("the wire was cut")
+        return start(exchange, number)
+
+    state._communicator.start = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as first:
+        train(model, rank, range(3, 4))
+    with pytest.raises(RuntimeError) as second:
+        train(model, rank, range(4, 5))
+    finite = all(p.isfinite().all() for p in model.parameters())
+    state.close()
+    return str(first.value), str(second.value), finite
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_error_in_a_later_step_reaches_backward_and_stays(stage: int, tmp_path: Path) -> None:
+    for rank, (first, _, finite) in enumerate(run(_late_error, 2, tmp_path, stage, collective_timeout=10)):
+        assert "the wire was cut" in first
+        assert f"on rank {rank} of 2" in first
+        assert finite  # no optimizer step was made with what came of it
+
+
+# --- post-local SGD --------------------------------------------------------------------------------------------------
+
+
+def _post_local(rank: int) -> list[list[Any]]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    results = []
+    for subgroup in (None, groups[rank // 2]):
+        for hook in (None, {"reducer": "native"}, {"reducer": "two_shot"}, {"preset": "signsgd_ef"}):
+            local = PostLocalSGDState(
+                None, subgroup, start_localSGD_iter=3, post_local_gradient_allreduce=bool(subgroup)
+            )
+            model = DistributedDataParallel(mlp())
+            state = None
+            if hook is None:
+                model.register_comm_hook(local, post_localSGD_hook)
+            else:
+                state = register_gqsgd(model, post_local_sgd=local, **hook)
+                _installed(model)
+            averager = PeriodicModelAverager(period=2, warmup_steps=3)
+            bits = []
+            for step in range(6):
+                train(model, rank, range(step, step + 1))
+                averager.average_parameters(model.parameters())
+                bits.append(fingerprint(model))
+            results.append([bits, state and (state.step, state.telemetry.steps, local.iter)])
+            if state is not None:
+                assert state.state_dict()["post_local_iter"] == 3
+                state.close()
+    return results
+
+
+def test_post_local_sgd_quantises_first_and_then_takes_torchs_way(tmp_path: Path) -> None:
+    by_rank = run(_post_local, 4, tmp_path)
+    for one in by_rank:
+        for plain, native, *quantised in (one[:4], one[4:]):
+            assert native[0] == plain[0]
+            assert native[1] == (3, 3, 3)
+            assert all(steps == (3, 3, 3) for _, steps in quantised)
+    for number in range(8):
+        by_step = [{one[number][0][step] for one in by_rank} for step in range(6)]
+        alone = 4 if number < 4 else 2
+        assert [len(bits) for bits in by_step] == [1, 1, 1, 1, alone, 1]
+
+
+def _other_group(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    model = DistributedDataParallel(mlp())
+    with pytest.raises(ConfigError, match="another process group than DistributedDataParallel"):
+        register_gqsgd(model, post_local_sgd=PostLocalSGDState(group, None, 3))
+
+
+def test_post_local_sgd_over_another_group_is_an_error(tmp_path: Path) -> None:
+    run(_other_group, 2, tmp_path)

@@ -1,0 +1,124 @@
+"""Checkpoints of the Trainer: other numbers of ranks, weights alone, safe loading, parameters frozen in between."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+
+from lightning_gqsgd.memory import MemoryStore
+from tests.distributed.ranks import run
+from tests.integrations.loops import Classifier, bits_of, data, fitted, trainer_of
+
+MEMORYLESS: dict[str, Any] = {"preset": "gqsgd_4bit"}
+REMEMBERING: dict[str, Any] = {"preset": "dore"}
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("lightning_gqsgd").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _continued(_: int, ranks: int, strategy: dict[str, Any], epochs: int, folder: Path) -> list[Any]:
+    """One epoch more, from the checkpoint of the last one, with this number of ranks."""
+    warned = _Warnings()
+    trainer = trainer_of(strategy, devices=ranks, max_epochs=epochs, limit_train_batches=4)
+    module = Classifier()
+    path = folder / f"{epochs - 1}.ckpt"
+    trainer.fit(module, data(12), ckpt_path=path if epochs > 1 else None)
+    trainer.save_checkpoint(folder / f"{epochs}.ckpt")
+    return [bits_of(module), trainer.global_step, trainer.strategy.gqsgd_state.step, warned.texts]
+
+
+@pytest.mark.parametrize("strategy", [MEMORYLESS, REMEMBERING], ids=str)
+def test_resuming_with_another_number_of_ranks(strategy: dict[str, Any], tmp_path: Path) -> None:
+    """The dither goes on; what was remembered is of the old ranks, so that it starts anew, and a warning says so."""
+    for epochs, ranks in enumerate((2, 3, 2, 2), start=1):
+        results = run(_continued, ranks, tmp_path, ranks, strategy, epochs, tmp_path, initialise=False)
+        assert len({bits for bits, *_ in results}) == 1
+        for _, steps, hook_steps, warnings in results:
+            assert steps == hook_steps == 4 * epochs
+            if strategy == MEMORYLESS or epochs in (1, 4):
+                assert warnings == []
+            else:
+                before = {2: 3, 3: 2}[ranks]
+                assert len(warnings) == 1
+                assert f"memory starts empty: the checkpoint has that of {before} ranks" in warnings[0]
+                assert f"this run has {ranks} ranks" in warnings[0]
+
+
+def _weights(_: int, folder: Path) -> list[Any]:
+    best = ModelCheckpoint(folder, filename="weights", save_weights_only=True)
+    module = Classifier()
+    trainer = fitted(module, REMEMBERING, [best], enable_checkpointing=True)["trainer"]
+    (validated,) = trainer.validate(Classifier(seed=5), data(2), ckpt_path=best.best_model_path, verbose=False)
+    (expected,) = trainer.validate(module, data(2), verbose=False)
+    assert validated == expected
+    other = trainer_of(MEMORYLESS)
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        other.fit(Classifier(), data(), ckpt_path=best.best_model_path)
+    return sorted(torch.load(best.best_model_path, weights_only=True))
+
+
+def test_checkpoints_of_weights_alone(tmp_path: Path) -> None:
+    first, second = run(_weights, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    assert "gqsgd" not in first
+    assert "state_dict" in first
+
+
+def _safely(_: int, folder: Path) -> list[list[Any]]:
+    results = []
+    for strategy in (MEMORYLESS, REMEMBERING):
+        path = folder / "safe.ckpt"
+        whole = fitted(Classifier(), strategy, max_epochs=2)
+        fitted(Classifier(), strategy)["trainer"].save_checkpoint(path)
+        module = Classifier()
+        trainer_of(strategy, max_epochs=2).fit(module, data(), ckpt_path=path, weights_only=True)
+        results.append([whole["bits"], bits_of(module)])
+    return results
+
+
+def test_safe_loading(tmp_path: Path) -> None:
+    first, second = run(_safely, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    assert all(whole == resumed for whole, resumed in first)
+
+
+def _finetuned(_: int, folder: Path) -> list[Any]:
+    rows: list[tuple[str, int]] = []
+    row = MemoryStore.row
+    MemoryStore.row = lambda self, kind, parameter: rows.append((kind, parameter)) or row(self, kind, parameter)  # type: ignore[assignment,func-returns-value,method-assign]
+
+    def epochs(count: int, **options: Any) -> Any:
+        module = Classifier()
+        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=2, lambda_func=lambda epoch: 1.0)
+        trainer = trainer_of(REMEMBERING, [callback], max_epochs=count, limit_train_batches=3)
+        trainer.fit(module, data(), **options)
+        return trainer, module
+
+    path = folder / "finetuned.ckpt"
+    _, whole = epochs(4)
+    trainer, _ = epochs(1)
+    rows.clear()
+    trainer.save_checkpoint(path)
+    saved = sorted({number for _, number in rows})
+    _, resumed = epochs(4, ckpt_path=path)
+    return [bits_of(whole), bits_of(resumed), saved]
+
+
+def test_a_run_that_unfreezes_later_is_resumed_before_that(tmp_path: Path) -> None:
+    first, second = run(_finetuned, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    whole, resumed, saved = first
+    assert whole == resumed
+    assert saved == [4]  # the head's: nothing was remembered of what was frozen
