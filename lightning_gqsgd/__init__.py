@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.functional import all_reduce
     from lightning_gqsgd.hook import GQSGDState, register_gqsgd
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
+    from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.memory import StabilityWarning
     from lightning_gqsgd.presets import PRESETS
@@ -27,12 +28,14 @@ _HOMES = {
     "CollectiveError": "communicator",
     "ConfigError": "config",
     "GQSGDConfig": "config",
+    "GQSGDFSDPState": "integrations.fsdp",
     "GQSGDState": "hook",
     "Memory": "config",
     "PRESETS": "presets",
     "StabilityWarning": "memory",
     "all_reduce": "functional",
     "register_gqsgd": "hook",
+    "register_gqsgd_fsdp": "integrations.fsdp",
 }
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "GQSGDConfig",
+    "GQSGDFSDPState",
     "GQSGDFabricStrategy",
     "GQSGDState",
     "GQSGDStrategy",
@@ -48,6 +52,7 @@ __all__ = [
     "StabilityWarning",
     "all_reduce",
     "register_gqsgd",
+    "register_gqsgd_fsdp",
 ]
 
 install()

@@ -62,7 +62,7 @@ class GQSGDState:
         parameters = dict(model.module.named_parameters())
         self._parameters = {
             id(p): _Parameter(*entry)
-            for entry, p in zip(_numbered(parameters, config), parameters.values(), strict=True)
+            for entry, p in zip(number_parameters(parameters, config), parameters.values(), strict=True)
         }
         ranks = dist.get_world_size(model.process_group)
         self.config = resolve(config, ranks)
@@ -281,7 +281,7 @@ def _check_model(model: DistributedDataParallel) -> None:
         raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
 
 
-def _numbered(parameters: dict[str, nn.Parameter], config: GQSGDConfig) -> list[tuple[int, str, int, bool]]:
+def number_parameters(parameters: dict[str, nn.Parameter], config: GQSGDConfig) -> list[tuple[int, str, int, bool]]:
     """Number, name, size of each parameter and whether it travels uncompressed."""
     unmatched = [one for one in config.exclude if not any(fnmatch.fnmatchcase(name, one) for name in parameters)]
     if unmatched:

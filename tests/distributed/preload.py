@@ -3,6 +3,7 @@
 import lightning.pytorch  # noqa: F401
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
+import torch.distributed.fsdp
 
 import lightning_gqsgd.functional  # noqa: F401
 from lightning_gqsgd.config import GQSGDConfig
