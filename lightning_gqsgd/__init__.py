@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.accelerate import GQSGDKwargs
     from lightning_gqsgd.integrations.enable import enable
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
+    from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.memory import StabilityWarning
     from lightning_gqsgd.presets import PRESETS
@@ -29,6 +30,7 @@ _HOMES = {
     "CollectiveError": "communicator",
     "ConfigError": "config",
     "GQSGDConfig": "config",
+    "GQSGDFSDPState": "integrations.fsdp",
     "GQSGDKwargs": "integrations.accelerate",
     "GQSGDState": "hook",
     "Memory": "config",
@@ -37,6 +39,7 @@ _HOMES = {
     "all_reduce": "functional",
     "enable": "integrations.enable",
     "register_gqsgd": "hook",
+    "register_gqsgd_fsdp": "integrations.fsdp",
 }
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "GQSGDConfig",
+    "GQSGDFSDPState",
     "GQSGDFabricStrategy",
     "GQSGDKwargs",
     "GQSGDState",
@@ -54,6 +58,7 @@ __all__ = [
     "all_reduce",
     "enable",
     "register_gqsgd",
+    "register_gqsgd_fsdp",
 ]
 
 install()

@@ -73,7 +73,7 @@ class GQSGDState:
         parameters = dict(model.module.named_parameters())
         self._parameters = {
             id(p): _Parameter(*entry)
-            for entry, p in zip(_numbered(parameters, config), parameters.values(), strict=True)
+            for entry, p in zip(number_parameters(parameters, config), parameters.values(), strict=True)
         }
         ranks = dist.get_world_size(model.process_group)
         self.config = resolve(config, ranks)
@@ -138,10 +138,8 @@ class GQSGDState:
             check_gradient(x, "a gradient")
             known = [self._parameters[id(p)] for p in parameters]
             segments = [Segment(p.number, p.numel, p.raw or warming_up) for p in known]
-            # Uncompressed warm-up takes the two-shot way too: it adds in rank order, whatever the buckets.
-            native = self.config.reducer in ("native", "hierarchical")  # whose stages are not between all ranks
             setting = Setting(self.config, self._communicator.size, x.dtype)
-            self._plans[key] = Plan(segments, uncompressed(setting) if warming_up and not native else setting)
+            self._plans[key] = Plan(segments, uncompressed(setting) if warming_up else setting)
             assert self._plans[key].numel == x.numel()
         return self._plans[key]
 
@@ -174,7 +172,7 @@ class GQSGDState:
         module = old.module
         del old
         parameters = dict(module.named_parameters())
-        infos = [_Parameter(*entry) for entry in _numbered(parameters, self.requested)]
+        infos = [_Parameter(*entry) for entry in number_parameters(parameters, self.requested)]
         if infos != list(self._parameters.values()):
             raise ConfigError("the module has other parameters than before; call register_gqsgd on a new model instead")
         self._agree_on_trained([info for info, p in zip(infos, parameters.values(), strict=True) if p.requires_grad])
@@ -433,7 +431,7 @@ def _listed(names: list[str]) -> str:
     return some if len(names) <= 3 else f"{some} and {len(names) - 3} more"
 
 
-def _numbered(parameters: dict[str, nn.Parameter], config: GQSGDConfig) -> list[tuple[int, str, int, bool]]:
+def number_parameters(parameters: dict[str, nn.Parameter], config: GQSGDConfig) -> list[tuple[int, str, int, bool]]:
     """Number, name, size of each parameter and whether it travels uncompressed."""
     unmatched = [one for one in config.exclude if not any(fnmatch.fnmatchcase(name, one) for name in parameters)]
     if unmatched:

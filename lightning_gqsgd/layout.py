@@ -208,6 +208,12 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
     return _placed(table, record, first, scale_bytes, q.block_size)
 
 
+def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
+    """As `place`, for a table of as many alike runs of blocks as there are shards: one run for each."""
+    first = [len(table) // shards * shard for shard in range(shards + 1)]
+    return _placed(table, _records(table, q, raw_bytes), first, scale_bytes, q.block_size)
+
+
 def place_by_owner(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
     """As `place`, with shards that depend on a block's number and its parameter's only, not on the rest of the table.
 

@@ -190,13 +190,16 @@ class Sequencer:
             closed.set()
 
         self._events.put(forget)
+        if threading.current_thread() is self._thread:  # it collected garbage, a model; it cannot wait for itself
+            return
         if not closed.wait(CLOSE_TIMEOUT_S):
             raise RuntimeError(f"gqsgd: the sequencing thread did not answer within {CLOSE_TIMEOUT_S:.0f} s")
 
     def stop(self) -> None:
         """End the thread."""
         self._events.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while True:
@@ -265,7 +268,7 @@ def _ready(lane: deque[_Piece]) -> Iterator[_Piece]:
 
 _shared: Sequencer | None = None
 _users = 0
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection of garbage within `runner_for` may call `release`
 
 
 def runner_for(device: torch.device) -> Runner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import LENGTH, START, Segment, cut, pieces
+from lightning_gqsgd.layout import LENGTH, PIECE_NUMEL, START, Segment, cut, pieces
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers import REDUCERS, Reducer, Setting, StepKeys, Steps, between_nodes, run_virtual
+from lightning_gqsgd.reducers.scatter import Scatter
 from lightning_gqsgd.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
 
@@ -30,6 +32,14 @@ def check_gradient(tensor: Tensor, what: str) -> None:
         raise ConfigError(f"{what} has dtype {tensor.dtype}; only floating-point tensors can be averaged: {names}")
 
 
+class _Piece(NamedTuple):
+    """Some coordinates, what reduces them, and where to sample them."""
+
+    part: slice
+    reducer: Reducer
+    sample: list[slice]
+
+
 class Plan:
     """The pieces of a flat tensor.
 
@@ -41,11 +51,7 @@ class Plan:
     def __init__(self, segments: Sequence[Segment], setting: Setting) -> None:
         self.setting = setting
         self.numel = sum(segment.numel for segment in segments)
-        self._pieces: list[tuple[slice, Reducer]] = []
-        for table in _tables(segments, setting.config):
-            part = slice(int(table[0, START]), int(table[-1, START] + table[-1, LENGTH]))
-            table[:, START] -= part.start
-            self._pieces.append((part, REDUCERS[setting.config.reducer](table, setting)))
+        self._pieces = self._cut(segments)
 
     def starts(
         self,
@@ -66,13 +72,13 @@ class Plan:
         counters.numel += self.numel
         samples = config.reducer != "native" and config.sample_every and step % config.sample_every == 0
 
-        def start(part: slice, reducer: Reducer) -> Steps:
-            steps = reducer.steps(x[part], rank, keys, store)
+        def start(piece: _Piece) -> Steps:
+            steps = self._steps(x, piece, rank, keys, store)
             if samples:
-                steps = sampled(steps, x[part], _middle(part), ranks, telemetry)
-            return _booked(steps, reducer, counters)
+                steps = sampled(steps, x, piece.sample, self._result(rank), ranks, telemetry)
+            return _booked(steps, piece.reducer, counters)
 
-        return [partial(start, part, reducer) for part, reducer in self._pieces]
+        return [partial(start, piece) for piece in self._pieces]
 
     def average(
         self,
@@ -87,22 +93,74 @@ class Plan:
         ``only_first``: rank 0's only; the others' are left in any state.
         """
         keys = StepKeys.of(self.setting.config, step, self.setting.ranks)
-        for part, reducer in self._pieces:
+        for piece in self._pieces:
             ranks = enumerate(zip(gradients, stores, strict=True))
-            run_virtual(
-                [reducer.steps(x[part], rank, keys, store) for rank, (x, store) in ranks], only_first=only_first
-            )
+            run_virtual([self._steps(x, piece, rank, keys, store) for rank, (x, store) in ranks], only_first=only_first)
         return self.sent_bytes
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that each rank sends; see `reducers.base.Reducer`."""
-        return sum(reducer.sent_bytes for _, reducer in self._pieces)
+        return sum(piece.reducer.sent_bytes for piece in self._pieces)
 
     @property
     def message_bytes(self) -> int:
         """Bytes that one rank's coordinates take on the wire once; see `reducers.base.Reducer`."""
-        return sum(reducer.message_bytes for _, reducer in self._pieces)
+        return sum(piece.reducer.message_bytes for piece in self._pieces)
+
+    def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
+        found = []
+        for table in _tables(segments, self.setting.config):
+            part = _span(table)
+            table[:, START] -= part.start
+            found.append(_Piece(part, REDUCERS[self.setting.config.reducer](table, self.setting), [_middle(part)]))
+        return found
+
+    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
+        return piece.reducer.steps(x[piece.part], rank, keys, store)
+
+    def _result(self, rank: int) -> slice:
+        """In which of a piece's samples a rank finds the mean."""
+        return slice(None)
+
+
+class ScatterPlan(Plan):
+    """The pieces of a flat tensor of which every rank needs the mean of one part only: a reduce-scatter.
+
+    After a step, the r-th of as many equal parts as there are ranks holds the mean on rank r; the others hold anything.
+    Each piece has the same coordinates of every part, so that each rank sends the others equal shares of it.
+
+    Args:
+        segments: the parameters' shards in the tensor, in order: each part has as many, of the same sizes.
+        setting: configuration (its reducer does not count), number of ranks and dtype.
+    """
+
+    def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
+        ranks, block_size = self.setting.ranks, self.setting.config.block_size
+        each, share = len(segments) // ranks, self.numel // ranks
+        tables = [cut(segments[rank * each : (rank + 1) * each], block_size) for rank in range(ranks)]
+        whole = self.setting.config.scale_per == "parameter"
+        lengths = [len(table) for table in pieces(tables[0], max(1, PIECE_NUMEL // ranks), whole_parameters=whole)]
+        found = []
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            runs = [table[end - length : end] for table in tables]
+            columns = _span(runs[0])
+            for rank, run in enumerate(runs):
+                run[:, START] += rank * (columns.stop - columns.start) - columns.start
+            middle = _middle(columns, SAMPLE_NUMEL // ranks)
+            sample = [slice(rank * share + middle.start, rank * share + middle.stop) for rank in range(ranks)]
+            found.append(_Piece(columns, Scatter(np.concatenate(runs), self.setting), sample))
+        return found
+
+    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
+        parts = x.view(self.setting.ranks, -1)[:, piece.part]
+        together = parts.reshape(-1)  # a copy, unless this is the only piece
+        bad = yield from piece.reducer.steps(together, rank, keys, store)
+        parts[rank] = together.view(parts.shape)[rank]
+        return bad
+
+    def _result(self, rank: int) -> slice:
+        return slice(rank, rank + 1)
 
 
 def _tables(segments: Sequence[Segment], config: GQSGDConfig) -> list[np.ndarray]:
@@ -120,10 +178,15 @@ def _booked(steps: Steps, reducer: Reducer, counters: BucketCounters) -> Steps:
     return result
 
 
-def _middle(part: slice) -> slice:
-    """The middle coordinates of a piece, counted from its start."""
-    start = max(0, (part.stop - part.start - SAMPLE_NUMEL) // 2)
-    return slice(start, min(part.stop - part.start, start + SAMPLE_NUMEL))
+def _span(table: np.ndarray) -> slice:
+    """The coordinates of a run of blocks."""
+    return slice(int(table[0, START]), int(table[-1, START] + table[-1, LENGTH]))
+
+
+def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
+    """The middle coordinates of some."""
+    start = part.start + max(0, (part.stop - part.start - most) // 2)
+    return slice(start, min(part.stop, start + most))
 
 
 def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:

@@ -126,12 +126,16 @@ class Meter:
         return {f"gqsgd/{name}": float(value) for name, value in values.items()}
 
 
-def sampled(steps: Steps, x: Tensor, part: slice, ranks: int, telemetry: Telemetry) -> Steps:
-    """The same steps, which also measure the error of the coordinates ``part`` of ``x`` against their exact mean."""
-    exact = x[part].to(torch.promote_types(x.dtype, torch.float32)) / ranks
+def sampled(steps: Steps, x: Tensor, sample: Sequence[slice], result: slice, ranks: int, telemetry: Telemetry) -> Steps:
+    """The same steps, which also measure the error of some coordinates of ``x`` against their exact mean.
+
+    ``sample``: where they are, all of one length; ``result``: in which of these places the steps leave the mean.
+    """
+    exact = torch.stack([x[part] for part in sample]).to(torch.promote_types(x.dtype, torch.float32)) / ranks
     first: Sequence[Exchange] = next(steps)
     yield (*first, Exchange.in_place("sum", exact))
-    result = yield from steps
-    estimate = x[part].to(exact.dtype)
-    telemetry.add_sample(float((estimate - exact).square().sum()), float(exact.square().sum()))
-    return result
+    bad = yield from steps
+    mean = exact[result]
+    estimate = torch.stack([x[part] for part in sample[result]]).to(mean.dtype)
+    telemetry.add_sample(float((estimate - mean).square().sum()), float(mean.square().sum()))
+    return bad

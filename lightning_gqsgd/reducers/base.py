@@ -96,7 +96,10 @@ class Setting:
 
 
 def uncompressed(setting: Setting) -> Setting:
-    """The setting for parameters that travel uncompressed beside others, by `two_shot`."""
+    """The setting for parameters that travel uncompressed, beside others or in a warm-up: by `two_shot`, which adds in
+    rank order, whatever the buckets; or as they do anyway, where the ways are other ones (native, hierarchical)."""
+    if setting.config.reducer in ("native", "hierarchical"):
+        return setting
     kept = {name: getattr(setting.config, name) for name in ("block_size", "seed", "sample_every")}
     return replace(setting, config=GQSGDConfig(reducer="two_shot", **kept))
 

@@ -4,6 +4,7 @@ import accelerate  # noqa: F401
 import lightning.pytorch  # noqa: F401
 import torch
 import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
+import torch.distributed.fsdp
 from transformers import Trainer  # noqa: F401
 
 import lightning_gqsgd.functional  # noqa: F401

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,25 @@ def _collected(rank: int) -> bool:
 
 def test_threads_and_groups_end_with_the_model(tmp_path: Path) -> None:
     assert run(_collected, 2, tmp_path) == [True, True]
+
+
+def _collected_by_the_sequencer(rank: int) -> bool:
+    """A collection of garbage happens on whatever thread allocates next."""
+    model, state = wrapped({}, {})
+    forgotten, its_state = wrapped({}, {})
+    train(forgotten, rank, range(1))
+    gc.disable()
+    forgotten.itself = [forgotten]
+    runner, is_closed = its_state._runner, weakref.ref(its_state)
+    del forgotten, its_state
+    runner._events.put(gc.collect)
+    train(model, rank, range(2))
+    state.close()
+    return is_closed() is None and "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_model_may_be_collected_by_the_thread_that_reduces(tmp_path: Path) -> None:
+    assert run(_collected_by_the_sequencer, 2, tmp_path, timeout=30) == [True, True]
 
 
 def _subgroup(rank: int) -> str:

@@ -1,0 +1,209 @@
+"""What FSDP2 knows of a model: which parameters each `fully_shard` reduces together, and where they lie.
+
+All that is read of torch's private structures is read here. Gradients are reduced in flat tensors: the shards of a
+module's parameters one after the other, each padded to the same size on every rank; before the reduce-scatter, such a
+row for every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.hook import number_parameters
+from lightning_gqsgd.layout import Segment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter that is divided among ranks.
+
+    Attributes:
+        number: its place in the model.
+        name: its name in the model.
+        numel: coordinates of the whole parameter.
+        share: coordinates of one shard, padding included; the same on every rank.
+        raw: True if its gradient travels uncompressed.
+    """
+
+    number: int
+    name: str
+    numel: int
+    share: int
+    raw: bool
+
+
+class ShardedGroup:
+    """The parameters whose gradients FSDP reduces together.
+
+    Attributes:
+        index: its place among the model's groups.
+        name: of the module.
+        parameters: in FSDP's order.
+        device: of the gradients.
+        shards: the process group that the parameters are divided among.
+        replicas: the process group over which torch itself averages afterwards, if it does.
+        partial: this rank's gradients that wait for a backward pass that reduces over replicas.
+    """
+
+    def __init__(self, index: int, name: str, module: Any, inner: Any, parameters: list[ShardedParameter]) -> None:
+        self.index, self.name, self.parameters = index, name, parameters
+        self.device: torch.device = inner.device
+        self.shards: dist.ProcessGroup = inner.mesh_info.shard_process_group
+        self.replicas: dist.ProcessGroup | None = getattr(inner.mesh_info, "replicate_process_group", None)
+        self.partial: Tensor | None = None
+        self._module, self._inner = weakref.ref(module), weakref.ref(inner)  # hooks must not keep the model alive
+
+    @property
+    def module(self) -> Any:
+        """The module, an `FSDPModule`."""
+        return _alive(self._module)
+
+    @property
+    def inner(self) -> Any:
+        """FSDP's own object, an `FSDPParamGroup`."""
+        return _alive(self._inner)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether somebody has set an all-reduce hook or a reduce-scatter already."""
+        comm = getattr(self.inner, "_reduce_scatter_comm", None)
+        return self.inner._all_reduce_hook is not None or type(comm).__name__ not in (
+            "DefaultReduceScatter",
+            "NoneType",
+        )
+
+    def reduced(self) -> list[ShardedParameter]:
+        """The parameters that require a gradient now, in the order of FSDP's flat tensors."""
+        inner = self.inner
+        # torch 2.15 puts parameters whose gradients have one dtype together.
+        order = getattr(inner, "_reduce_scatter_param_indices", None) or range(len(self.parameters))
+        return [self.parameters[i] for i in order if inner.fsdp_params[i].sharded_param.requires_grad]
+
+    def bit_sums(self) -> list[int]:
+        """Sum of the bits of this rank's shard of each parameter. Waits for the device."""
+        return torch.stack([_bit_sum(param.sharded_param.to_local()) for param in self.inner.fsdp_params]).tolist()
+
+
+def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
+    """The groups of a model, in order.
+
+    Raises:
+        ConfigError: nothing is sharded, or in a way that hooks cannot be installed for; or an exclude pattern matches
+            no parameter.
+    """
+    found = _param_groups(model)
+    if not found:
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded; apply fully_shard first")
+    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in found):
+        raise ConfigError(
+            "replicate() shards nothing; wrap the model in DistributedDataParallel and use register_gqsgd"
+        )
+    if len({id(inner.mesh_info.shard_process_group) for _, _, inner in found}) > 1:
+        raise ConfigError(
+            "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
+            "fully_shard"
+        )
+    parameters = _named(model, [inner for _, _, inner in found])
+    known = {
+        id(parameters[name]): ShardedParameter(
+            number, name, numel, parameters[name].padded_sharded_param_size.numel(), raw=raw
+        )
+        for number, name, numel, raw in number_parameters(
+            {name: param.sharded_param for name, param in parameters.items()}, config
+        )
+    }
+    return [
+        ShardedGroup(index, name or "the root", module, inner, [known[id(param)] for param in inner.fsdp_params])
+        for index, (name, module, inner) in enumerate(found)
+    ]
+
+
+def row(parameters: list[ShardedParameter], shard: int, shards: int) -> list[Segment]:
+    """The flat tensor of one rank's shards.
+
+    Shards of a parameter are numbered apart, so that no two coordinates of a model have the same dither.
+    """
+    return [Segment(p.number * shards + shard, p.share, p.raw) for p in parameters]
+
+
+def digest(groups: list[ShardedGroup]) -> str:
+    """What all ranks must have in common: names, sizes and order of all parameters, group by group."""
+    return hashlib.sha256("\n".join(f"{g.name} {g.parameters}" for g in groups).encode()).hexdigest()[:16]
+
+
+def parameter_bits(groups: list[ShardedGroup]) -> str:
+    """A digest of the values of this rank's shards of all parameters. Waits for the device."""
+    sums = [group.bit_sums() for group in groups]
+    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+
+
+def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
+    """Name, module and FSDP's object for each sharded module that has parameters of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found, seen = [], set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        if id(state) in seen:  # several modules can be one group
+            continue
+        seen.add(id(state))
+        inners = _of_state(state)
+        if len(inners) > 1:
+            raise ConfigError(
+                f"the parameters of module {name!r} are sharded over several meshes (shard_placement_fn), and FSDP "
+                "takes one hook for all of them: shard them over one mesh, or apply fully_shard to their modules apart"
+            )
+        found += [(name, module, inner) for inner in inners]
+    return found
+
+
+def _of_state(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.9
+
+
+def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
+    """FSDP's object for each parameter by its name, in the model's order, which does not depend on the groups."""
+    prefix = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    found, aliases = {}, set()
+    for param in (param for inner in inners for param in inner.fsdp_params):
+        info = param._module_info
+        owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+        every = [prefix[id(module)] + name for module, name in owners]
+        found[every[0]] = param
+        aliases.update(every)
+    others = [name for name, p in model.named_parameters() if p.requires_grad and name not in aliases]
+    if others:
+        logger.warning(
+            "gqsgd: FSDP does not reduce the gradients of %d parameters, so they are not averaged here either: %s",
+            len(others),
+            ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
+        )
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    return dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
+
+
+def _alive(reference: weakref.ref[Any]) -> Any:
+    found = reference()
+    assert found is not None
+    return found
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integer).sum(dtype=torch.int64)

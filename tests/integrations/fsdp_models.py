@@ -1,0 +1,65 @@
+"""Models that FSDP2 shards, on meshes of CPU ranks, for `test_fsdp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from tests.distributed.models import batch, mlp
+
+
+def mesh(replicas: int) -> DeviceMesh:
+    """All ranks, as so many replicas."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(on: DeviceMesh, model: nn.Module | None = None, **policy: Any) -> nn.Module:
+    """The model, sharded layer by layer; the last layer is the root's."""
+    model = model or mlp()
+    for layer in list(model.children())[:-1]:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=on, **policy)
+    return fully_shard(model, mesh=on, **policy)
+
+
+def quantised(
+    on: DeviceMesh, hooks: dict[str, Any], model: nn.Module | None = None, **policy: Any
+) -> tuple[nn.Module, GQSGDFSDPState]:
+    """The model, sharded inside of replicas, with quantised means over them."""
+    model = sharded(on["shard"], model, **policy)
+    return model, register_gqsgd_fsdp(model, replicate=on["replicate"], **hooks)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Of this rank's data."""
+    x, y = batch(rank, step)
+    return nn.functional.cross_entropy(model(x).float(), y)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name."""
+    return {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def padded() -> nn.Sequential:
+    """Layers whose outputs two shards cannot share evenly; the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 33), nn.ReLU(), nn.Linear(33, 65), nn.ReLU(), nn.Linear(65, 11))
+
+
+def relative_errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of each gradient."""
+    found = gradients(model)
+    return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters, flat."""
+    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])

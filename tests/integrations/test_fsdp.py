@@ -1,0 +1,453 @@
+"""FSDP2 with quantised means over replicas and reduce-scatters, on real processes, against torch's own."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightning_gqsgd.communicator import CollectiveError
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from tests.distributed.models import batch, mlp, train
+from tests.distributed.ranks import run
+from tests.integrations.fsdp_models import (
+    gradients,
+    loss_of,
+    mesh,
+    padded,
+    quantised,
+    relative_errors,
+    sharded,
+    weights,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def _trained(rank: int) -> dict[str, Any]:
+    """2 replicas of 2 shards, against the same by torch."""
+    on = mesh(2)
+    plain = sharded(on)
+    losses = {"torch": train(plain, rank, range(12))}
+    bits = {"torch": weights(plain)}
+    for name, hooks in {
+        "native": {"reducer": "native"},
+        "8": {},
+        "both": {"reduce_scatter": True},
+        "two_shot": {"reducer": "two_shot", "bits": 4},
+        "warm": {"warmup_steps": 12},
+    }.items():
+        model, state = quantised(on, hooks)
+        groups = [m._get_fsdp_state()._fsdp_param_groups[0] for m in model.modules() if isinstance(m, FSDPModule)]
+        assert [group._all_reduce_hook.func for group in groups] == [state.average] * 3
+        comms = {type(group._reduce_scatter_comm).__name__ for group in groups}
+        assert comms == {"_ReduceScatter" if name == "both" else "DefaultReduceScatter"}
+        losses[name], bits[name] = train(model, rank, range(12)), weights(model)
+        totals = state.telemetry.totals()
+        assert (state.step, totals["steps"]) == (12, 12)
+        if name == "both":
+            assert len(state.telemetry.buckets) == 6
+            assert 0 < totals["rel_l2"] < 0.02
+            assert 8 < totals["bits_per_coordinate"] < 9
+        state.close()
+    model = sharded(on)  # torch averages over replicas, only the reduce-scatter is ours
+    state = register_gqsgd_fsdp(model, reduce_scatter=True)
+    losses["scatter"], bits["scatter"] = train(model, rank, range(12)), weights(model)
+    assert state.telemetry.totals()["bytes_sent"] > 0
+    state.close()
+    with pytest.raises(RuntimeError, match="the hooks were closed"):
+        loss_of(model, rank, 0).backward()
+    return {"losses": losses, "bits": bits}
+
+
+def test_hybrid_sharding_trains_like_torch(tmp_path: Path) -> None:
+    ranks = run(_trained, 4, tmp_path)
+    first = ranks[0]["bits"]
+    for other in ranks[1:]:
+        assert all(torch.equal(first[name], other["bits"][name]) for name in first)
+    assert torch.equal(first["native"], first["torch"])
+    assert torch.equal(first["warm"], first["torch"])  # sums of two have no order
+    assert len({tuple(one.tolist()) for one in first.values()}) == 5  # all others have bits of their own
+    for one in ranks:
+        exact = torch.tensor(one["losses"].pop("torch"))
+        for name, losses in one["losses"].items():
+            torch.testing.assert_close(torch.tensor(losses), exact, rtol=0, atol=0.03 if name == "two_shot" else 0.01)
+
+
+Backward = Callable[[nn.Module, int], None]
+
+
+def once(model: nn.Module, rank: int) -> None:
+    loss_of(model, rank, 0).backward()
+
+
+def against_torch(
+    rank: int, hooks: dict[str, Any], backward: Backward = once, make: Callable[[], nn.Module] = padded, **policy: Any
+) -> tuple[GQSGDFSDPState, set[str]]:
+    """Names of the gradients that are those of torch's hybrid sharding to the bit; all others have to be close."""
+    on = mesh(2)
+    ours, state = quantised(on, hooks, make(), **policy)
+    theirs = sharded(on, make(), **policy)
+    for model in (ours, theirs):
+        backward(model, rank)
+    errors = relative_errors(ours, gradients(theirs))
+    assert max(errors.values()) < 0.05, errors
+    return state, {name for name, error in errors.items() if error == 0}
+
+
+EVERY = {f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
+NATIVE = {"reducer": "native"}
+QUANTISED = {"min_numel": 0}
+BOTH = {"min_numel": 0, "reduce_scatter": True}
+BF16 = torch.bfloat16
+
+
+def _policies(rank: int) -> None:
+    for policy in (
+        {},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+        {"reshard_after_forward": False},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ):
+        _, equal = against_torch(rank, NATIVE, **policy)
+        # In fp16, torch divides by some powers of two before summing and by others after, which underflow rounds.
+        half = "mp_policy" in policy and policy["mp_policy"].reduce_dtype == torch.float16
+        assert equal == EVERY or half
+        for hooks in (QUANTISED, BOTH):
+            assert not against_torch(rank, hooks, **policy)[1]
+
+
+def test_policies(tmp_path: Path) -> None:
+    run(_policies, 4, tmp_path)
+
+
+def in_one_group() -> nn.Sequential:
+    """torch 2.15 puts gradients of one dtype together: here, weights before biases."""
+    model = padded()
+    for layer in (0, 2, 4):
+        model[layer].weight.grad_dtype = BF16
+    return nn.Sequential(model)
+
+
+def _excluded(rank: int) -> None:
+    for name in sorted(EVERY):
+        for hooks in (QUANTISED, BOTH):
+            assert against_torch(rank, {**hooks, "exclude": (name,)})[1] == {name}
+    for name in ("0.2.weight", "0.4.bias"):
+        for hooks in (QUANTISED, BOTH):
+            _, equal = against_torch(rank, {**hooks, "exclude": (name,)}, make=in_one_group)
+            assert equal == {name}
+
+
+def test_what_is_excluded_travels_as_it_is(tmp_path: Path) -> None:
+    """Hence segments lie where FSDP puts the parameters."""
+    run(_excluded, 4, tmp_path)
+
+
+def accumulate(method: str) -> Backward:
+    """Three backward passes, of which the last communicates all."""
+
+    def backward(model: nn.Module, rank: int) -> None:
+        for micro in range(3):
+            getattr(model, method)(micro == 2)
+            loss_of(model, rank, micro).backward()
+
+    return backward
+
+
+def divided(model: nn.Module, rank: int) -> None:
+    """Gradients are the sum over all ranks, divided by 3."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+            module.set_gradient_divide_factor(3.0)
+    once(model, rank)
+
+
+def manual(model: nn.Module, rank: int) -> None:
+    """Reductions outside of backward passes, two rounds of them."""
+    model.set_manual_backward_finalization(True)
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        model.finalize_backward()
+
+
+def several(model: nn.Module, rank: int) -> None:
+    """Backward passes of one step, which all communicate."""
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+
+
+def _ways_of_backward(rank: int) -> list[Any]:
+    for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        state, equal = against_torch(rank, NATIVE, accumulate(method))
+        assert (state.step, state.telemetry.steps, equal) == (1, 1, EVERY)
+        state, equal = against_torch(rank, BOTH, accumulate(method))
+        counts = {name.split(" of ")[0]: count for name, count in state.state_dict()["reductions"].items()}
+        assert counts == {"all-reduce": 1, "reduce-scatter": 1 if "gradient" in method else 3}
+        assert not equal
+    assert against_torch(rank, NATIVE, divided)[1] == EVERY
+    assert not against_torch(rank, BOTH, divided)[1]
+    state, equal = against_torch(rank, QUANTISED, manual)
+    assert (state.step, not equal) == (2, True)
+    state, equal = against_torch(rank, QUANTISED, several)
+    assert (state.step, state.telemetry.steps, not equal) == (3, 3, True)
+
+
+def test_accumulation_divisors_and_several_backward_passes(tmp_path: Path) -> None:
+    run(_ways_of_backward, 4, tmp_path)
+
+
+def _repeated(rank: int) -> None:
+    """The same gradients again and again: every reduction draws new dither, whose mean is zero."""
+    on = mesh(2)
+    theirs = sharded(on, padded())
+    once(theirs, rank)
+    exact = weights_of(gradients(theirs))
+    for hooks in ({**QUANTISED, "bits": 4}, {**BOTH, "bits": 4, "dither": "subtractive", "seed": 5}):
+        ours, state = quantised(on, hooks, padded())
+        errors = []
+        for _ in range(64):
+            ours.zero_grad()
+            once(ours, rank)
+            errors.append(weights_of(gradients(ours)) - exact)
+        of_one = float(torch.stack(errors).square().sum(1).mean().sqrt())
+        assert float(torch.stack(errors).mean(0).norm()) < 1.3 * of_one / 8
+        assert state.step == 64
+        # Shards and replicas draw apart: two rows of a layer, on two ranks, are not rounded alike.
+        noise = torch.stack(errors)[:, : 32 * 34]
+        first, second = noise[:, : 32 * 16].flatten(), noise[:, 32 * 17 : 32 * 33].flatten()
+        assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 4 / len(first) ** 0.5
+
+
+def weights_of(named: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([one.flatten() for one in named.values()])
+
+
+def test_gradients_are_unbiased(tmp_path: Path) -> None:
+    run(_repeated, 4, tmp_path)
+
+
+def poison(value: float, victim: int) -> Backward:
+    """One rank's gradient of the first output of the middle layer is not finite; the first shard has it."""
+
+    def backward(model: nn.Module, rank: int) -> None:
+        x, y = batch(rank, 0)
+        hidden = model(x)
+        if rank == victim:
+            hidden.register_hook(lambda gradient: gradient * torch.tensor([value] + [1.0] * 10))
+        nn.functional.cross_entropy(hidden, y).backward()
+
+    return backward
+
+
+def _poisoned(rank: int) -> list[dict[str, list[bool]]]:
+    found = []
+    for hooks in (QUANTISED, BOTH, {"reducer": "sum", "min_numel": 0}):
+        model, _ = quantised(mesh(2), {**hooks, "block_size": 64}, padded())
+        poison(torch.nan, victim=3)(model, rank)
+        whole = gradients(model)
+        found.append({name: whole[name].isfinite().flatten().tolist() for name in ("4.weight", "4.bias")})
+    return found
+
+
+def test_non_finite_values_of_one_rank_reach_all(tmp_path: Path) -> None:
+    ranks = run(_poisoned, 4, tmp_path)
+    assert all(one == ranks[0] for one in ranks)
+    for found in ranks[0]:
+        weight, bias = found["4.weight"], found["4.bias"]
+        assert not any(weight[:65])  # the poisoned output's row
+        assert all(weight[128:])  # all blocks but the first two
+        assert not bias[0]
+        assert all(bias[6:])  # the other shard's
+
+
+def _errors(rank: int) -> list[str]:
+    on = mesh(2)
+    texts = []
+
+    def fails(call: Callable[[], Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        texts.append(str(caught.value))
+
+    for odd in range(4):  # whoever differs, all hear of it
+        fails(lambda odd=odd: quantised(on, {"bits": 4 if rank == odd else 8}))
+    fails(lambda: quantised(on, {"seed": rank // 2}))
+    fails(lambda: quantised(on, {"reduce_scatter": rank == 1}))
+    fails(lambda: quantised(on, {}, mlp(width=128 if rank < 2 else 64)))
+    shards = sharded(on["shard"])
+    fails(lambda: register_gqsgd_fsdp(shards, replicate=on["shard"]))
+    for odd in range(4):
+        model = mlp()
+        with torch.no_grad():
+            model[2].bias[::2] += rank == odd  # shards are halves: of one of them, its replica differs
+        model, _ = quantised(on, {}, model)
+        fails(lambda model=model: once(model, rank))
+    return texts
+
+
+def test_ranks_that_do_not_agree_all_raise(tmp_path: Path) -> None:
+    ranks = run(_errors, 4, tmp_path)
+    assert all("do not agree" in text for texts in ranks for text in texts)
+    texts = ranks[0]
+    assert "bits: 4 != 8" in texts[0]
+    assert "seed: 0 != 1" in texts[4]
+    assert "reduce_scatter: false != true" in texts[5]
+    assert "parameters: " in texts[6]
+    assert "place among replicas: 0 != 1" in texts[7]
+    assert all("values of parameters (replicas have to start alike)" in text for text in texts[8:])
+
+
+def _refused(rank: int) -> None:
+    on = mesh(2)
+
+    def refuses(text: str, model: nn.Module | None = None, **arguments: Any) -> None:
+        model = model or sharded(on["shard"])
+        with pytest.raises(ConfigError, match=text):
+            register_gqsgd_fsdp(model, **arguments)
+
+    replicas = {"replicate": on["replicate"]}
+    refuses("no module of this Sequential is sharded; apply fully_shard first", mlp(), **replicas)
+    refuses("nothing would be compressed: give replicate=")
+    refuses("mesh of 2 dimensions; give the one of replicas", replicate=on)
+    refuses("torch averages over replicas itself, uncompressed: apply fully_shard to mesh", sharded(on), **replicas)
+    refuses("not remembered: give memory='none'", preset="signsgd_ef", **replicas)
+    refuses("does not go with reducer='sum': take 'auto'", reducer="sum", reduce_scatter=True)
+    refuses("does not go with reducer='native'", reducer="native", reduce_scatter=True)
+    refuses("scale='global' does not fit reducer='two_shot'", scale="global", reduce_scatter=True, **replicas)
+    refuses("unknown field 'bit'; did you mean 'bits'", bit=4, **replicas)
+    refuses("exclude patterns .* match no parameter", exclude=("*.wait",), **replicas)
+    model, _ = quantised(on, {})
+    refuses("module 'the root' already has an all-reduce hook", model, **replicas)
+    model = sharded(on["shard"])
+    register_gqsgd_fsdp(model, reduce_scatter=True)
+    refuses("module 'the root' already has an all-reduce hook or a custom reduce-scatter", model, reduce_scatter=True)
+    apart = mlp()
+    fully_shard(apart[0], mesh=on["shard"])
+    fully_shard(apart, mesh=on["replicate"])
+    refuses("sharded over several process groups", apart, reduce_scatter=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("set_all_reduce_hook", "set_custom_reduce_scatter"):
+            patch.delattr(FSDPModule, method)
+        refuses("has no FSDPModule.set_all_reduce_hook, .* torch 2.7", **replicas)
+        refuses("has no FSDPModule.set_custom_reduce_scatter, .* torch 2.9", reduce_scatter=True)
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    run(_refused, 4, tmp_path)
+
+
+def _interrupted(rank: int) -> None:
+    on = mesh(2)
+    for hooks in ({"warmup_steps": 2}, {"reduce_scatter": True, "bits": 4, "seed": 3}):
+        whole, _ = quantised(on, hooks)
+        train(whole, rank, range(8))
+        first, saving = quantised(on, hooks)
+        train(first, rank, range(5))
+        saved = saving.state_dict()
+        assert (saved["schema"], saved["seed"], saved["step"]) == (1, hooks.get("seed", 0), 5)
+        second, state = quantised(on, {**hooks, "seed": 77})
+        second.load_state_dict(first.state_dict())
+        state.load_state_dict(torch.load(_through_a_file(saved), weights_only=True))
+        train(second, rank, range(5, 8))
+        assert torch.equal(weights(second), weights(whole))
+        assert state.state_dict() == {**saved, "step": 8, "reductions": dict.fromkeys(saved["reductions"], 8)}
+        with pytest.raises(ConfigError, match="not an FSDP state of schema 1"):
+            state.load_state_dict({"schema": 1, "seed": 0, "step": 3, "config": saved["config"]})
+
+
+def _through_a_file(state: dict[str, Any]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    run(_interrupted, 4, tmp_path)
+
+
+class Partly(nn.Sequential):
+    """Uses the bias of its last layer, but not the weight."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[2](self[1](self[0](x)))[:, :10] + self[4].bias
+
+
+def _unused(rank: int) -> tuple[str, bool]:
+    on = mesh(2)
+    records = io.StringIO()
+    logging.getLogger("lightning_gqsgd").addHandler(logging.StreamHandler(records))
+    model, _ = quantised(on, QUANTISED, Partly())
+    theirs = sharded(on, Partly())
+    for one in (model, theirs):
+        once(one, rank)
+    exact = torch.equal(model[4].bias.grad.full_tensor(), theirs[4].bias.grad.full_tensor())
+    assert model[4].weight.grad is None
+    assert not torch.equal(model[2].weight.grad.full_tensor(), theirs[2].weight.grad.full_tensor())
+    model, _ = quantised(on, QUANTISED, Partly())
+    model.set_reduce_scatter_unused_params(True)
+    once(model, rank)
+    assert not model[4].weight.grad.full_tensor().any()  # zeros stay zeros
+    alone = sharded(on["shard"], nn.Sequential(mlp(), nn.Linear(10, 10)))
+    register_gqsgd_fsdp(alone[0], replicate=on["replicate"])
+    outside = nn.Sequential(sharded(on["shard"]), nn.Linear(10, 10))
+    register_gqsgd_fsdp(outside, replicate=on["replicate"])
+    return records.getvalue(), exact
+
+
+def test_parameters_without_a_gradient(tmp_path: Path) -> None:
+    for log, exact in run(_unused, 4, tmp_path):
+        assert exact
+        assert log.count("some parameters of the root got no gradient") == 1
+        assert "does not reduce the gradients of 2 parameters, so they are not averaged here either: 1.weight" in log
+
+
+def _dies(rank: int) -> tuple[str, bool]:
+    model, state = quantised(mesh(2), {})
+    once(model, rank)
+    if rank == 1:
+        os._exit(7)
+    buffer = torch.ones(100)
+    try:
+        for _ in range(3):
+            state.average(state._groups[0], buffer)
+    except CollectiveError as error:
+        return str(error), bool(buffer.isnan().all())
+    return "no error", False
+
+
+def test_a_replica_that_dies_is_an_error(tmp_path: Path) -> None:
+    (text, nan), _ = run(_dies, 2, tmp_path, dies=(1,), collective_timeout=10)
+    assert "all-reduce of the root, number" in text
+    assert "failed on rank 0 of 2" in text
+    assert nan
+
+
+def _collected(rank: int) -> bool:
+    model, state = quantised(mesh(2), {"reduce_scatter": True})
+    train(model, rank, range(2))
+    del model, state
+    gc.collect()
+    return "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_threads_end_with_the_model(tmp_path: Path) -> None:
+    assert run(_collected, 4, tmp_path) == [True] * 4

@@ -1,0 +1,117 @@
+"""The reduce-scatter, on virtual ranks: its result is that of a gather, of each rank's own part."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.layout import PIECE_NUMEL, Segment
+from lightning_gqsgd.plan import Plan, ScatterPlan
+from lightning_gqsgd.reducers import Setting
+
+REPEATS = 400
+
+
+def rows(sizes: list[int], ranks: int, raw: tuple[int, ...] = ()) -> list[Segment]:
+    """Shards of parameters of these sizes, a row for each rank."""
+    return [
+        Segment(number * ranks + rank, size, number in raw)
+        for rank in range(ranks)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def reduced(
+    plan: type[Plan], gradients: list[Tensor], segments: list[Segment], step: int = 0, **fields
+) -> list[Tensor]:
+    """What each rank holds of its own part afterwards."""
+    ranks, results = len(gradients), [one.clone() for one in gradients]
+    config = GQSGDConfig(**{"reducer": "gather", **fields})
+    plan(segments, Setting(config, ranks, results[0].dtype)).average(results, step, [None] * ranks)
+    return [result.view(ranks, -1)[rank] for rank, result in enumerate(results)]
+
+
+def gaussian(ranks: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equal_to_a_gather(ranks: int, dtype: torch.dtype) -> None:
+    for sizes in ([0], [1], [7, 0, 256], [300, 257, 1000, 2]):
+        segments = rows(sizes, ranks, raw=(1,))
+        gradients = gaussian(ranks, ranks * sum(sizes), dtype)
+        for fields in ({}, {"bits": 3, "dither": "stochastic"}, {"rotation": True}, {"codec": "exponential"}):
+            ours = reduced(ScatterPlan, gradients, segments, **fields)
+            theirs = reduced(Plan, gradients, segments, **fields)
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("fields", [{}, {"scale_per": "parameter"}, {"rotation": True}])
+def test_several_pieces(fields: dict) -> None:
+    segments = rows([PIECE_NUMEL // 2 + 5, 3, PIECE_NUMEL], 2)
+    gradients = gaussian(2, 2 * (PIECE_NUMEL // 2 + 8 + PIECE_NUMEL))
+    setting = Setting(GQSGDConfig(reducer="gather", **fields), 2, torch.float32)
+    assert len(ScatterPlan(segments, setting)._pieces) == (2 if "scale_per" in fields else 4)
+    for one, other in zip(
+        reduced(ScatterPlan, gradients, segments, **fields), reduced(Plan, gradients, segments, **fields), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_bytes() -> None:
+    """A rank sends the other three their parts: 1.5 pieces of codes, 2 bytes of scale for each block."""
+    plan = ScatterPlan(rows([PIECE_NUMEL // 4, PIECE_NUMEL // 8], 4), Setting(GQSGDConfig(bits=4), 4, torch.float32))
+    expected = 3 * PIECE_NUMEL // 2 * (4 / 8 + 2 / 256)
+    assert plan.message_bytes == expected
+    assert plan.sent_bytes == expected * 3 / 4
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_non_finite_values_reach_the_owner_of_their_block(bad: float) -> None:
+    gradients = gaussian(3, 3000)
+    gradients[2][1300] = bad  # in the part of rank 1
+    for raw in ((), (0,)):
+        first, second, third = reduced(ScatterPlan, gradients, rows([1000], 3, raw))
+        assert not second[300].isfinite()
+        assert second[:256].isfinite().all()
+        assert first.isfinite().all()
+        assert third.isfinite().all()
+
+
+@pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_error_is_as_predicted(ranks: int, dither: str) -> None:
+    """With equal scales everywhere: uniform coordinates and, in each block, one at the maximum on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.rand(1 << 17, generator=generator) * 2 - 1 for _ in range(ranks)]
+    for one in gradients:
+        one[::256] = 1.0
+    mean = torch.stack([one.double() for one in gradients]).mean(0)
+    squares = []
+    for step in range(4):
+        parts = reduced(ScatterPlan, gradients, rows([(1 << 17) // ranks], ranks), step, dither=dither)
+        squares.append((torch.cat(parts).double() - mean).square().mean())
+    predicted = LinearCodec(8, dither).mean_error("gather", ranks)
+    assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("dither", ["adaptive", "subtractive", "stochastic"])
+def test_unbiased(dither: str) -> None:
+    gradients = gaussian(3, 3072)
+    gradients[0][1024:] *= torch.rand(2048, generator=torch.Generator().manual_seed(0)) < 0.1  # partly sparse
+    mean = torch.stack([one.double() for one in gradients]).mean(0)
+    total, squares = torch.zeros_like(mean), torch.zeros_like(mean)
+    for step in range(REPEATS):
+        parts = reduced(ScatterPlan, gradients, rows([700, 324], 3), step, bits=5, dither=dither)
+        error = torch.cat(parts).double() - mean
+        total += error
+        squares += error.square()
+    of_mean, of_one = float((total / REPEATS).norm()), math.sqrt(float(squares.sum()) / REPEATS)
+    assert of_mean < 1.3 * of_one / math.sqrt(REPEATS)
+    z = ((total / REPEATS) / (squares / REPEATS / REPEATS).sqrt())[squares > 0]
+    assert abs(float(z.mean())) * math.sqrt(z.numel()) < 4
