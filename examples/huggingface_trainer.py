@@ -21,7 +21,7 @@ trainer = Trainer(
     ViTForImageClassification(config),
     TrainingArguments(
         "digits", use_cpu=True, per_device_train_batch_size=32, num_train_epochs=10, learning_rate=5e-3,
-        logging_steps=40, report_to="none", disable_tqdm=True,
+        logging_steps=40, save_strategy="no", report_to="none", disable_tqdm=True,
     ),
     train_dataset=examples[:1500],
     eval_dataset=examples[1500:],

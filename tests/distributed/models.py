@@ -24,7 +24,9 @@ def mlp(width: int = 128, depth: int = 3) -> nn.Sequential:
 def wrapped(ddp: dict[str, Any], hook: dict[str, Any], model: nn.Module | None = None):
     """A DDP model with the hook on it."""
     model = DistributedDataParallel(model or mlp(), **ddp)
-    return model, register_gqsgd(model, **hook)
+    state = register_gqsgd(model, **hook)
+    assert model._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
+    return model, state
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:

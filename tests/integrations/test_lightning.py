@@ -79,9 +79,9 @@ def test_other_start_methods(name: str, tmp_path: Path) -> None:
 
 
 def test_compression_is_close_to_plain_ddp_and_native_equal_to_it(tmp_path: Path) -> None:
-    runs = [{"strategy": "ddp"}, {"strategy": {"reducer": "native"}}, {"strategy": {"bits": 8}}]
-    (ddp, native, quantised), _ = elastic(tmp_path, *runs)
-    assert native["bits"] == ddp["bits"]
+    strategies = ["ddp", {"reducer": "native"}, {"reducer": "hierarchical"}, {"bits": 8}]
+    (ddp, native, one_node, quantised), _ = elastic(tmp_path, *[{"strategy": one} for one in strategies])
+    assert native["bits"] == one_node["bits"] == ddp["bits"]
     assert quantised["bits"] != ddp["bits"]
     assert quantised["metrics"]["loss"] == pytest.approx(ddp["metrics"]["loss"], rel=0.02)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from lightning_gqsgd import GQSGDKwargs, enable
 from lightning_gqsgd.config import ConfigError
 from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "huggingface_trainer.py"
 
 
 class Classifier(nn.Module):
@@ -233,19 +229,3 @@ def mistakes(rank: int, folder: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
-
-
-def test_example(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=tmp_path,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    assert "gradient values in 13 tensors at 4 bits" in output
-    assert float(output.rsplit("accuracy ", 1)[1].split()[0]) > 0.7
