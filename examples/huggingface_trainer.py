@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/huggingface_trainer.py
 """
 
+import tempfile
+
 import torch
 from sklearn.datasets import load_digits
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
@@ -20,7 +22,7 @@ config = ViTConfig(
 trainer = Trainer(
     ViTForImageClassification(config),
     TrainingArguments(
-        "digits", use_cpu=True, per_device_train_batch_size=32, num_train_epochs=10, learning_rate=5e-3,
+        tempfile.mkdtemp(), use_cpu=True, per_device_train_batch_size=32, num_train_epochs=10, learning_rate=5e-3,
         logging_steps=40, save_strategy="no", report_to="none", disable_tqdm=True,
     ),
     train_dataset=examples[:1500],
