@@ -6,6 +6,8 @@ import gc
 import io
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -451,3 +453,72 @@ def _collected(rank: int) -> bool:
 
 def test_threads_end_with_the_model(tmp_path: Path) -> None:
     assert run(_collected, 4, tmp_path) == [True] * 4
+
+
+def _lightning(_: int, folder: Path) -> dict[str, Any]:
+    """The example's model, in one go and with an interruption."""
+    sys.path.insert(0, str(EXAMPLES))
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning_model_parallel import Digits
+
+    class Seeded(Digits):
+        def configure_model(self) -> None:
+            torch.manual_seed(0)
+            super().configure_model()
+
+        def training_step(self, _: Any) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(2 * self.global_step + self.global_rank)
+            x = torch.randn(16, 64, generator=generator)
+            return super().training_step([x, (x.sum(1) > 0).long()])
+
+    def fit(steps: int, ckpt_path: Path | None = None) -> Any:
+        model, options = Seeded(), {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, **options)
+        trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(32)), ckpt_path=ckpt_path)
+        return trainer, model
+
+    whole = fit(12)[1]
+    trainer, _ = fit(8)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    _, resumed = fit(12, folder / "last.ckpt")
+    (group,) = whole.net._get_fsdp_state()._fsdp_param_groups
+    return {
+        "comm": type(group._reduce_scatter_comm).__name__,
+        "steps": (whole.gqsgd.step, resumed.gqsgd.step, whole.gqsgd.telemetry.steps, resumed.gqsgd.telemetry.steps),
+        "equal": torch.equal(weights(whole), weights(resumed)),
+        "rel_l2": whole.gqsgd.telemetry.last_rel_l2,
+    }
+
+
+def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
+    for one in run(_lightning, 2, tmp_path, tmp_path, initialise=False):
+        assert (one["comm"], one["steps"], one["equal"]) == ("_ReduceScatter", (12, 12, 12, 4), True)
+        assert 0 < one["rel_l2"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "example", "output"),
+    [
+        (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+            "fsdp2.py",
+            "averaged over 2 replicas",
+        ),
+        ([], "lightning_model_parallel.py", "reduce-scattered over 2 shards, at 4 bits"),
+    ],
+)
+def test_example(launcher: list[str], example: str, output: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / example)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"gqsgd: 84,480 gradient values in 3 sharded tensors, {output}" in done.stdout
+    assert not list(tmp_path.iterdir())
