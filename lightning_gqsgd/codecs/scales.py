@@ -11,11 +11,8 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
 from lightning_gqsgd.layout import LENGTH, PARAMETER
-
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_MANTISSA = {torch.float32: 23, torch.float64: 52}
 
 
 def is_own_maximum(config: GQSGDConfig) -> bool:
@@ -50,11 +47,7 @@ def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:
 
 def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The same in the wire's format, in which the sender uses them as well; ``dtype``: the gradient's."""
-    form = SCALE_FORMATS[COMPUTE_DTYPES[dtype]]
-    bits = scales.long()
-    up = torch.where(bits > 0, (bits.clamp(min=form.tiny) + (1 << form.shift) - 1) >> form.shift << form.shift, 0)
-    up = torch.where(up == form.infinity, form.infinity - 1, up)
-    return torch.where(bits >= form.infinity, form.infinity, up).to(scales.dtype)
+    return scale_format(dtype).rounded_up(scales.long()).to(scales.dtype)
 
 
 def _groups(blocks: Tensor, config: GQSGDConfig) -> Tensor:
@@ -91,12 +84,14 @@ def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
     narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(dtype)
     up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
     narrow = torch.where((narrow.double() < values) & (narrow < largest), up, narrow)
-    return narrow.view(_INTEGERS[dtype]) & torch.iinfo(_INTEGERS[dtype]).max
+    integer = SCALE_FORMATS[dtype].integer
+    return narrow.view(integer) & torch.iinfo(integer).max
 
 
 def _power_of_two(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Bits of the next power of two; of the largest number, where that would be infinite."""
-    form, rest = SCALE_FORMATS[dtype], (1 << _MANTISSA[dtype]) - 1
+    form = SCALE_FORMATS[dtype]
+    rest = (1 << form.mantissa) - 1
     up = ((bits.long() + rest) & ~rest).clamp(max=form.infinity)
     up = torch.where((up == form.infinity) & (bits < form.infinity), form.infinity - 1, up)
     return up.to(bits.dtype)

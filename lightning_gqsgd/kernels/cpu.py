@@ -720,7 +720,7 @@ def _decode_sum_kernel(w, maxima, blocks, x, keys, middle, c, s):
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     """See `reference.block_maxima`."""
-    out = torch.empty(len(blocks), dtype=_INTEGERS[COMPUTE_DTYPES[x.dtype]])
+    out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer)
     with _widened(x, blocks) as (_, bits, table):
         _maxima_kernel(bits, table, _constants(_ANY, x.dtype), out.numpy())
     return out
@@ -799,7 +799,6 @@ def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Se
         return _decode_sum_kernel(w, maxima.numpy(), table, values, _keys(keys), middle, constants, scratch)
 
 
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _ANY = Quantiser(bits=8, levels=256, odd_levels=255, stochastic_from=1.0, summable=False, block_size=16)
 
 

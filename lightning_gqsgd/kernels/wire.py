@@ -22,6 +22,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 GOLDEN = 0x9E3779B9
 MULTIPLY_1 = 0x7FEB352D
@@ -38,9 +39,11 @@ class ScaleFormat(NamedTuple):
     Attributes:
         shift: bits of the mantissa that are dropped (the rest then moves up by one, to make room for the flag).
         infinity: bits of infinity; anything from there on is not finite.
-        tiny: bits of the smallest scale used: below it, 1/Δ would overflow.
+        tiny: bits of the smallest scale used, 2^-118 or 2^-1014: below it, 1/Δ would overflow.
         nbytes: bytes on the wire.
         raw_bytes: bytes of an uncompressed coordinate.
+        mantissa: bits of the compute type's mantissa.
+        integer: the integer type as wide as the compute type.
     """
 
     shift: int
@@ -48,11 +51,24 @@ class ScaleFormat(NamedTuple):
     tiny: int
     nbytes: int
     raw_bytes: int
+    mantissa: int
+    integer: torch.dtype
+
+    def rounded_up(self, bits: Tensor) -> Tensor:
+        """Bits of the scales for largest magnitudes with these bits, int64; of infinity, where they are not finite."""
+        up = (bits.clamp(min=self.tiny) + (1 << self.shift) - 1) >> self.shift << self.shift
+        up = torch.where(bits > 0, up, 0)
+        up = torch.where(up == self.infinity, self.infinity - 1, up)  # rounded up to it: the largest finite number
+        return torch.where(bits >= self.infinity, self.infinity, up)
 
 
 SCALE_FORMATS = {
-    torch.float32: ScaleFormat(shift=16, infinity=0x7F800000, tiny=(127 - 118) << 23, nbytes=2, raw_bytes=4),
-    torch.float64: ScaleFormat(shift=32, infinity=0x7FF0000000000000, tiny=(1023 - 1014) << 52, nbytes=4, raw_bytes=8),
+    torch.float32: ScaleFormat(
+        shift=16, infinity=0xFF << 23, tiny=9 << 23, nbytes=2, raw_bytes=4, mantissa=23, integer=torch.int32
+    ),
+    torch.float64: ScaleFormat(
+        shift=32, infinity=0x7FF << 52, tiny=9 << 52, nbytes=4, raw_bytes=8, mantissa=52, integer=torch.int64
+    ),
 }
 
 #: Gradient dtype -> dtype in which it is quantised, summed and, uncompressed, sent.
