@@ -459,10 +459,16 @@ def _scale_bits(code, c):
     return bits
 
 
+@_inline
+def _kept_of(length, c):
+    """See `wire.Quantiser.kept_of`."""
+    return (length * c.kept + 65535) >> 16
+
+
 @_kernel
 def _write_largest(values, bits, k, blocks, base, c, w):
     """One coded block's largest values and their places; ``bits``: the values as integers."""
-    count = max(1, (values.size * c.kept + 65535) >> 16)
+    count = _kept_of(values.size, c)
     least = _threshold(bits, c.mask, count)
     ties = count
     for j in range(bits.size):
@@ -482,7 +488,7 @@ def _write_largest(values, bits, k, blocks, base, c, w):
 @_kernel
 def _read_largest(k, blocks, base, c, add, w, out):
     """Set, or add, the kept coordinates times ``c.each``; NaN everywhere if one is not finite, or not in the block."""
-    count = max(1, (out.size * c.kept + 65535) >> 16)
+    count = _kept_of(out.size, c)
     first = (blocks[k, CODES] - base) // w.raw.itemsize
     at = (blocks[k, CODES] - base + count * w.raw.itemsize) // 2
     if not add:

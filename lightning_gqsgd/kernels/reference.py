@@ -463,17 +463,12 @@ def _unpack(wire: Tensor, blocks: Tensor, base: int, q: Quantiser) -> Tensor:
     return codes
 
 
-def _kept(blocks: Tensor, q: Quantiser) -> Tensor:
-    """How many coordinates top-k keeps of each block."""
-    return ((blocks[:, LENGTH] * q.kept + 65535) >> 16).clamp(min=1)
-
-
 def _pack_largest(values: Tensor, blocks: Tensor, wire: Tensor, base: int, q: Quantiser) -> None:
     """For each block, the coordinates with the largest magnitudes (the first of equal ones), then their places, both in
     the order of places."""
     inside = _positions(blocks, values.shape[1])[1]
     order = torch.where(inside, _magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
-    for k, count in enumerate(_kept(blocks, q).tolist()):
+    for k, count in enumerate(q.kept_of(blocks[:, LENGTH]).tolist()):
         places = order[k, :count].sort().values
         at = int(blocks[k, CODES]) - base
         kept = _bytes_of(values[k, places]).flatten()
@@ -484,7 +479,7 @@ def _pack_largest(values: Tensor, blocks: Tensor, wire: Tensor, base: int, q: Qu
 def _unpack_largest(wire: Tensor, blocks: Tensor, base: int, dtype: torch.dtype, q: Quantiser) -> Tensor:
     """Kept coordinates at their places, zero elsewhere; NaN everywhere if one is not finite: [B, block_size]."""
     values = torch.zeros(len(blocks), q.block_size, dtype=dtype, device=wire.device)
-    for k, count in enumerate(_kept(blocks, q).tolist()):
+    for k, count in enumerate(q.kept_of(blocks[:, LENGTH]).tolist()):
         at = int(blocks[k, CODES]) - base
         middle = at + count * dtype.itemsize
         places = wire[middle : middle + 2 * count].clone().view(torch.int16).long() & 0xFFFF

@@ -19,8 +19,9 @@ mix = finish(start(.)) is a 32-bit finaliser of two multiplications (constants o
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,6 +105,9 @@ class Kind(IntEnum):
     TOP_K = 2  # coordinates as they are, and where they belong
 
 
+Count = TypeVar("Count", int, np.ndarray, Tensor)
+
+
 class Quantiser(NamedTuple):
     """The numbers a kernel needs of a codec.
 
@@ -121,7 +125,7 @@ class Quantiser(NamedTuple):
             cut off after ``mantissa`` bits of the mantissa, are S - c below those of 1.0; 0 stands for 0.
         mantissa: bits of the mantissa, m.
         headroom: an exponential code stands for 2^-headroom of what its sums do: 2^headroom codes add up to at most 1.
-        kept: of 65536 coordinates, how many top-k keeps.
+        kept: of 65536 coordinates, how many top-k keeps; 1 or more.
     """
 
     bits: int
@@ -141,6 +145,10 @@ class Quantiser(NamedTuple):
     def always_stochastic(self) -> bool:
         """Which dither codes have whose scale comes from elsewhere, so that no flag travels with it."""
         return self.stochastic_from < 0
+
+    def kept_of(self, length: Count) -> Count:
+        """How many coordinates top-k keeps of a block with so many, rounded up."""
+        return (length * self.kept + 65535) >> 16
 
 
 Key = tuple[int, int]
