@@ -171,14 +171,26 @@ def _mix(h):
 
 
 @_inline
-def _dither(k0, k1, parameter, index, n, first, u):
-    """The dither of a block's coordinates, counted from ``first``."""
+def _block_keys(k0, k1, parameter, index):
+    """a and b of the block's hash, see `wire`."""
     a = _mix(uint32(_mix(uint32(k0 ^ uint32(parameter))) + uint32(_GOLDEN * uint32(index))))
     b = _mix(uint32(_mix(uint32(k1 + uint32(parameter))) ^ uint32(index)))
+    return a, b
+
+
+@_inline
+def _hash(p, a, b):
+    return _finish(uint32(_start(uint32(uint32(p) + a)) ^ b))
+
+
+@_inline
+def _dither(k0, k1, parameter, index, n, first, u):
+    """The dither of a block's coordinates, counted from ``first``."""
+    a, b = _block_keys(k0, k1, parameter, index)
     half = (n + 1) // 2
     u0, u1 = u[:half], u[half : 2 * half]
     for p in range(half):
-        h = _finish(uint32(_start(uint32(uint32(p) + a)) ^ b))
+        h = _hash(p, a, b)
         u0[p] = float32(int32(uint32(h & uint32(0xFFFF)))) * _UNIT + first
         u1[p] = float32(int32(uint32(h >> uint32(16)))) * _UNIT + first
 
@@ -323,11 +335,10 @@ def _flip(values, u):
 @_inline
 def _combine(one, other, k0, k1, parameter, index, bits, magnitudes):
     """Replace exponential codes by those of sums; see `reference.combine`."""
-    a = _mix(uint32(_mix(uint32(k0 ^ uint32(parameter))) + uint32(_GOLDEN * uint32(index))))
-    b = _mix(uint32(_mix(uint32(k1 + uint32(parameter))) ^ uint32(index)))
+    a, b = _block_keys(k0, k1, parameter, index)
     mask, sign = int32((1 << (bits - 1)) - 1), int32(1 << (bits - 1))
     for j in range(one.size):
-        word = _finish(uint32(_start(uint32(uint32(j) + a)) ^ b))
+        word = _hash(j, a, b)
         x, y = int32(one[j]), int32(other[j])
         large, small = (y, x) if (y & mask) > (x & mask) else (x, y)
         result = large & mask

@@ -164,7 +164,7 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, base: int, key: Key, q
     a, b = large & mask, small & mask
     opposite = ((large ^ small) & sign) != 0
     distance = a - b - opposite.long()
-    fires = _uniform_words(blocks, key, q.block_size) < (1 << (32 - distance.clamp(0, 32)))
+    fires = _words(blocks, key, torch.arange(q.block_size, device=blocks.device)) < (1 << (32 - distance.clamp(0, 32)))
     moved = torch.where(opposite, a - fires.long(), (a + fires.long()).clamp(max=q.magnitudes))
     moved = torch.where(opposite & (distance < 0), 0, moved)
     result = torch.where(b == 0, a, moved)
@@ -329,24 +329,20 @@ def _ulp(dtype: torch.dtype) -> float:
 
 def _dither(blocks: Tensor, key: Key, width: int) -> Tensor:
     """v, uniform on (0, 1): fp32 [B, width]."""
-    parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
-    a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
-    b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
     half = (blocks[:, LENGTH] + 1) // 2
     j = torch.arange(width, device=blocks.device)
     second = j >= half[:, None]
-    h = _finish(_start((a[:, None] + torch.where(second, j - half[:, None], j)) & _MASK) ^ b[:, None])
+    h = _words(blocks, key, torch.where(second, j - half[:, None], j))
     k = torch.where(second, h >> 16, h & 0xFFFF)
     return k.float() * DITHER_UNIT + DITHER_FIRST
 
 
-def _uniform_words(blocks: Tensor, key: Key, width: int) -> Tensor:
-    """Uniform 32-bit integers, int64 [B, width]."""
+def _words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
+    """Uniform 32-bit integers of places in blocks, [width] or [B, width]: int64 [B, width]."""
     parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
     a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
     b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
-    j = torch.arange(width, device=blocks.device)
-    return _finish(_start((a[:, None] + j) & _MASK) ^ b[:, None])
+    return _finish(_start((a[:, None] + places) & _MASK) ^ b[:, None])
 
 
 def _hadamard(values: Tensor) -> Tensor:
