@@ -6,6 +6,8 @@ parameter, makes the scale non-finite.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -28,20 +30,19 @@ def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:
         x: flat tensor, which the block table ``blocks`` counts from.
         config: its norm, clip, scale_per and codec.
     """
-    maxima, dtype = kernels_for(x.device).block_maxima(x, blocks), COMPUTE_DTYPES[x.dtype]
-    groups = _groups(blocks, config)
-    largest = _maximum(maxima, groups)
+    norms, dtype = _Norms(x, blocks, config), COMPUTE_DTYPES[x.dtype]
     if config.codec == "sign":
-        scales = _from_moments(x, blocks, groups, dtype, "mean")
+        scales = _bits_above(norms.mean, dtype)
     elif config.norm == "l2":
-        scales = _from_moments(x, blocks, groups, dtype, "l2")
+        scales = _bits_above(norms.l2, dtype)
     elif config.norm == "power_of_two":
-        scales = _power_of_two(largest, dtype)
+        scales = _power_of_two(norms.maximum, dtype)
     else:
-        scales = largest
+        scales = norms.maximum
     if config.clip:
-        limit = _from_moments(x, blocks, groups, dtype, "root_mean_square", config.clip)
-        scales = torch.where(largest >= SCALE_FORMATS[dtype].infinity, largest, torch.minimum(scales, limit))
+        limit = _bits_above(norms.root_mean_square * config.clip, dtype)
+        finite = norms.maximum < SCALE_FORMATS[dtype].infinity
+        scales = torch.where(finite, torch.minimum(scales, limit), norms.maximum)
     return scales
 
 
@@ -50,32 +51,44 @@ def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return scale_format(dtype).rounded_up(scales.long()).to(scales.dtype)
 
 
-def _groups(blocks: Tensor, config: GQSGDConfig) -> Tensor:
-    """Number of each block's group, [B]."""
-    if config.scale_per == "block":
-        return torch.arange(len(blocks), device=blocks.device)
-    return torch.unique(blocks[:, PARAMETER], return_inverse=True)[1]
+class _Norms:
+    """Norms of the group of every block, [B], each computed when it is asked for: the maximum as bits of the compute
+    type, the others fp64."""
 
+    def __init__(self, x: Tensor, blocks: Tensor, config: GQSGDConfig) -> None:
+        self._x, self._blocks, self._kernels = x, blocks, kernels_for(x.device)
+        self._groups = torch.arange(len(blocks), device=blocks.device)
+        if config.scale_per == "parameter":
+            self._groups = torch.unique(blocks[:, PARAMETER], return_inverse=True)[1]
 
-def _maximum(bits: Tensor, groups: Tensor) -> Tensor:
-    """The largest of each group, for every member."""
-    return torch.zeros_like(bits).scatter_reduce_(0, groups, bits, "amax")[groups]
+    @cached_property
+    def maximum(self) -> Tensor:
+        bits = self._kernels.block_maxima(self._x, self._blocks)
+        return torch.zeros_like(bits).scatter_reduce_(0, self._groups, bits, "amax")[self._groups]
 
+    @property
+    def mean(self) -> Tensor:
+        """Of the magnitudes."""
+        return self._sums[:, 1] / self._counts
 
-def _from_moments(
-    x: Tensor, blocks: Tensor, groups: Tensor, dtype: torch.dtype, norm: str, factor: float = 1.0
-) -> Tensor:
-    """Bits of ``factor`` times a norm of every block's group."""
-    sums = kernels_for(x.device).block_moments(x, blocks)
-    sums = torch.zeros_like(sums).index_add_(0, groups, sums)[groups]
-    lengths = blocks[:, LENGTH].double()
-    counts = torch.zeros_like(lengths).index_add_(0, groups, lengths)[groups]
-    values = {
-        "mean": sums[:, 1] / counts,
-        "l2": sums[:, 2].sqrt(),
-        "root_mean_square": (sums[:, 2] / counts).sqrt(),
-    }[norm]
-    return _bits_above(values * factor, dtype)
+    @property
+    def l2(self) -> Tensor:
+        return self._sums[:, 2].sqrt()
+
+    @property
+    def root_mean_square(self) -> Tensor:
+        return (self._sums[:, 2] / self._counts).sqrt()
+
+    @cached_property
+    def _sums(self) -> Tensor:
+        return self._total(self._kernels.block_moments(self._x, self._blocks))
+
+    @property
+    def _counts(self) -> Tensor:
+        return self._total(self._blocks[:, LENGTH].double())
+
+    def _total(self, values: Tensor) -> Tensor:
+        return torch.zeros_like(values).index_add_(0, self._groups, values)[self._groups]
 
 
 def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
