@@ -23,7 +23,7 @@ class TopKCodec:
         kept = max(1, int(self.density * 65536))
         return Quantiser(32, 1, 1, 1.0, summable=False, block_size=block_size, kind=Kind.TOP_K, kept=kept)
 
-    def omega(self, dimension: int) -> float:
+    def omega(self, dimension: int, summed: int = 1) -> float:
         """Infinite: the codec is biased."""
         return math.inf
 
