@@ -37,7 +37,7 @@ from benchmarks.report import RESULTS, Report, present
 from lightning_gqsgd.cli import HEADINGS, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import StabilityWarning, kinds
+from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.simulate import VirtualRanks, relative_error
 from lightning_gqsgd.theory import bits_at
@@ -73,7 +73,7 @@ class Case:
     @property
     def remembers(self) -> bool:
         """Whether it has a memory."""
-        return bool(kinds(make_config(self.preset, **self.fields)))
+        return make_config(self.preset, **self.fields).remembers
 
 
 #: Other numbers of bits of a preset; exponential codes with as many mantissa bits as leave them a useful range.

@@ -23,8 +23,6 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_gqsgd.codecs import codec_of
-from lightning_gqsgd.codecs.linear import LinearCodec
-from lightning_gqsgd.codecs.variance import omega_exponential, omega_linear, omega_subtractive
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import StabilityWarning, kinds
@@ -197,8 +195,7 @@ def _traffic(config: GQSGDConfig, ranks: int) -> tuple[float, float]:
         plan = Plan([Segment(0, NUMEL, raw=False)], Setting(config, ranks, torch.float32))
         return 8 * plan.message_bytes / NUMEL, plan.sent_bytes / ring_bytes(4 * NUMEL, ranks)
     numel = max(LEAST_STEP_NUMEL, STEP_NUMEL // ranks)
-    fields = {field: getattr(config, field) for field in GQSGDConfig.field_names()}
-    virtual = VirtualRanks(ranks, [Segment(0, numel, raw=False)], **fields)
+    virtual = VirtualRanks(ranks, [Segment(0, numel, raw=False)], **config.to_dict())
     generator = torch.Generator().manual_seed(0)
     virtual.mean([torch.randn(numel, generator=generator) for _ in range(ranks)], step=0)
     return virtual.wire_bits, virtual.bytes_sent / ring_bytes(4 * numel, ranks)
@@ -219,17 +216,8 @@ def _omega(config: GQSGDConfig, ranks: int) -> float | None:
     """ω of what shares a scale; under one of all ranks, that is their n blocks, see `theory.theta_linear`."""
     if config.biased or config.clip or config.scale_per == "parameter":
         return None
-    codec, summed = codec_of(config), ranks if config.reducer in ("sum", "tree") else None
     dimension = config.block_size * (ranks if _shares(config) else 1)
-    if summed is None:
-        return codec.omega(dimension)
-    if not isinstance(codec, LinearCodec):
-        q = codec.quantiser(config.block_size, summed)
-        return omega_exponential(dimension, q.magnitudes - q.headroom, q.mantissa)
-    levels = codec.levels(summed)
-    if codec.dither == "stochastic":
-        return omega_linear(dimension, (levels - 1) // 2)
-    return omega_subtractive(dimension, levels)
+    return codec_of(config).omega(dimension, summed=ranks if config.reducer in ("sum", "tree") else 1)
 
 
 @app.callback()

@@ -186,6 +186,11 @@ class GQSGDConfig:
         """The memory of what the owner of a shard sends back."""
         return _named_memory(self.memory_down)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether there is a memory, in either direction."""
+        return self.up is not None or self.down is not None
+
     def describe(self) -> str:
         """Bits per coordinate and what they are, e.g. ``8 bits (linear, adaptive dither, blocks of 256)``."""
         bits, what = f"{self.bits}", [self.codec]

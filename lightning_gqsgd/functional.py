@@ -142,7 +142,7 @@ def all_reduce(
     _check_out(tensor, out)
     parent = parent_group(group)
     config = resolve(make_config(preset, **fields), dist.get_world_size(parent))
-    if config.up is not None or config.down is not None:
+    if config.remembers:
         raise ConfigError(
             "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "
             "the hook on a DDP model (register_gqsgd)"

@@ -134,7 +134,7 @@ def summable_code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
 def record_bytes(length: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
     """Bytes of the codes of blocks with ``length`` coordinates; ``raw_bytes``: of one uncompressed coordinate."""
     if q.kind == Kind.TOP_K:
-        return np.maximum(1, (length * q.kept + 65535) >> 16) * (raw_bytes + 2)
+        return q.kept_of(length) * (raw_bytes + 2)
     return (summable_code_bytes if q.summable else code_bytes)(length, q.bits)
 
 

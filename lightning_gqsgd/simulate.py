@@ -62,10 +62,10 @@ class VirtualRanks:
         self.bytes_sent = 0
         self._plan = Plan(segments, Setting(self.config, ranks, dtype))
         sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
-        remembers = self.config.up is not None or self.config.down is not None
         device = torch.device("cpu")
         self.stores = [
-            MemoryStore(self.config, ranks, sizes, dtype, device) if remembers else None for _ in range(ranks)
+            MemoryStore(self.config, ranks, sizes, dtype, device) if self.config.remembers else None
+            for _ in range(ranks)
         ]
 
     @property

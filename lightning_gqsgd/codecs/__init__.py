@@ -21,8 +21,9 @@ class Codec(Protocol):
         """What the kernels need; ``summed``: codes are added over so many ranks, under scales that all ranks share."""
         ...
 
-    def omega(self, dimension: int) -> float:
-        """ω with E|Q(x) - x|² <= ω |x|² for a block of ``dimension`` coordinates; infinite if the codec is biased."""
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec is
+        biased. ``summed``: of one rank's codes, where they are added over so many ranks."""
         ...
 
     def delta(self, dimension: int) -> float:

@@ -40,18 +40,9 @@ class ExponentialCodec:
     def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
         """What the kernels need; ``summed``: codes are added in pairs over so many ranks, under a shared scale.
 
-        A tree of sums whose depth is log2 n, rounded up, multiplies the largest magnitude by at most 2^depth: sums of
-        two numbers up to 2^k are at most 2^(k+1), which is a level, so rounding stays below it.
-
         Raises:
             ConfigError: fewer than two magnitudes are left to each rank's own codes.
         """
-        headroom = (summed - 1).bit_length() if summed else 0
-        if self.magnitudes - headroom < 2 and headroom:
-            raise ConfigError(
-                f"reducer='tree' at bits={self.bits} with {self.magnitudes} magnitudes adds at most "
-                f"{2 ** max(0, self.magnitudes - 2)} ranks, not {summed}; take more bits or reducer='two_shot'"
-            )
         return Quantiser(
             bits=self.bits,
             levels=1,
@@ -62,13 +53,32 @@ class ExponentialCodec:
             kind=Kind.EXPONENTIAL,
             magnitudes=self.magnitudes,
             mantissa=self.mantissa,
-            headroom=headroom,
+            headroom=self._headroom(summed or 1),
         )
 
-    def omega(self, dimension: int) -> float:
-        """ω with E|Q(x) - x|² <= ω |x|² for a block of ``dimension`` coordinates; see `variance.omega_exponential`."""
-        return omega_exponential(dimension, self.magnitudes, self.mantissa)
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; see
+        `variance.omega_exponential`. ``summed``: of one rank's codes, where they are added over so many ranks.
+
+        Raises:
+            ConfigError: see `quantiser`.
+        """
+        return omega_exponential(dimension, self.magnitudes - self._headroom(summed), self.mantissa)
 
     def delta(self, dimension: int) -> float:
         """δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
         return 1 / (1 + self.omega(dimension))
+
+    def _headroom(self, summed: int) -> int:
+        """How many magnitudes are left to sums over so many ranks.
+
+        A tree of sums whose depth is log2 n, rounded up, multiplies the largest magnitude by at most 2^depth: sums of
+        two numbers up to 2^k are at most 2^(k+1), which is a level, so rounding stays below it.
+        """
+        headroom = (summed - 1).bit_length()
+        if self.magnitudes - headroom < 2 and headroom:
+            raise ConfigError(
+                f"reducer='tree' at bits={self.bits} with {self.magnitudes} magnitudes adds at most "
+                f"{2 ** max(0, self.magnitudes - 2)} ranks, not {summed}; take more bits or reducer='two_shot'"
+            )
+        return headroom

@@ -92,16 +92,20 @@ class LinearCodec:
         """
         return self.step(summed) ** 2 / (6 if self.dither == "stochastic" else 12)
 
-    def omega(self, dimension: int) -> float:
-        """ω with E|Q(x) - x|² <= ω |x|² for a block of ``dimension`` coordinates; infinite if the codec is biased.
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec is
+        biased. ``summed``: of one rank's codes, where they are added over so many ranks.
 
         Adaptive dither has no more error than subtractive.
+
+        Raises:
+            ConfigError: see `levels`.
         """
         if self.dither == "nearest":
             return math.inf
         if self.dither != "stochastic":
-            return omega_subtractive(dimension, self.levels())
-        return omega_linear(dimension, (self.levels() - 1) // 2)
+            return omega_subtractive(dimension, self.levels(summed))
+        return omega_linear(dimension, (self.levels(summed) - 1) // 2)
 
     def delta(self, dimension: int) -> float:
         """δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: errors are at most Δ/2."""

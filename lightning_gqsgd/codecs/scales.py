@@ -6,16 +6,15 @@ parameter, makes the scale non-finite.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
 from lightning_gqsgd.layout import LENGTH, PARAMETER
-
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_MANTISSA = {torch.float32: 23, torch.float64: 52}
 
 
 def is_own_maximum(config: GQSGDConfig) -> bool:
@@ -31,58 +30,65 @@ def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:
         x: flat tensor, which the block table ``blocks`` counts from.
         config: its norm, clip, scale_per and codec.
     """
-    maxima, dtype = kernels_for(x.device).block_maxima(x, blocks), COMPUTE_DTYPES[x.dtype]
-    groups = _groups(blocks, config)
-    largest = _maximum(maxima, groups)
+    norms, dtype = _Norms(x, blocks, config), COMPUTE_DTYPES[x.dtype]
     if config.codec == "sign":
-        scales = _from_moments(x, blocks, groups, dtype, "mean")
+        scales = _bits_above(norms.mean, dtype)
     elif config.norm == "l2":
-        scales = _from_moments(x, blocks, groups, dtype, "l2")
+        scales = _bits_above(norms.l2, dtype)
     elif config.norm == "power_of_two":
-        scales = _power_of_two(largest, dtype)
+        scales = _power_of_two(norms.maximum, dtype)
     else:
-        scales = largest
+        scales = norms.maximum
     if config.clip:
-        limit = _from_moments(x, blocks, groups, dtype, "root_mean_square", config.clip)
-        scales = torch.where(largest >= SCALE_FORMATS[dtype].infinity, largest, torch.minimum(scales, limit))
+        limit = _bits_above(norms.root_mean_square * config.clip, dtype)
+        finite = norms.maximum < SCALE_FORMATS[dtype].infinity
+        scales = torch.where(finite, torch.minimum(scales, limit), norms.maximum)
     return scales
 
 
 def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The same in the wire's format, in which the sender uses them as well; ``dtype``: the gradient's."""
-    form = SCALE_FORMATS[COMPUTE_DTYPES[dtype]]
-    bits = scales.long()
-    up = torch.where(bits > 0, (bits.clamp(min=form.tiny) + (1 << form.shift) - 1) >> form.shift << form.shift, 0)
-    up = torch.where(up == form.infinity, form.infinity - 1, up)
-    return torch.where(bits >= form.infinity, form.infinity, up).to(scales.dtype)
+    return scale_format(dtype).rounded_up(scales.long()).to(scales.dtype)
 
 
-def _groups(blocks: Tensor, config: GQSGDConfig) -> Tensor:
-    """Number of each block's group, [B]."""
-    if config.scale_per == "block":
-        return torch.arange(len(blocks), device=blocks.device)
-    return torch.unique(blocks[:, PARAMETER], return_inverse=True)[1]
+class _Norms:
+    """Norms of the group of every block, [B], each computed when it is asked for: the maximum as bits of the compute
+    type, the others fp64."""
 
+    def __init__(self, x: Tensor, blocks: Tensor, config: GQSGDConfig) -> None:
+        self._x, self._blocks, self._kernels = x, blocks, kernels_for(x.device)
+        self._groups = torch.arange(len(blocks), device=blocks.device)
+        if config.scale_per == "parameter":
+            self._groups = torch.unique(blocks[:, PARAMETER], return_inverse=True)[1]
 
-def _maximum(bits: Tensor, groups: Tensor) -> Tensor:
-    """The largest of each group, for every member."""
-    return torch.zeros_like(bits).scatter_reduce_(0, groups, bits, "amax")[groups]
+    @cached_property
+    def maximum(self) -> Tensor:
+        bits = self._kernels.block_maxima(self._x, self._blocks)
+        return torch.zeros_like(bits).scatter_reduce_(0, self._groups, bits, "amax")[self._groups]
 
+    @property
+    def mean(self) -> Tensor:
+        """Of the magnitudes."""
+        return self._sums[:, 1] / self._counts
 
-def _from_moments(
-    x: Tensor, blocks: Tensor, groups: Tensor, dtype: torch.dtype, norm: str, factor: float = 1.0
-) -> Tensor:
-    """Bits of ``factor`` times a norm of every block's group."""
-    sums = kernels_for(x.device).block_moments(x, blocks)
-    sums = torch.zeros_like(sums).index_add_(0, groups, sums)[groups]
-    lengths = blocks[:, LENGTH].double()
-    counts = torch.zeros_like(lengths).index_add_(0, groups, lengths)[groups]
-    values = {
-        "mean": sums[:, 1] / counts,
-        "l2": sums[:, 2].sqrt(),
-        "root_mean_square": (sums[:, 2] / counts).sqrt(),
-    }[norm]
-    return _bits_above(values * factor, dtype)
+    @property
+    def l2(self) -> Tensor:
+        return self._sums[:, 2].sqrt()
+
+    @property
+    def root_mean_square(self) -> Tensor:
+        return (self._sums[:, 2] / self._counts).sqrt()
+
+    @cached_property
+    def _sums(self) -> Tensor:
+        return self._total(self._kernels.block_moments(self._x, self._blocks))
+
+    @property
+    def _counts(self) -> Tensor:
+        return self._total(self._blocks[:, LENGTH].double())
+
+    def _total(self, values: Tensor) -> Tensor:
+        return torch.zeros_like(values).index_add_(0, self._groups, values)[self._groups]
 
 
 def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,12 +97,14 @@ def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
     narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(dtype)
     up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
     narrow = torch.where((narrow.double() < values) & (narrow < largest), up, narrow)
-    return narrow.view(_INTEGERS[dtype]) & torch.iinfo(_INTEGERS[dtype]).max
+    integer = SCALE_FORMATS[dtype].integer
+    return narrow.view(integer) & torch.iinfo(integer).max
 
 
 def _power_of_two(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Bits of the next power of two; of the largest number, where that would be infinite."""
-    form, rest = SCALE_FORMATS[dtype], (1 << _MANTISSA[dtype]) - 1
+    form = SCALE_FORMATS[dtype]
+    rest = (1 << form.mantissa) - 1
     up = ((bits.long() + rest) & ~rest).clamp(max=form.infinity)
     up = torch.where((up == form.infinity) & (bits < form.infinity), form.infinity - 1, up)
     return up.to(bits.dtype)

@@ -20,7 +20,7 @@ class SignCodec:
         """What the kernels need."""
         return Quantiser(1, 2, 2, 1.0, summable=False, block_size=block_size, nearest=True)
 
-    def omega(self, dimension: int) -> float:
+    def omega(self, dimension: int, summed: int = 1) -> float:
         """Infinite: the codec is biased."""
         return math.inf
 

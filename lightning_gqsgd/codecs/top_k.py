@@ -14,23 +14,19 @@ from lightning_gqsgd.kernels.wire import Kind, Quantiser
 
 @dataclass(frozen=True)
 class TopKCodec:
-    """The ``density`` largest share of every block, rounded up; the density itself is cut to 65536ths."""
+    """The ``density`` largest share of every block, rounded up; the density itself is cut to 65536ths, at least one."""
 
     density: float
 
     def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
         """What the kernels need."""
-        return Quantiser(32, 1, 1, 1.0, summable=False, block_size=block_size, kind=Kind.TOP_K, kept=self._share)
+        kept = max(1, int(self.density * 65536))
+        return Quantiser(32, 1, 1, 1.0, summable=False, block_size=block_size, kind=Kind.TOP_K, kept=kept)
 
-    def omega(self, dimension: int) -> float:
+    def omega(self, dimension: int, summed: int = 1) -> float:
         """Infinite: the codec is biased."""
         return math.inf
 
     def delta(self, dimension: int) -> float:
         """δ with |C(x) - x|² <= (1-δ) |x|²: k/d."""
-        return max(1, -(-self._share * dimension // 65536)) / dimension
-
-    @property
-    def _share(self) -> int:
-        """The density in 65536ths."""
-        return int(self.density * 65536)
+        return self.quantiser(dimension).kept_of(dimension) / dimension

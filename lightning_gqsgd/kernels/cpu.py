@@ -171,14 +171,26 @@ def _mix(h):
 
 
 @_inline
-def _dither(k0, k1, parameter, index, n, first, u):
-    """The dither of a block's coordinates, counted from ``first``."""
+def _block_keys(k0, k1, parameter, index):
+    """a and b of the block's hash, see `wire`."""
     a = _mix(uint32(_mix(uint32(k0 ^ uint32(parameter))) + uint32(_GOLDEN * uint32(index))))
     b = _mix(uint32(_mix(uint32(k1 + uint32(parameter))) ^ uint32(index)))
+    return a, b
+
+
+@_inline
+def _hash(p, a, b):
+    return _finish(uint32(_start(uint32(uint32(p) + a)) ^ b))
+
+
+@_inline
+def _dither(k0, k1, parameter, index, n, first, u):
+    """The dither of a block's coordinates, counted from ``first``."""
+    a, b = _block_keys(k0, k1, parameter, index)
     half = (n + 1) // 2
     u0, u1 = u[:half], u[half : 2 * half]
     for p in range(half):
-        h = _finish(uint32(_start(uint32(uint32(p) + a)) ^ b))
+        h = _hash(p, a, b)
         u0[p] = float32(int32(uint32(h & uint32(0xFFFF)))) * _UNIT + first
         u1[p] = float32(int32(uint32(h >> uint32(16)))) * _UNIT + first
 
@@ -323,11 +335,10 @@ def _flip(values, u):
 @_inline
 def _combine(one, other, k0, k1, parameter, index, bits, magnitudes):
     """Replace exponential codes by those of sums; see `reference.combine`."""
-    a = _mix(uint32(_mix(uint32(k0 ^ uint32(parameter))) + uint32(_GOLDEN * uint32(index))))
-    b = _mix(uint32(_mix(uint32(k1 + uint32(parameter))) ^ uint32(index)))
+    a, b = _block_keys(k0, k1, parameter, index)
     mask, sign = int32((1 << (bits - 1)) - 1), int32(1 << (bits - 1))
     for j in range(one.size):
-        word = _finish(uint32(_start(uint32(uint32(j) + a)) ^ b))
+        word = _hash(j, a, b)
         x, y = int32(one[j]), int32(other[j])
         large, small = (y, x) if (y & mask) > (x & mask) else (x, y)
         result = large & mask
@@ -459,10 +470,16 @@ def _scale_bits(code, c):
     return bits
 
 
+@_inline
+def _kept_of(length, c):
+    """See `wire.Quantiser.kept_of`."""
+    return (length * c.kept + 65535) >> 16
+
+
 @_kernel
 def _write_largest(values, bits, k, blocks, base, c, w):
     """One coded block's largest values and their places; ``bits``: the values as integers."""
-    count = max(1, (values.size * c.kept + 65535) >> 16)
+    count = _kept_of(values.size, c)
     least = _threshold(bits, c.mask, count)
     ties = count
     for j in range(bits.size):
@@ -482,7 +499,7 @@ def _write_largest(values, bits, k, blocks, base, c, w):
 @_kernel
 def _read_largest(k, blocks, base, c, add, w, out):
     """Set, or add, the kept coordinates times ``c.each``; NaN everywhere if one is not finite, or not in the block."""
-    count = max(1, (out.size * c.kept + 65535) >> 16)
+    count = _kept_of(out.size, c)
     first = (blocks[k, CODES] - base) // w.raw.itemsize
     at = (blocks[k, CODES] - base + count * w.raw.itemsize) // 2
     if not add:
@@ -720,7 +737,7 @@ def _decode_sum_kernel(w, maxima, blocks, x, keys, middle, c, s):
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     """See `reference.block_maxima`."""
-    out = torch.empty(len(blocks), dtype=_INTEGERS[COMPUTE_DTYPES[x.dtype]])
+    out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer)
     with _widened(x, blocks) as (_, bits, table):
         _maxima_kernel(bits, table, _constants(_ANY, x.dtype), out.numpy())
     return out
@@ -799,7 +816,6 @@ def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Se
         return _decode_sum_kernel(w, maxima.numpy(), table, values, _keys(keys), middle, constants, scratch)
 
 
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _ANY = Quantiser(bits=8, levels=256, odd_levels=255, stochastic_from=1.0, summable=False, block_size=16)
 
 

@@ -32,7 +32,6 @@ from lightning_gqsgd.kernels.wire import (
 from lightning_gqsgd.layout import CODES, INDEX, LENGTH, PARAMETER, RAW, SCALE, START
 
 _MASK = 0xFFFFFFFF
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _LANES = 16
 
 
@@ -165,7 +164,7 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, base: int, key: Key, q
     a, b = large & mask, small & mask
     opposite = ((large ^ small) & sign) != 0
     distance = a - b - opposite.long()
-    fires = _uniform_words(blocks, key, q.block_size) < (1 << (32 - distance.clamp(0, 32)))
+    fires = _words(blocks, key, torch.arange(q.block_size, device=blocks.device)) < (1 << (32 - distance.clamp(0, 32)))
     moved = torch.where(opposite, a - fires.long(), (a + fires.long()).clamp(max=q.magnitudes))
     moved = torch.where(opposite & (distance < 0), 0, moved)
     result = torch.where(b == 0, a, moved)
@@ -193,7 +192,7 @@ def _encode(
         _pack_largest(values, coded, wire, base, q)
         return
     form = SCALE_FORMATS[values.dtype]
-    scale_bits = _rounded_up(_magnitudes(values).amax(dim=1).long(), form) if maxima is None else maxima[~raw].long()
+    scale_bits = form.rounded_up(_magnitudes(values).amax(dim=1).long()) if maxima is None else maxima[~raw].long()
     scales, finite = _from_bits(scale_bits, values.dtype)
     stochastic = _rounds_stochastically(values, coded, q)
     to_codes = _exponential_codes if q.kind == Kind.EXPONENTIAL else _codes
@@ -232,8 +231,8 @@ def _exponential_codes(values: Tensor, blocks: Tensor, scales: Tensor, _: Tensor
     uniform = _dither(blocks, key, q.block_size)
     y = (values.abs() * (1 / scales)[:, None]).clamp(max=1).nan_to_num() * 2.0**-q.headroom
     random = (uniform.double() * 2.0**cut).long()
-    magnitude = ((y.view(_INTEGERS[y.dtype]).long() + random) >> cut) - (one - q.magnitudes)
-    smallest = torch.full_like(y, (one - q.magnitudes + 1) << cut).long().to(_INTEGERS[y.dtype]).view(y.dtype)
+    magnitude = ((_magnitudes(y).long() + random) >> cut) - (one - q.magnitudes)
+    smallest = _floats(torch.full_like(y, (one - q.magnitudes + 1) << cut).long(), y.dtype)
     magnitude = torch.where(y < smallest, (y * (1 / smallest) > uniform.to(y.dtype)).long(), magnitude)
     return torch.where(magnitude > 0, magnitude | ((values < 0).long() << (q.bits - 1)), 0)
 
@@ -242,15 +241,16 @@ def _exponential_values(codes: Tensor, scales: Tensor, q: Quantiser) -> Tensor:
     """Coordinates that exponential codes stand for."""
     cut, one = _cut(scales.dtype, q.mantissa)
     magnitude, sign = codes & ((1 << (q.bits - 1)) - 1), codes >> (q.bits - 1)
-    y = ((magnitude + (one - q.magnitudes)) << cut).to(_INTEGERS[scales.dtype]).view(scales.dtype)
+    y = _floats((magnitude + (one - q.magnitudes)) << cut, scales.dtype)
     limit = torch.finfo(scales.dtype).max
     return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
 
 
 def _cut(dtype: torch.dtype, mantissa: int) -> tuple[int, int]:
     """How many bits of the mantissa exponential codes drop, and the bits of 1.0 without them."""
-    bits, one = (23, 127) if dtype == torch.float32 else (52, 1023)
-    return bits - mantissa, one << mantissa
+    form = SCALE_FORMATS[dtype]
+    one = form.infinity >> form.mantissa >> 1  # its exponent, half of infinity's
+    return form.mantissa - mantissa, one << mantissa
 
 
 def _values(codes: Tensor, offset: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
@@ -299,14 +299,12 @@ def _mean(wires: Tensor, blocks: Tensor, base: int, keys: Sequence[Key], q: Quan
 
 def _magnitudes(values: Tensor) -> Tensor:
     """Magnitudes as integers, which are ordered like them, with NaN above infinity above everything finite."""
-    return values.abs().view(_INTEGERS[values.dtype])
+    return values.abs().view(SCALE_FORMATS[values.dtype].integer)
 
 
-def _rounded_up(bits: Tensor, form: ScaleFormat) -> Tensor:
-    """Bits of the scales for largest magnitudes with these bits; of infinity, where they are not finite."""
-    up = torch.where(bits > 0, (bits.clamp(min=form.tiny) + (1 << form.shift) - 1) >> form.shift << form.shift, 0)
-    up = torch.where(up == form.infinity, form.infinity - 1, up)  # rounded up to it: the largest finite number
-    return torch.where(bits >= form.infinity, form.infinity, up)
+def _floats(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers with these bits."""
+    return bits.to(SCALE_FORMATS[dtype].integer).view(dtype)
 
 
 def _wire_bits(scale_codes: Tensor, form: ScaleFormat) -> Tensor:
@@ -322,7 +320,7 @@ def _from_bits(bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     bits = bits.long()
     finite = bits < form.infinity
     bits = torch.where((bits > 0) & (bits < form.tiny), form.tiny, bits)
-    return torch.where(finite, bits, 0).to(_INTEGERS[dtype]).view(dtype), finite
+    return _floats(torch.where(finite, bits, 0), dtype), finite
 
 
 def _ulp(dtype: torch.dtype) -> float:
@@ -331,24 +329,20 @@ def _ulp(dtype: torch.dtype) -> float:
 
 def _dither(blocks: Tensor, key: Key, width: int) -> Tensor:
     """v, uniform on (0, 1): fp32 [B, width]."""
-    parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
-    a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
-    b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
     half = (blocks[:, LENGTH] + 1) // 2
     j = torch.arange(width, device=blocks.device)
     second = j >= half[:, None]
-    h = _finish(_start((a[:, None] + torch.where(second, j - half[:, None], j)) & _MASK) ^ b[:, None])
+    h = _words(blocks, key, torch.where(second, j - half[:, None], j))
     k = torch.where(second, h >> 16, h & 0xFFFF)
     return k.float() * DITHER_UNIT + DITHER_FIRST
 
 
-def _uniform_words(blocks: Tensor, key: Key, width: int) -> Tensor:
-    """Uniform 32-bit integers, int64 [B, width]."""
+def _words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
+    """Uniform 32-bit integers of places in blocks, [width] or [B, width]: int64 [B, width]."""
     parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
     a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
     b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
-    j = torch.arange(width, device=blocks.device)
-    return _finish(_start((a[:, None] + j) & _MASK) ^ b[:, None])
+    return _finish(_start((a[:, None] + places) & _MASK) ^ b[:, None])
 
 
 def _hadamard(values: Tensor) -> Tensor:
@@ -465,17 +459,12 @@ def _unpack(wire: Tensor, blocks: Tensor, base: int, q: Quantiser) -> Tensor:
     return codes
 
 
-def _kept(blocks: Tensor, q: Quantiser) -> Tensor:
-    """How many coordinates top-k keeps of each block."""
-    return ((blocks[:, LENGTH] * q.kept + 65535) >> 16).clamp(min=1)
-
-
 def _pack_largest(values: Tensor, blocks: Tensor, wire: Tensor, base: int, q: Quantiser) -> None:
     """For each block, the coordinates with the largest magnitudes (the first of equal ones), then their places, both in
     the order of places."""
     inside = _positions(blocks, values.shape[1])[1]
     order = torch.where(inside, _magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
-    for k, count in enumerate(_kept(blocks, q).tolist()):
+    for k, count in enumerate(q.kept_of(blocks[:, LENGTH]).tolist()):
         places = order[k, :count].sort().values
         at = int(blocks[k, CODES]) - base
         kept = _bytes_of(values[k, places]).flatten()
@@ -486,7 +475,7 @@ def _pack_largest(values: Tensor, blocks: Tensor, wire: Tensor, base: int, q: Qu
 def _unpack_largest(wire: Tensor, blocks: Tensor, base: int, dtype: torch.dtype, q: Quantiser) -> Tensor:
     """Kept coordinates at their places, zero elsewhere; NaN everywhere if one is not finite: [B, block_size]."""
     values = torch.zeros(len(blocks), q.block_size, dtype=dtype, device=wire.device)
-    for k, count in enumerate(_kept(blocks, q).tolist()):
+    for k, count in enumerate(q.kept_of(blocks[:, LENGTH]).tolist()):
         at = int(blocks[k, CODES]) - base
         middle = at + count * dtype.itemsize
         places = wire[middle : middle + 2 * count].clone().view(torch.int16).long() & 0xFFFF

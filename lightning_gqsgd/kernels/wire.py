@@ -19,9 +19,11 @@ mix = finish(start(.)) is a 32-bit finaliser of two multiplications (constants o
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 GOLDEN = 0x9E3779B9
 MULTIPLY_1 = 0x7FEB352D
@@ -38,9 +40,11 @@ class ScaleFormat(NamedTuple):
     Attributes:
         shift: bits of the mantissa that are dropped (the rest then moves up by one, to make room for the flag).
         infinity: bits of infinity; anything from there on is not finite.
-        tiny: bits of the smallest scale used: below it, 1/Δ would overflow.
+        tiny: bits of the smallest scale used, 2^-118 or 2^-1014: below it, 1/Δ would overflow.
         nbytes: bytes on the wire.
         raw_bytes: bytes of an uncompressed coordinate.
+        mantissa: bits of the compute type's mantissa.
+        integer: the integer type as wide as the compute type.
     """
 
     shift: int
@@ -48,11 +52,24 @@ class ScaleFormat(NamedTuple):
     tiny: int
     nbytes: int
     raw_bytes: int
+    mantissa: int
+    integer: torch.dtype
+
+    def rounded_up(self, bits: Tensor) -> Tensor:
+        """Bits of the scales for largest magnitudes with these bits, int64; of infinity, where they are not finite."""
+        up = (bits.clamp(min=self.tiny) + (1 << self.shift) - 1) >> self.shift << self.shift
+        up = torch.where(bits > 0, up, 0)
+        up = torch.where(up == self.infinity, self.infinity - 1, up)  # rounded up to it: the largest finite number
+        return torch.where(bits >= self.infinity, self.infinity, up)
 
 
 SCALE_FORMATS = {
-    torch.float32: ScaleFormat(shift=16, infinity=0x7F800000, tiny=(127 - 118) << 23, nbytes=2, raw_bytes=4),
-    torch.float64: ScaleFormat(shift=32, infinity=0x7FF0000000000000, tiny=(1023 - 1014) << 52, nbytes=4, raw_bytes=8),
+    torch.float32: ScaleFormat(
+        shift=16, infinity=0xFF << 23, tiny=9 << 23, nbytes=2, raw_bytes=4, mantissa=23, integer=torch.int32
+    ),
+    torch.float64: ScaleFormat(
+        shift=32, infinity=0x7FF << 52, tiny=9 << 52, nbytes=4, raw_bytes=8, mantissa=52, integer=torch.int64
+    ),
 }
 
 #: Gradient dtype -> dtype in which it is quantised, summed and, uncompressed, sent.
@@ -88,6 +105,9 @@ class Kind(IntEnum):
     TOP_K = 2  # coordinates as they are, and where they belong
 
 
+Count = TypeVar("Count", int, np.ndarray, Tensor)
+
+
 class Quantiser(NamedTuple):
     """The numbers a kernel needs of a codec.
 
@@ -105,7 +125,7 @@ class Quantiser(NamedTuple):
             cut off after ``mantissa`` bits of the mantissa, are S - c below those of 1.0; 0 stands for 0.
         mantissa: bits of the mantissa, m.
         headroom: an exponential code stands for 2^-headroom of what its sums do: 2^headroom codes add up to at most 1.
-        kept: of 65536 coordinates, how many top-k keeps.
+        kept: of 65536 coordinates, how many top-k keeps; 1 or more.
     """
 
     bits: int
@@ -125,6 +145,10 @@ class Quantiser(NamedTuple):
     def always_stochastic(self) -> bool:
         """Which dither codes have whose scale comes from elsewhere, so that no flag travels with it."""
         return self.stochastic_from < 0
+
+    def kept_of(self, length: Count) -> Count:
+        """How many coordinates top-k keeps of a block with so many, rounded up."""
+        return (length * self.kept + 65535) >> 16
 
 
 Key = tuple[int, int]

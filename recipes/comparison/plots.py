@@ -278,7 +278,7 @@ def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dic
 def _has_memory(variant: str) -> bool:
     """Whether the variant's preset has a memory."""
     preset = PRESETS.get(variant.split()[0])
-    return preset is not None and (preset.config.up is not None or preset.config.down is not None)
+    return preset is not None and preset.config.remembers
 
 
 def save_step_times(variants: dict[str, list[Run]], title: str, file: Path) -> None:

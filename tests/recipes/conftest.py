@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,40 @@ def run_script(
         timeout=timeout,
         check=False,
     )
+
+
+def run_ranks(
+    arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], *, cwd: Path, timeout: float, **environment: str
+) -> None:
+    """Python with these arguments on every rank of one launch, as another launcher starts it: ends well on all of them.
+
+    Args:
+        arguments: of the interpreter.
+        ranks: what each rank's environment has of its own, apart from RANK.
+        cwd: where they run.
+        timeout: in seconds.
+        **environment: what they have in common, apart from the rendezvous.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            env={**clean_environment(), **common, "RANK": str(rank), **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, own in enumerate(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(ranks), outputs
 
 
 def clean_environment() -> dict[str, str]:

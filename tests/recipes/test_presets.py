@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 
 from recipes.comparison.results import Run
 from recipes.tasks import names
-from tests.recipes.conftest import ROOT, TINY, clean_environment, run_script
+from tests.recipes.conftest import ROOT, TINY, run_ranks, run_script
 
 #: Trains once for each command line, in this process.
 TRAIN = """
@@ -40,26 +37,8 @@ def test_presets_with_memory_train_and_save_it(tmp_path: Path) -> None:
     # A width at which there are parameters to compress. One pair of processes for all: starting takes longest.
     small = [*TINY, "model.width=16", "trainer.max_epochs=1", "data.batch_size=16", "threads=1"]
     runs = {str(tmp_path / preset): [*small, f"strategy={preset}"] for preset in MEMORY}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN, json.dumps(runs)],
-            cwd=ROOT,
-            env={**clean_environment(), **launch, "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=250)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    ranks = [{"LOCAL_RANK": str(rank), "GROUP_RANK": "0"} for rank in range(2)]
+    run_ranks(["-c", TRAIN, json.dumps(runs)], ranks, cwd=ROOT, timeout=250, PYTHONPATH=str(ROOT))
     for preset, kinds in MEMORY.items():
         folder = tmp_path / preset
         facts = json.loads((folder / "result.json").read_text())

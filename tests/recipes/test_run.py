@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from recipes.tasks import names
-from tests.recipes.conftest import ROOT, TINY, clean_environment
+from tests.recipes.conftest import ROOT, TINY, run_ranks
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -44,30 +42,14 @@ def test_two_processes(script: Script, tmp_path: Path) -> None:
 
 
 def test_processes_of_an_outside_launcher_share_one_folder(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "recipes" / "run.py"), *TINY, "data.batch_size=16"]
-            + ["trainer.num_nodes=2", "trainer.devices=1", "strategy=ddp_bf16"],
-            cwd=tmp_path,
-            env={
-                **clean_environment(),
-                **{"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": str(rank)},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    overrides = (*TINY, "data.batch_size=16", "trainer.num_nodes=2", "trainer.devices=1", "strategy=ddp_bf16")
+    run_ranks(
+        [str(ROOT / "recipes" / "run.py"), *overrides],
+        [{"LOCAL_RANK": "0", "GROUP_RANK": str(node)} for node in range(2)],
+        cwd=tmp_path,
+        timeout=150,
+        OMP_NUM_THREADS="1",
+    )
     (result,) = tmp_path.rglob("result.json")
     assert result.parent.parent == tmp_path / "outputs" / "quickstart" / "ddp_bf16-seed0"
     assert [path.name for path in result.parent.parent.iterdir()] == [result.parent.name]

@@ -78,9 +78,9 @@ def test_all_ranks_hold_the_same_bits_and_uncompressed_parameters_are_exact(pres
         assert torch.allclose(results[0][~CODED], torch.stack(given).mean(0)[~CODED], atol=1e-6)
 
 
-@pytest.mark.parametrize("preset", ["comp_ams", "topk_ef"])
+@pytest.mark.parametrize("preset", ["comp_ams", "topk_ef", "signsgd_ef"])
 def test_error_feedback_loses_nothing(preset: str) -> None:
-    """Σ results = Σ means - what the ranks still remember, on average over ranks."""
+    """Σ results = Σ means - what the ranks still remember, on average over them, and the owners of shards."""
     ranks = VirtualRanks(3, SEGMENTS, preset=preset)
     given, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(30):
@@ -88,19 +88,10 @@ def test_error_feedback_loses_nothing(preset: str) -> None:
         given += torch.stack(some).double().mean(0)
         sent += ranks.average(some, step)[0]
     left = torch.stack([remembered(store, "up_error") for store in ranks.stores]).double().mean(0)
-    assert torch.allclose((given - sent)[CODED], left, atol=1e-4)
     assert float(left.norm()) > 1
-
-
-def test_error_feedback_both_ways_loses_nothing() -> None:
-    ranks = VirtualRanks(3, SEGMENTS, preset="signsgd_ef")
-    given, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
-    for step in range(30):
-        some = gradients(3, step)
-        given += torch.stack(some).double().mean(0)
-        sent += ranks.average(some, step)[0]
-    left = torch.stack([remembered(store, "up_error") for store in ranks.stores]).double().mean(0)
-    assert torch.allclose((given - sent)[CODED], left + owned(ranks, "down_error").double(), atol=1e-4)
+    if ranks.config.down is not None:
+        left += owned(ranks, "down_error")
+    assert torch.allclose((given - sent)[CODED], left, atol=1e-4)
 
 
 @pytest.mark.parametrize(
