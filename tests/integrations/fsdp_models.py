@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,6 +62,11 @@ def relative_errors(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, flo
     return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
 
 
-def weights(model: nn.Module) -> Tensor:
-    """All parameters, flat."""
-    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+def bits(tensors: Iterable[Tensor]) -> str:
+    """Hash of all bits."""
+    return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in tensors)).hexdigest()
+
+
+def weight_bits(model: nn.Module) -> str:
+    """Of all parameters."""
+    return bits(p.full_tensor() for p in model.parameters())
