@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed.fsdp
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -31,6 +32,8 @@ def command_of(example: Path) -> list[str]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path) -> None:
     assert len(example.read_text().splitlines()) <= MAX_LINES
+    if "fully_shard" in example.read_text() and not hasattr(torch.distributed.fsdp, "FSDPModule"):
+        pytest.skip("this torch has no FSDP2")
     before = set(ROOT.iterdir())
     done = subprocess.run(command_of(example), capture_output=True, text=True, timeout=250, check=False, cwd=ROOT)
     output = done.stdout + done.stderr
@@ -39,7 +42,3 @@ def test_example(example: Path) -> None:
     accuracies = re.findall(r"accuracy\W{1,4}(0\.\d+)", output)
     assert not accuracies or float(accuracies[-1]) > 0.8, output
     assert set(ROOT.iterdir()) == before, "an example leaves files behind"
-
-
-def test_there_is_one_for_every_framework() -> None:
-    assert {path.stem for path in EXAMPLES} >= {"ddp_torchrun", "fabric_loop", "lightning_cli", "lightning_trainer"}
