@@ -87,7 +87,7 @@ class GQSGDState:
         self._runner: Runner | None = runner_for(tensor.device)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._store: MemoryStore | None = None
-        if kinds(self.config):
+        if self.config.remembers:
             sizes = {p.number: p.numel for p in self._parameters.values() if not p.raw}
             self._store = MemoryStore(self.config, ranks, sizes, tensor.dtype, tensor.device)
         self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
@@ -302,19 +302,7 @@ class GQSGDState:
                 *(ranks, ", ".join(kinds(self.config))),
             )
             return
-        pairs = []
-        for kind, tensors in saved.items():
-            for number, rows in tensors.items():
-                row = store.row(kind, number) if number in store.parameters else None
-                if row is None or rows.shape[1:] != row.shape:
-                    here = 0 if row is None else row.numel()
-                    raise ConfigError(
-                        f"the checkpoint remembers {rows.shape[-1]} values of parameter {number}, the model compresses "
-                        f"{here}; resume with the model and the configuration that wrote it"
-                    )
-                pairs.append((row, rows[self._communicator.rank]))
-        for row, values in pairs:
-            row.copy_(values)
+        store.take(saved, self._communicator.rank)
         known = {number for tensors in saved.values() for number in tensors}
         names = [info.name for info in self._trained if not info.raw and info.number not in known]
         if names:

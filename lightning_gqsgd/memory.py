@@ -85,10 +85,24 @@ class MemoryStore:
             self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
         return self._tensors[key]
 
-    @property
-    def parameters(self) -> list[int]:
-        """Numbers of the compressed parameters, in order."""
-        return sorted(self._sizes)
+    def take(self, saved: Mapping[str, Mapping[int, Tensor]], rank: int) -> None:
+        """Remember what was saved of all ranks: tensors [ranks, ...] by kind and parameter.
+
+        Raises:
+            ConfigError: of other parameters, or of other sizes; nothing has been taken.
+        """
+        pairs = []
+        for kind, tensors in saved.items():
+            for number, rows in tensors.items():
+                row = self.row(kind, number) if number in self._sizes else None
+                if row is None or rows.shape[1:] != row.shape:
+                    raise ConfigError(
+                        f"the checkpoint remembers {rows.shape[-1]} values of parameter {number}, the model compresses "
+                        f"{0 if row is None else row.numel()}; resume with the model and the configuration that wrote it"
+                    )
+                pairs.append((row, rows[rank]))
+        for row, values in pairs:
+            row.copy_(values)
 
     def _owners_of(self, kind: str) -> int:
         """Among how many ranks a kind of memory is divided."""

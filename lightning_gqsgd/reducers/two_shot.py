@@ -27,8 +27,7 @@ class TwoShot:
         config, self.ranks = setting.config, setting.ranks
         q = setting.codec.quantiser(config.block_size)
         self.up, self.down = Link(config, q, "up"), Link(config, q, "down")
-        remembers = self.up.memory is not None or self.down.memory is not None
-        divide = place_by_owner if remembers else place
+        divide = place_by_owner if config.remembers else place
         self.layout = divide(table, q, shards=self.ranks, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes)
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
