@@ -96,9 +96,10 @@ class MemoryStore:
             for number, rows in tensors.items():
                 row = self.row(kind, number) if number in self._sizes else None
                 if row is None or rows.shape[1:] != row.shape:
+                    here = 0 if row is None else row.numel()
                     raise ConfigError(
                         f"the checkpoint remembers {rows.shape[-1]} values of parameter {number}, the model compresses "
-                        f"{0 if row is None else row.numel()}; resume with the model and the configuration that wrote it"
+                        f"{here}; resume with the model and the configuration that wrote it"
                     )
                 pairs.append((row, rows[rank]))
         for row, values in pairs:
