@@ -94,7 +94,7 @@ class GQSGDFSDPState:
         replicas = replicate or self._groups[0].replicas
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
 
-        scattered = _for_scatter(config, self._replica)
+        scattered = _for_scatter(config, self._replica) if reduce_scatter else GQSGDConfig(reducer="native")
         self._shards = Communicator(device, shards, timeout, stages=stages(scattered, shards.size()))
         self._average: _Collective | None = None
         self._scatter: _Collective | None = None
@@ -103,10 +103,8 @@ class GQSGDFSDPState:
             among = Communicator(device, replicate, timeout, stages=stages(averaged, replicate.size()))
             self._average = _Collective("all-reduce", among, averaged, Plan, [self._shards.rank], 0)
         if reduce_scatter:
-            rows = range(self._shards.size)
-            self._scatter = _Collective(
-                "reduce-scatter", self._shards, scattered, ScatterPlan, rows, len(self._groups) if replicate else 0
-            )
+            rows, before = range(self._shards.size), len(self._groups) if replicate is not None else 0
+            self._scatter = _Collective("reduce-scatter", self._shards, scattered, ScatterPlan, rows, before)
         facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
         self._agree({**facts, "place among replicas": self._replica}, {**facts, "shard": self._shards.rank})
         self._runner: Runner | None = runner_for(device)
@@ -163,8 +161,8 @@ class GQSGDFSDPState:
         self._run(self._scatter, group, gradients)
         output.copy_(gradients.view(self._shards.size, -1)[self._shards.rank])
         if op != dist.ReduceOp.AVG:
-            divisor = _divisor(group) if op != dist.ReduceOp.SUM else None  # otherwise a sum that is multiplied before
-            output *= self._shards.size / (divisor or 1)
+            divisor = None if op == dist.ReduceOp.SUM else _divisor(group)  # the third is a sum of what was divided
+            output *= self._shards.size / (divisor or 1.0)
 
     def _run(self, collective: _Collective, group: ShardedGroup, x: Tensor) -> None:
         """Reduce ``x`` in place; wait for it (on a GPU, the current stream does)."""

@@ -5,6 +5,7 @@ Mixins: `trainer_lightning` and `trainer_pytorch_lightning` put them on the clas
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,7 +142,10 @@ class TrainerMixin(_Base):
     def _wrap_anew(self, module: Any) -> DistributedDataParallel:
         self.model = module  # ends the old DDP, whose buckets are as large as the gradients
         # Ranks have the same parameters, or their own on purpose: post-local SGD, buffers that are not broadcast.
-        arguments, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
+        # (Old versions of torch make them equal all the same.)
+        keeps = "init_sync" in inspect.signature(DistributedDataParallel).parameters
+        arguments = self._ddp_kwargs
+        self._ddp_kwargs = {**arguments, "init_sync": False} if keeps else arguments
         try:
             self.model = self._setup_model(module)
         finally:

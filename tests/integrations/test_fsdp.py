@@ -199,6 +199,33 @@ def several(model: nn.Module, rank: int) -> None:
         loss_of(model, rank, step).backward()
 
 
+def _codecs(rank: int) -> None:
+    """What replicas can average with, even where reduce-scatters cannot; the operator that Gloo does not have."""
+    for hooks in (
+        {"reducer": "sum", "scale": "global"},
+        {"reducer": "gather", "dither": "stochastic", "coder": "elias"},
+        {"reducer": "tree", "codec": "exponential", "bits": 8},
+        {"preset": "dq_psgd", "bits": 8, "reduce_scatter": True},
+        {"codec": "exponential", "mantissa": 3, "reduce_scatter": True},
+    ):
+        model, state = quantised(mesh(2), {**QUANTISED, **hooks}, padded())
+        once(model, rank)
+        assert state.telemetry.totals()["bytes_sent"] > 0
+        state.close()
+    model, state = quantised(mesh(2), BOTH, padded())
+    once(model, rank)
+    model.set_gradient_divide_factor(3.0)
+    ones = torch.ones(2 * sum(p.share for p in state._groups[0].reduced()))
+    for op, value in ((dist.ReduceOp.AVG, 1), (dist.ReduceOp.SUM, 2), (dist.ReduceOp.PREMUL_SUM(1 / 3), 2 / 3)):
+        output = torch.empty(len(ones) // 2)
+        state.scatter(state._groups[0], output, ones.clone(), op)
+        torch.testing.assert_close(output, torch.full_like(output, value), rtol=0.01, atol=0)
+
+
+def test_codecs_and_operators(tmp_path: Path) -> None:
+    run(_codecs, 4, tmp_path)
+
+
 def _ways_of_backward(rank: int) -> list[Any]:
     for method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         state, equal = against_torch(rank, NATIVE, accumulate(method))
