@@ -16,7 +16,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -284,9 +283,8 @@ def alone(_: int) -> None:
     """Errors and warnings of one process that Accelerate takes for one of several."""
     os.environ["OMP_NUM_THREADS"] = "1"
     # When this fails, Accelerate knows subclasses again, and the handler need not pose as its base any more.
-    if not accelerate.__version__.startswith("1.0."):
-        with pytest.raises(KeyError, match="Subclass"):
-            Accelerator(cpu=True, kwargs_handlers=[Subclass()])
+    with pytest.raises(KeyError, match="Subclass"):
+        Accelerator(cpu=True, kwargs_handlers=[Subclass()])
     with pytest.raises(ValueError, match="You can only pass one"):
         Accelerator(cpu=True, kwargs_handlers=[GQSGDKwargs(), DistributedDataParallelKwargs()])
 
@@ -321,8 +319,6 @@ def test_what_cannot_be_enabled(tmp_path: Path) -> None:
 def unnoticed(_: int) -> None:
     del os.environ["LOCAL_RANK"]  # as on a machine without a GPU: Accelerate does not look at it there
     accelerator = Accelerator()
-    if accelerate.__version__.startswith("1.0.") and accelerator.num_processes == 2:
-        return  # as it should be
     assert accelerator.num_processes == 1
     with pytest.warns(
         UserWarning, match=r"2 processes were started \(WORLD_SIZE\), but this Accelerator is on its own"
