@@ -262,10 +262,7 @@ class GQSGDState:
                 f"gqsgd state of schema {state.get('schema')!r}; this version reads {STATE_SCHEMA}: "
                 "resume with the version that wrote it, or drop the entry to start the dither anew"
             )
-        written = GQSGDConfig(**state["config"])
-        difference = describe_difference(written.to_dict(), self.requested.to_dict())
-        if difference:
-            logger.warning("gqsgd: the checkpoint was written under another configuration (%s)", difference)
+        warn_of_difference(state["config"], self.requested)
         if self._store is not None:
             self._take_memory(self._store, state)
         self.config = replace(self.config, seed=state["seed"])
@@ -377,6 +374,13 @@ def register_gqsgd(
         ConfigError: a configuration or model that cannot work, or ranks that do not agree.
     """
     return GQSGDState(model, make_config(preset, **fields), timeout, post_local_sgd)
+
+
+def warn_of_difference(written: dict[str, Any], now: GQSGDConfig) -> None:
+    """Log in which fields the configuration of a checkpoint differs, if in any."""
+    difference = describe_difference(GQSGDConfig(**written).to_dict(), now.to_dict())
+    if difference:
+        logger.warning("gqsgd: the checkpoint was written under another configuration (%s)", difference)
 
 
 def _check_model(model: DistributedDataParallel) -> None:

@@ -55,7 +55,7 @@ class FabricMixin(_Base):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Add the states of the hooks to what a run resumes from: whatever has an optimizer. A collective."""
-        if any(isinstance(one, optim.Optimizer) for one in state.values()) and self.gqsgd_states:
+        if _is_to_resume(state) and self.gqsgd_states:
             if CHECKPOINT_KEY in state:
                 raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
             state = {**state, CHECKPOINT_KEY: [one.state_dict() for one in self.gqsgd_states]}
@@ -64,7 +64,7 @@ class FabricMixin(_Base):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Give the hooks their states where an optimizer gets its own; otherwise they are left as they are."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict) and any(isinstance(one, optim.Optimizer) for one in state.values()):
+        if _is_to_resume(state):
             loaded = remainder.pop(CHECKPOINT_KEY, None)
             if loaded is None:
                 self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
@@ -89,3 +89,8 @@ class FabricMixin(_Base):
 
     def _rank_zero_info(self, text: str) -> None:
         raise NotImplementedError
+
+
+def _is_to_resume(state: Any) -> bool:
+    """Whether training resumes from what is saved or loaded: weights alone are for other uses."""
+    return isinstance(state, dict) and any(isinstance(one, optim.Optimizer) for one in state.values())

@@ -27,9 +27,9 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gqsgd.communicator import Communicator
-from lightning_gqsgd.config import ConfigError, GQSGDConfig, describe_difference
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.functional import Reduction
-from lightning_gqsgd.hook import STATE_SCHEMA
+from lightning_gqsgd.hook import STATE_SCHEMA, warn_of_difference
 from lightning_gqsgd.integrations.fsdp_modules import ShardedGroup, digest, parameter_bits, row, sharded_groups
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
@@ -282,10 +282,7 @@ class GQSGDFSDPState:
                 f"not an FSDP state of schema {STATE_SCHEMA} (schema: {state.get('schema')!r}, entries: "
                 f"{', '.join(state)}): resume with what wrote it, or drop the entry to start the dither anew"
             )
-        written = GQSGDConfig(**state["config"])
-        difference = describe_difference(written.to_dict(), self.config.to_dict())
-        if difference:
-            logger.warning("gqsgd: the checkpoint was written under another configuration (%s)", difference)
+        warn_of_difference(state["config"], self.config)
         self.config = replace(self.config, seed=state["seed"])
         if self._average is not None:
             self._average.config = resolve(self.config, self._average.communicator.size)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,22 +299,34 @@ class _Tied(nn.Module):
 def _tied(rank: int) -> list[list[str]]:
     results = []
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-        bits = []
-        for hook in (None, {"reducer": "native"}, {"reducer": "two_shot"}, {"preset": "signsgd_ef"}):
-            model = DistributedDataParallel(_Tied(), **options)
-            state = None if hook is None else register_gqsgd(model, **hook)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(4):
-                tokens = torch.randint(64, (32,), generator=torch.Generator().manual_seed(10 * step + rank))
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
-                optimizer.step()
-            bits.append(fingerprint(model))
-            if state is not None:
-                _installed(model)
-                state.close()
-        results.append(bits)
+        results.append(_under_every_hook({"preset": "signsgd_ef"}, _Tied, options, partial(_train_tied, rank)))
     return results
+
+
+def _train_tied(rank: int, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        tokens = torch.randint(64, (32,), generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+        optimizer.step()
+
+
+def _under_every_hook(
+    last: dict[str, Any], make: Callable[[], nn.Module], options: dict[str, Any], fit: Callable[[nn.Module], None]
+) -> list[str]:
+    """Bits after four steps without a hook, with native and quantised reduction, and with one more."""
+    bits = []
+    for hook in (None, {"reducer": "native"}, {"reducer": "two_shot"}, last):
+        model = DistributedDataParallel(make(), **options)
+        state = None if hook is None else register_gqsgd(model, **hook)
+        fit(model)
+        bits.append(fingerprint(model))
+        if state is not None:
+            assert state.step == 4
+            _installed(model)
+            state.close()
+    return bits
 
 
 def test_tied_weights_under_every_ddp_option(tmp_path: Path) -> None:
@@ -326,19 +340,13 @@ def test_tied_weights_under_every_ddp_option(tmp_path: Path) -> None:
 def _compiled(rank: int) -> list[list[str]]:
     results = []
     for options in ({}, {"static_graph": True}):
-        bits = []
-        for hook in (None, {"reducer": "native"}, {"reducer": "two_shot"}, {"preset": "dore"}):
-            torch._dynamo.reset()
-            model = DistributedDataParallel(mlp(), **options)
-            state = None if hook is None else register_gqsgd(model, **hook)
-            train(torch.compile(model, backend="aot_eager"), rank, range(4))  # type: ignore[arg-type]
-            bits.append(fingerprint(model))
-            if state is not None:
-                assert state.step == 4
-                _installed(model)
-                state.close()
-        results.append(bits)
+        results.append(_under_every_hook({"preset": "dore"}, mlp, options, partial(_train_compiled, rank)))
     return results
+
+
+def _train_compiled(rank: int, model: nn.Module) -> None:
+    torch._dynamo.reset()
+    train(torch.compile(model, backend="aot_eager"), rank, range(4))  # type: ignore[arg-type]
 
 
 def test_a_compiled_ddp_model(tmp_path: Path) -> None:
