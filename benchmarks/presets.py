@@ -43,9 +43,9 @@ from lightning_gqsgd.simulate import VirtualRanks, relative_error
 from lightning_gqsgd.theory import bits_at
 from recipes.comparison.plots import COLOURS, DPI, STYLE
 from recipes.tasks import jpegs
-from recipes.tasks.cifar10 import default_cache_dir
 from recipes.tasks.digits import load_digits
 from recipes.tasks.networks import ResNet
+from recipes.tasks.sources import default_cache_dir
 
 COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
 #: Steps on the same gradients over which presets with a memory are averaged, and for how many ranks at most.

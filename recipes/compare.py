@@ -38,7 +38,7 @@ examples:
 Comma lists are the sweep: every combination is one run of recipes/run.py in fresh processes. Finished runs are kept.
 strategy=all is ddp, ddp_bf16 and every preset; not powersgd, which needs CUDA.
 Settings of the comparison itself, beside all overrides of run.py:
-  target=0.9        accuracy whose time is reported (default: 99 % of the lowest best accuracy)
+  target=0.9        value of the task's metric whose time is reported (default: the worst best value less 1 %)
   launcher=netlab   hosts with shaped links on this machine, one process each: hosts=2 rate=1gbit
   output=FOLDER     default: outputs/compare
 """
@@ -80,7 +80,8 @@ def _report(plan: Plan, failed: set[Path], console: Console) -> None:
     target = common_target(variants) if given is None else given
     title = _title(plan, variants)
     lines = compare(variants, target)
-    heads, rows = headings(target), [cells(line) for line in lines]
+    metric = lines[0].metric
+    heads, rows = headings(metric, target), [cells(line) for line in lines]
     shown, padding = _fitting(heads, rows, console.width)
     table = _table(title, [heads[one] for one in shown], [[row[one] for one in shown] for row in rows], padding)
     console.print(table, soft_wrap=False)
@@ -92,7 +93,7 @@ def _report(plan: Plan, failed: set[Path], console: Console) -> None:
 
     files = list(write_tables(lines, target, title, plan.folder))
     for axis in ("time", "epoch", "mb_sent"):
-        files.append(plan.folder / f"accuracy_{axis}.png")
+        files.append(plan.folder / f"{metric.label.lower()}_{axis}.png")
         save_curves(variants, axis, title, files[-1], target if axis == "time" else float("nan"))
     files.append(plan.folder / "step_time.png")
     save_step_times(variants, title, files[-1])

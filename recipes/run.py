@@ -23,15 +23,18 @@ from omegaconf import DictConfig, OmegaConf
 import lightning_gqsgd  # registers its strategies
 from recipes.tasks.baselines import StrategyError
 from recipes.tasks.building import TargetError, build
-from recipes.tasks.classifier import ImageClassifier, SGDSettings
 from recipes.tasks.clock import TrainingClock
 from recipes.tasks.communication import CommunicationCounter
+from recipes.tasks.data import TaskData
 from recipes.tasks.exposed import ExposedCommunication
-from recipes.tasks.images import DataError, ImageDataModule
 from recipes.tasks.launch import cluster_environment, hydra_arguments, is_rank_zero, local_processes, set_threads
 from recipes.tasks.loggers import METRICS_FILE, ContinuedCSVLogger
+from recipes.tasks.metrics import Metric
+from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.progress import PlainProgress
 from recipes.tasks.report import StartupSummary, finish, run_facts
+from recipes.tasks.sources import DataError
+from recipes.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
 LAST = "last.ckpt"
@@ -42,7 +45,7 @@ class RunError(RuntimeError):
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
-    """Train as ``cfg`` says, with all files below ``folder``; returns the final accuracy, 0 to 1.
+    """Train as ``cfg`` says, with all files below ``folder``; returns the final value of the task's metric.
 
     Raises:
         RunError, DataError, StrategyError, TargetError: with what to change.
@@ -54,7 +57,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     _silence_known_messages()
     checkpoint = find_checkpoint(cfg, folder)
 
-    data: ImageDataModule = build(cfg.data)
+    data: TaskData = build(cfg.data)
     if is_rank_zero():
         # Before anything is named: the name of the data may turn out to be that of the fallback. The other processes
         # start later, or wait for this one to join the process group.
@@ -64,7 +67,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     title = f"{cfg.title} on {data.data_name}"
 
     network = build(cfg.model, leave_out=("name",))
-    module = ImageClassifier(network, cfg.data.num_classes, SGDSettings(**config["optimizer"]))
+    module: Task = build(cfg.task, network=network, settings=OptimizerSettings(**config["optimizer"]))
     numbers = clock, counter, exposed = TrainingClock(), CommunicationCounter(), ExposedCommunication()
     parameters = sum(p.numel() for p in network.parameters())
     facts = {
@@ -76,7 +79,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     }
     callbacks: list[Callback] = [clock, counter, exposed, StartupSummary(title, facts)]
     interactive = sys.stdout.isatty()
-    callbacks.append(RichProgressBar() if interactive else PlainProgress())
+    callbacks.append(RichProgressBar() if interactive else PlainProgress(module.metric))
     if cfg.checkpoint:
         # One file, written over after each validation; saving is atomic.
         callbacks.append(
@@ -86,7 +89,9 @@ def train(cfg: DictConfig, folder: Path) -> float:
         **config["trainer"],
         strategy=build(cfg.strategy, leave_out=("name",)),
         plugins=cluster_environment(os.environ),
-        logger=_loggers(cfg, config, folder, f"{title}, {cfg.strategy.name}, seed {cfg.seed}", checkpoint),
+        logger=_loggers(
+            cfg, config, folder, f"{title}, {cfg.strategy.name}, seed {cfg.seed}", module.metric, checkpoint
+        ),
         callbacks=callbacks,
         default_root_dir=folder,
         num_sanity_val_steps=0,
@@ -104,7 +109,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     if trainer.is_global_zero:
         finish(folder, result, str(folder / CHECKPOINTS / LAST) if cfg.checkpoint else None)
     metrics = result["metrics"]
-    return metrics.get("test/acc", metrics.get("val/acc", float("nan")))
+    return metrics.get(module.metric.test, metrics.get(module.metric.val, float("nan")))
 
 
 def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
@@ -131,7 +136,9 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
     return str(earlier[-1])
 
 
-def _loggers(cfg: DictConfig, config: dict[str, Any], folder: Path, name: str, checkpoint: str | None) -> list[Logger]:
+def _loggers(
+    cfg: DictConfig, config: dict[str, Any], folder: Path, name: str, metric: Metric, checkpoint: str | None
+) -> list[Logger]:
     """The CSV logger, always, and the chosen one; both know the whole configuration."""
     if checkpoint:
         step = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
@@ -140,7 +147,8 @@ def _loggers(cfg: DictConfig, config: dict[str, Any], folder: Path, name: str, c
         csv = ContinuedCSVLogger(folder)
     loggers: list[Logger] = [csv]
     if "_target_" in cfg.logger:
-        loggers.append(build(cfg.logger, leave_out=("name",), folder=str(folder), run_name=name, group=cfg.title))
+        arguments = {"folder": str(folder), "run_name": name, "group": cfg.title, "metric": metric}
+        loggers.append(build(cfg.logger, leave_out=("name",), **arguments))
     for logger in loggers:
         logger.log_hyperparams(config)
     return loggers

@@ -16,6 +16,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from lightning_gqsgd.presets import PRESETS
+from recipes.tasks.building import target_of
+from recipes.tasks.metrics import Metric
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CELL_FILE = "cell.json"
@@ -40,7 +42,7 @@ class Settings:
         launcher: ``"lightning"`` (each run starts its processes) or ``"netlab"`` (hosts with shaped links, all on this
             machine).
         hosts, rate: of netlab, one process per host, e.g. 2 and "1gbit".
-        target: accuracy, 0 to 1, whose time is reported; None: 99 % of the lowest best accuracy.
+        target: value of the task's metric whose time is reported; None: what all runs reach, less 1 %.
         output: folder of all comparisons.
     """
 
@@ -55,8 +57,6 @@ class Settings:
             raise PlanError(f"launcher={self.launcher!r} is not one of {', '.join(LAUNCHERS)}")
         if self.hosts < 2:
             raise PlanError(f"hosts={self.hosts} must be at least 2")
-        if self.target is not None and not 0 < self.target <= 1:
-            raise PlanError(f"target={self.target} is out of range: above 0 to 1, e.g. target=0.9")
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cells = [_cell([*choice, *fixed], _swept(passed), launch, folder / "cells") for choice in _choices(passed)]
     _check_distinct(cells)
+    _check_target(settings.target, target_of(cells[0].config["task"]).metric)
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
     cells.sort(key=lambda cell: (cell.seed, first[cell.variant]))
     return Plan(settings, experiment, folder, tuple(cells))
@@ -197,6 +198,12 @@ def _check_distinct(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if folders.count(cell.folder) > 1:
             raise PlanError(f"several runs are called {cell.folder.name}; list every strategy and seed once")
+
+
+def _check_target(target: float | None, metric: Metric) -> None:
+    if target is not None and not metric.is_possible(target):
+        limits = "above 0 to 1, e.g. target=0.9" if metric.higher_is_better else "above 0, e.g. target=100"
+        raise PlanError(f"target={target} is out of range for {metric.label}: {limits}")
 
 
 def _slug(name: str) -> str:

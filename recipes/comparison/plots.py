@@ -22,7 +22,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.theory import bits_at
 from recipes.comparison.labels import place_labels
-from recipes.comparison.results import Curve, Line, Run
+from recipes.comparison.results import Curve, Line, Run, target_text
+from recipes.tasks.metrics import Metric
 
 Axis = Literal["time", "epoch", "mb_sent"]
 
@@ -95,7 +96,7 @@ def colours(variants: Sequence[str]) -> dict[str, str]:
 
 
 def save_curves(variants: dict[str, list[Run]], axis: Axis, title: str, file: Path, target: float = math.nan) -> None:
-    """Validation accuracy of every variant against ``axis``: the mean over seeds, with the range of the seeds.
+    """The metric of every variant's validations against ``axis``: the mean over seeds, with the range of the seeds.
 
     One picture up to `MANY` variants, otherwise a panel for each, with all others in grey behind.
     """
@@ -107,14 +108,14 @@ def save_curves(variants: dict[str, list[Run]], axis: Axis, title: str, file: Pa
 def _draw_together(variants: dict[str, list[Run]], axis: Axis, title: str, target: float) -> Figure:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    chosen = colours(list(variants))
+    chosen, metric = colours(list(variants)), _metric(variants)
     for variant, runs in variants.items():
         _draw_curve(axes, runs, axis, chosen[variant], variant)
-    _finish_accuracy_axis(axes, [run.accuracy for runs in variants.values() for run in runs])
+    _finish_metric_axis(axes, metric, [run.value for runs in variants.values() for run in runs])
     if not math.isnan(target):
         axes.axhline(target, color="#aaaaaa", lw=0.9, ls=(0, (4, 3)), zorder=1)
         axes.annotate(
-            f"target\n{100 * target:.1f}%",
+            f"target\n{target_text(metric, target)}",
             (1, target),
             xycoords=("axes fraction", "data"),
             xytext=(4, 0),
@@ -125,7 +126,7 @@ def _draw_together(variants: dict[str, list[Run]], axis: Axis, title: str, targe
         )
     _finish_progress_axis(axes, variants, axis, ticks=7)
     axes.set_xlabel(LABELS[axis])
-    axes.set_ylabel("validation accuracy")
+    axes.set_ylabel(f"validation {metric.label}")
     axes.set_title(title)
     if len(variants) > 1:
         axes.legend(loc="best", title=_seeds(variants), title_fontsize=7.5, alignment="left")
@@ -136,10 +137,9 @@ def _draw_panels(variants: dict[str, list[Run]], axis: Axis, title: str, target:
     rows = -(-len(variants) // PANELS_PER_ROW)
     figure = Figure(figsize=(1.5 * SIZE[0], 0.9 + 1.35 * rows), layout="constrained")
     grid = figure.subplots(rows, PANELS_PER_ROW, sharex=True, sharey=True, squeeze=False)
-    chosen = colours(list(variants))
+    chosen, metric = colours(list(variants)), _metric(variants)
     means = [
-        _on_common_grid([getattr(run, axis) for run in runs], [run.accuracy for run in runs])
-        for runs in variants.values()
+        _on_common_grid([getattr(run, axis) for run in runs], [run.value for run in runs]) for runs in variants.values()
     ]
     for axes, (variant, runs) in zip(grid.flat, variants.items(), strict=False):
         for x, curves in means:
@@ -151,7 +151,7 @@ def _draw_panels(variants: dict[str, list[Run]], axis: Axis, title: str, target:
         final = np.mean([run.final for run in runs])
         axes.set_title(variant, color=chosen[variant], fontsize=8, fontweight="normal", pad=3)
         axes.annotate(
-            "" if math.isnan(final) else f"{100 * final:.1f}%",
+            "" if math.isnan(final) else target_text(metric, float(final)),
             (0.97, 0.06),
             xycoords="axes fraction",
             ha="right",
@@ -163,18 +163,18 @@ def _draw_panels(variants: dict[str, list[Run]], axis: Axis, title: str, target:
         grid.flat[place].set_visible(False)
         grid.flat[place - PANELS_PER_ROW].tick_params(labelbottom=True)
     first = grid[0, 0]
-    _spread_accuracy_axis(first, [run.accuracy for runs in variants.values() for run in runs])
+    _spread_metric_axis(first, metric, [run.value for runs in variants.values() for run in runs])
     _finish_progress_axis(first, variants, axis, ticks=4)
     figure.supxlabel(LABELS[axis], fontsize=9, color="#333333")
-    notes = [] if math.isnan(target) else [f"dashed: target, {100 * target:.1f}%"]
+    notes = [] if math.isnan(target) else [f"dashed: target, {target_text(metric, target)}"]
     notes += [note] if (note := _seeds(variants)) else []
-    figure.supylabel("validation accuracy", fontsize=9, color="#333333")
-    figure.suptitle("  |  ".join([title, "in numbers: final accuracy", *notes]), x=0.01, ha="left", fontsize=9)
+    figure.supylabel(f"validation {metric.label}", fontsize=9, color="#333333")
+    figure.suptitle("  |  ".join([title, f"in numbers: final {metric.label}", *notes]), x=0.01, ha="left", fontsize=9)
     return figure
 
 
 def _draw_curve(axes: Axes, runs: Sequence[Run], axis: Axis, colour: str, label: str) -> None:
-    x, curves = _on_common_grid([getattr(run, axis) for run in runs], [run.accuracy for run in runs])
+    x, curves = _on_common_grid([getattr(run, axis) for run in runs], [run.value for run in runs])
     if not x.size:
         return
     few = x.size <= 30 and len(runs) == 1
@@ -348,16 +348,36 @@ def _on_common_grid(xs: Sequence[Curve], ys: Sequence[Curve]) -> tuple[Curve, Cu
     return grid, np.stack([np.interp(grid, x, y) for x, y in zip(xs, ys, strict=True)])
 
 
-def _finish_accuracy_axis(axes: Axes, curves: Sequence[Curve]) -> None:
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+def _metric(variants: dict[str, list[Run]]) -> Metric:
+    return next(iter(variants.values()))[0].metric
+
+
+def _finish_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> None:
     values = np.concatenate([curve for curve in curves if curve.size] or [np.array([0.0, 1.0])])
-    top = float(values.max())
-    axes.set_ylim(max(0.0, float(values.min()) - 0.03), min(1.0, top) + 0.03 * max(0.2, top))
+    low, high = float(values.min()), float(values.max())
+    if not metric.higher_is_better:
+        _logarithmic(axes, low, high)
+        return
+    if metric.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    axes.set_ylim(max(0.0, low - 0.03), min(1.0, high) + 0.03 * max(0.2, high))
 
 
-def _spread_accuracy_axis(axes: Axes, curves: Sequence[Curve]) -> None:
-    """A logarithmic scale of the error, which shows the difference between 98 and 99 % and ends just above 100 %."""
-    most = 1.005
+def _logarithmic(axes: Axes, low: float, high: float) -> None:
+    """A logarithmic scale with plain numbers, which begins and ends just outside the values."""
+    axes.set_yscale("log")
+    axes.set_ylim(low / 1.06, high * 1.06)
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _spread_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> None:
+    """For accuracies, a logarithmic scale of the error: it shows the difference between 98 and 99 %."""
+    if not metric.percent:
+        _finish_metric_axis(axes, metric, curves)
+        return
+    most = 1.005  # the scale ends just above 100 %
     axes.set_yscale(
         "function", functions=(lambda y: -np.log10(np.maximum(most - y, 1e-9)), lambda y: most - 10.0 ** -np.asarray(y))
     )

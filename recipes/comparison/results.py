@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_gqsgd.theory import bits_at
 from recipes.tasks import names
+from recipes.tasks.metrics import METRICS, Metric
 
 Curve = NDArray[np.float64]
 
@@ -36,7 +37,8 @@ class Run:
     Attributes:
         facts: contents of ``result.json``.
         time: training seconds at each validation, and at the final test if there was none after the last step;
-            likewise ``epoch``, ``mb_sent`` (10^6 bytes) and ``accuracy`` (0 to 1).
+            likewise ``epoch``, ``mb_sent`` (10^6 bytes) and
+            ``value``, the task's metric.
         codec_s: median seconds per step in which gqsgd encoded and decoded, in whatever thread; NaN for others.
         message_bits: bits per coordinate of one rank's messages; NaN for others than gqsgd.
         rel_l2: relative L2 error of the gradients' mean, averaged over the sampled steps; likewise.
@@ -46,7 +48,7 @@ class Run:
     time: Curve
     epoch: Curve
     mb_sent: Curve
-    accuracy: Curve
+    value: Curve
     codec_s: float
     message_bits: float = math.nan
     rel_l2: float = math.nan
@@ -56,8 +58,9 @@ class Run:
         """Read ``result.json`` and ``metrics.csv``."""
         facts = json.loads((folder / "result.json").read_text())
         rows = read_rows(folder / "metrics.csv")
-        points = [row for row in rows if names.VAL_ACC in row]
-        tests = [{**row, names.VAL_ACC: row[names.TEST_ACC]} for row in rows if names.TEST_ACC in row]  # the same split
+        metric = METRICS[facts["metric"]]
+        points = [row for row in rows if metric.val in row]
+        tests = [{**row, metric.val: row[metric.test]} for row in rows if metric.test in row]  # the same split
         if tests and (not points or points[-1][names.SAMPLES] < tests[-1][names.SAMPLES]):
             points.append(tests[-1])
 
@@ -70,27 +73,34 @@ class Run:
             time=column(names.TRAIN_TIME),
             epoch=column(names.SAMPLES) / facts["train_samples"],
             mb_sent=column(names.MB_SENT),
-            accuracy=column(names.VAL_ACC),
+            value=column(metric.val),
             codec_s=statistics.median(codec) if codec else math.nan,
             message_bits=next((row[names.MESSAGE_BITS] for row in rows[::-1] if names.MESSAGE_BITS in row), math.nan),
             rel_l2=_mean(_samples([row[names.REL_L2] for row in rows if names.REL_L2 in row])),
         )
 
     @property
+    def metric(self) -> Metric:
+        """What the task is judged by."""
+        return METRICS[self.facts["metric"]]
+
+    @property
     def final(self) -> float:
-        """Accuracy of the last weights on the whole test split, 0 to 1."""
-        last = self.accuracy[-1] if self.accuracy.size else math.nan
-        return float(self.facts["metrics"].get(names.TEST_ACC, last))
+        """The metric of the last weights on the whole test split."""
+        last = self.value[-1] if self.value.size else math.nan
+        return float(self.facts["metrics"].get(self.metric.test, last))
 
     @property
     def best(self) -> float:
-        """Highest accuracy of all validations; NaN without one."""
-        return float(self.accuracy.max()) if self.accuracy.size else math.nan
+        """The metric's best value of all validations; NaN without one."""
+        return self.metric.worst_first(self.value.tolist())[-1] if self.value.size else math.nan
 
     def time_to(self, target: float) -> float:
-        """Training seconds at the first validation with at least ``target``; infinite if there is none."""
-        reached = np.flatnonzero(self.accuracy >= target)
-        return float(self.time[reached[0]]) if reached.size else math.inf
+        """Training seconds at the first validation as good as ``target``; infinite if there is none."""
+        reached = (
+            float(t) for t, value in zip(self.time, self.value, strict=True) if self.metric.reached(value, target)
+        )
+        return next(reached, math.inf)
 
 
 def read_rows(file: Path) -> list[dict[str, float]]:
@@ -100,19 +110,24 @@ def read_rows(file: Path) -> list[dict[str, float]]:
 
 
 def common_target(variants: dict[str, list[Run]]) -> float:
-    """99 % of the lowest best accuracy of all runs, so that every one of them gets there; NaN without validations."""
-    bests = [run.best for runs in variants.values() for run in runs if not math.isnan(run.best)]
-    return 0.99 * min(bests) if bests else math.nan
+    """The worst best value of all runs less 1 %, so that every one of them gets there; NaN without validations."""
+    every = [run for runs in variants.values() for run in runs if not math.isnan(run.best)]
+    if not every:
+        return math.nan
+    metric = every[0].metric
+    worst = metric.worst_first([run.best for run in every])[0]
+    return (0.99 if metric.higher_is_better else 1.01) * worst
 
 
 @dataclass(frozen=True)
 class Line:
-    """A variant's line of the table: means over seeds, spread = standard deviation, seconds, accuracies 0 to 1."""
+    """A variant's line of the table: means over seeds, spread = standard deviation, seconds, the metric unscaled."""
 
     variant: str
+    metric: Metric
     seeds: int
-    accuracy: float
-    accuracy_spread: float
+    final: float
+    final_spread: float
     best: float
     time_to_target: float
     train_time: float
@@ -135,10 +150,11 @@ def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp
     return [
         Line(
             variant,
+            runs[0].metric,
             seeds=len(runs),
-            accuracy=_mean([run.final for run in runs]),
-            accuracy_spread=statistics.stdev([run.final for run in runs]) if len(runs) > 1 else math.nan,
-            best=max(run.best for run in runs),
+            final=_mean([run.final for run in runs]),
+            final_spread=statistics.stdev([run.final for run in runs]) if len(runs) > 1 else math.nan,
+            best=runs[0].metric.worst_first([run.best for run in runs])[-1],
             time_to_target=_mean([run.time_to(target) for run in runs]),
             train_time=_mean([run.facts["train_time"] for run in runs]),
             step_s=step[variant],
@@ -152,23 +168,30 @@ def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp
     ]
 
 
-def headings(target: float, reference: str = "ddp") -> list[str]:
+def headings(metric: Metric, target: float, reference: str = "ddp") -> list[str]:
     """Column titles of `cells`."""
-    to_target = "time to target" if math.isnan(target) else f"time to {100 * target:.1f}% (s)"
+    unit = "%" if metric.percent else ""
+    to_target = "time to target" if math.isnan(target) else f"time to {target_text(metric, target)} (s)"
+    best = f"best ({unit})" if unit else "best"
     return [
-        *("strategy", "seeds", "accuracy (%)", "best (%)", to_target, "train (s)", "step (ms)"),
+        *("strategy", "seeds", metric.heading, best, to_target, "train (s)", "step (ms)"),
         *(f"step vs {reference}", "sent (MB)", "bits per coord.", "message bits", "rel. L2 error", "bits above bound"),
     ]
 
 
+def target_text(metric: Metric, target: float) -> str:
+    """A target with its unit, one digit shorter than values."""
+    return metric.text(target, metric.digits - 1) + ("%" if metric.percent else "")
+
+
 def cells(line: Line) -> list[str]:
     """The line as text."""
-    spread = "" if math.isnan(line.accuracy_spread) else f" ± {100 * line.accuracy_spread:.2f}"
+    spread = "" if math.isnan(line.final_spread) else f" ± {line.metric.text(line.final_spread)}"
     return [
         line.variant,
         str(line.seeds),
-        f"{100 * line.accuracy:.2f}{spread}",
-        _number(100 * line.best, ".2f"),
+        f"{line.metric.text(line.final)}{spread}",
+        line.metric.text(line.best),
         "not reached" if math.isinf(line.time_to_target) else _number(line.time_to_target, ".1f"),
         f"{line.train_time:.1f}",
         f"{1000 * line.step_s:.1f}",
@@ -188,7 +211,7 @@ def knows_bound(lines: Sequence[Line]) -> bool:
 
 def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path) -> tuple[Path, Path]:
     """``table.md`` for reading and ``table.csv`` with plain numbers; returns both paths."""
-    heads = headings(target)
+    heads = headings(lines[0].metric, target)
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)], *(cells(line) for line in lines)]
     markdown, plain = folder / "table.md", folder / "table.csv"
     text = f"**{title}**\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
@@ -197,7 +220,9 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
         writer = csv.DictWriter(file, fieldnames=[*Line.__dataclass_fields__, "bits_above_bound", "target"])
         writer.writeheader()
         more = [{"bits_above_bound": line.bits_above_bound, "target": target} for line in lines]
-        writer.writerows({**line.__dict__, **extra} for line, extra in zip(lines, more, strict=True))
+        writer.writerows(
+            {**line.__dict__, "metric": line.metric.key, **extra} for line, extra in zip(lines, more, strict=True)
+        )
     return markdown, plain
 
 

@@ -21,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from rich.table import Column
 
 from recipes.comparison.plan import CELL_FILE, RESULT_FILE, Cell, Settings
+from recipes.tasks.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = "output.log"
@@ -127,8 +128,9 @@ def _read(log: Path) -> str:
 
 def _outcome(cell: Cell) -> str:
     facts = json.loads((cell.folder / RESULT_FILE).read_text())
-    accuracy = facts["metrics"].get("test/acc", facts["metrics"].get("val/acc"))
-    shown = f"accuracy {accuracy:.4f}, " if accuracy is not None else ""
+    metric = METRICS[facts["metric"]]
+    value = facts["metrics"].get(metric.test, facts["metrics"].get(metric.val))
+    shown = f"{metric.label} {value:.4f}, " if value is not None else ""
     return f"{shown}{facts['train_time']:.1f} s of training, {facts['mb_sent']:,.1f} MB sent"
 
 

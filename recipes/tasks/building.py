@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.utils import get_object
@@ -14,6 +15,7 @@ ALLOWED_TARGETS = frozenset(
         "lightning_gqsgd.GQSGDStrategy",
         "recipes.tasks.baselines.BaselineDDPStrategy",
         "recipes.tasks.cifar10.Cifar10Data",
+        "recipes.tasks.classifier.ImageClassifier",
         "recipes.tasks.digits.DigitsData",
         "recipes.tasks.loggers.tensorboard_logger",
         "recipes.tasks.loggers.wandb_logger",
@@ -26,6 +28,18 @@ class TargetError(ValueError):
     """A configuration names a `_target_` that recipes do not call."""
 
 
+def target_of(node: Mapping[str, Any]) -> Any:
+    """The class or function that a node's `_target_` names.
+
+    Raises:
+        TargetError: the node names a target that is not in `ALLOWED_TARGETS`.
+    """
+    target = node.get("_target_")
+    if target not in ALLOWED_TARGETS:
+        raise TargetError(f"_target_={target!r} is not one of {', '.join(sorted(ALLOWED_TARGETS))}")
+    return get_object(target)
+
+
 def build(node: DictConfig, *, leave_out: tuple[str, ...] = (), **arguments: Any) -> Any:
     """Call the node's `_target_` with its other entries, except those in ``leave_out``, and with ``arguments``.
 
@@ -36,8 +50,5 @@ def build(node: DictConfig, *, leave_out: tuple[str, ...] = (), **arguments: Any
     """
     settings = OmegaConf.to_container(node, resolve=True)
     assert isinstance(settings, dict)
-    target = settings.pop("_target_", None)
-    if target not in ALLOWED_TARGETS:
-        raise TargetError(f"_target_={target!r} is not one of {', '.join(sorted(ALLOWED_TARGETS))}")
-    kept = {str(name): value for name, value in settings.items() if name not in leave_out}
-    return get_object(target)(**kept, **arguments)
+    kept = {str(name): value for name, value in settings.items() if name not in ("_target_", *leave_out)}
+    return target_of(settings)(**kept, **arguments)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
 from torchvision.datasets import CIFAR10
 
 from recipes.tasks import jpegs
 from recipes.tasks.digits import load_digits
-from recipes.tasks.images import DataError, ImageDataModule, ImageSet
+from recipes.tasks.images import ImageDataModule, ImageSet
+from recipes.tasks.sources import DataError, announce_fallback, default_cache_dir, socket_timeout, unreachable
 
 REMEDY = (
     "name it with data.root=PATH (torchvision's folder, a folder train/CLASS/*.jpg + test/CLASS/*.jpg, or a tar of it) "
@@ -70,7 +63,8 @@ class Cifar10Data(ImageDataModule):
                 raise DataError(f"there is no CIFAR-10: {reason}; {REMEDY}")
             if reason:
                 self.data_name = self.fallback_name
-                self._announce_fallback(reason)
+                digits = f"scikit-learn's digits at {self.image_size}x{self.image_size}"
+                announce_fallback("CIFAR-10", reason, digits, self.data_name, REMEDY)
         self._prepared = True
 
     def load(self) -> ImageSet:
@@ -113,26 +107,11 @@ class Cifar10Data(ImageDataModule):
         if problem:
             return f"data.root is not set, {self._cache} holds none, and {CIFAR10.url} does not answer ({problem})"
         try:
-            with _socket_timeout(self._timeout), redirect_stdout(None):
+            with socket_timeout(self._timeout), redirect_stdout(None):
                 CIFAR10(str(self._cache), download=True)
         except (OSError, RuntimeError, EOFError) as error:
             return f"data.root is not set, and the download of {CIFAR10.url} failed ({error})"
         return None
-
-    @rank_zero_only
-    def _announce_fallback(self, reason: str) -> None:
-        Console(stderr=True, soft_wrap=True).print(
-            f"[bold yellow]CIFAR-10 is not here:[/] {reason}.\n"
-            f"[bold yellow]Training on scikit-learn's digits at {self.image_size}x{self.image_size} instead[/], "
-            f"named {self.fallback_name!r} in this run.\n"
-            f"For CIFAR-10, {REMEDY}; data.fallback=false makes its absence an error.",
-            highlight=False,
-        )
-
-
-def default_cache_dir() -> Path:
-    """``lightning_gqsgd`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
 
 
 def from_torchvision(root: Path, name: str) -> ImageSet:
@@ -148,34 +127,3 @@ def from_torchvision(root: Path, name: str) -> ImageSet:
         raise DataError(f"{damaged} is incomplete or damaged ({error}); delete it or {REMEDY}") from error
     labels = [np.asarray(part.targets, dtype=np.int64) for part in (train, test)]
     return ImageSet(name, train.data, labels[0], test.data, labels[1], tuple(train.classes))
-
-
-def unreachable(url: str, timeout: float) -> str | None:
-    """Why a URL does not answer within ``timeout`` seconds, or None if it does.
-
-    In a thread of its own: without a network the look-up of a name alone may block for minutes, and has no timeout.
-    """
-    outcome: list[str | None] = [f"no answer within {timeout:g} s"]
-
-    def ask() -> None:
-        try:
-            request = urllib.request.Request(url, method="HEAD")  # noqa: S310  (the URL is torchvision's constant)
-            with urllib.request.urlopen(request, timeout=timeout):  # noqa: S310
-                outcome[0] = None
-        except (OSError, urllib.error.URLError) as error:
-            outcome[0] = str(getattr(error, "reason", error))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return outcome[0]
-
-
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)

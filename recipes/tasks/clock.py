@@ -62,7 +62,7 @@ class TrainingClock(Callback):
             pl_module.log_dict({names.STEP_S: self._durations[-1], **self._totals()})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # In the same row as the accuracy: dashboards can only plot one against the other if they share a row.
+        # In the same row as the metric: dashboards can only plot one against the other if they share a row.
         self._read()
         pl_module.log_dict(self._totals())
 

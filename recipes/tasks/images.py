@@ -7,20 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.tasks.augmentation import augment
+from recipes.tasks.data import TaskData
+from recipes.tasks.sources import DataError
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 IndexedBatch = tuple[Tensor, Tensor, Tensor]
-
-
-class DataError(RuntimeError):
-    """Data that is absent or not what the configuration says; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +91,11 @@ def _as_is(batch: IndexedBatch) -> IndexedBatch:
     return batch
 
 
-class ImageDataModule(LightningDataModule):
+class ImageDataModule(TaskData):
     """Loads an `ImageSet`, augments and normalises whole batches on the training device.
 
-    Validation and test are the same split: nothing is chosen by it, the last weights are the result.
-
     Args:
-        name: name of the data in runs and plots.
-        batch_size: samples per process and step.
+        name, batch_size: see `TaskData`.
         image_size, channels, num_classes: shape of images and number of classes.
         train_samples, test_samples: size of a stratified part; None: all.
         shift, flip, seed: see `augmentation.augment`.
@@ -120,11 +114,8 @@ class ImageDataModule(LightningDataModule):
         flip: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        if batch_size < 1:
-            raise DataError(f"data.batch_size={batch_size} must be at least 1")
-        self.data_name = name
-        self.batch_size, self.num_classes = batch_size, num_classes
+        super().__init__(name, batch_size)
+        self.num_classes = num_classes
         self.image_size, self.channels = image_size, channels
         self._train_samples, self._test_samples = train_samples, test_samples
         self._shift, self._flip, self._seed = shift, flip, seed
@@ -145,6 +136,10 @@ class ImageDataModule(LightningDataModule):
             raise DataError("the data is not loaded; call setup() first")
         return self._set
 
+    @property
+    def train_count(self) -> int:
+        return len(self.images.train_labels)
+
     def setup(self, stage: str | None = None) -> None:
         """Load, check and cut down the collection; on every process.
 
@@ -161,7 +156,7 @@ class ImageDataModule(LightningDataModule):
         if len(found.classes) != self.num_classes:
             count = len(found.classes)
             raise DataError(f"{found.name} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
-        self._check_same_everywhere(found)
+        self.check_same_everywhere((found.name, len(found.train_labels), len(found.test_labels)))
         self.data_name = found.name
         self._set = found.part(self._train_samples, self._test_samples)
         # At most some thousand images, evenly spread: the statistics need no more, and float copies of all are large.
@@ -170,14 +165,8 @@ class ImageDataModule(LightningDataModule):
         self._std = torch.from_numpy(some.std((0, 1, 2))).clamp_min(1.0)
 
     def train_dataloader(self) -> DataLoader[IndexedBatch]:
-        images = self.images
-        processes = self.trainer.world_size if self.trainer else 1
-        if len(images.train_labels) < self.batch_size * processes:
-            raise DataError(
-                f"{len(images.train_labels)} training samples do not fill one step of {processes} processes with "
-                f"data.batch_size={self.batch_size}; lower data.batch_size or raise data.train_samples"
-            )
-        return self._loader(images.train_images, images.train_labels, train=True)
+        self.check_fills_a_step()
+        return self._loader(self.images.train_images, self.images.train_labels, train=True)
 
     def val_dataloader(self) -> DataLoader[IndexedBatch]:
         return self._loader(self.images.test_images, self.images.test_labels, train=False)
@@ -201,14 +190,3 @@ class ImageDataModule(LightningDataModule):
         rows: Any = _Rows(images, labels)
         as_is: Any = _as_is
         return DataLoader(rows, batch_size=size, shuffle=train, drop_last=train, collate_fn=as_is)
-
-    def _check_same_everywhere(self, found: ImageSet) -> None:
-        if self.trainer is None or self.trainer.world_size == 1:
-            return
-        mine = (found.name, len(found.train_labels), len(found.test_labels))
-        first = self.trainer.strategy.broadcast(mine, src=0)
-        if mine != first:
-            raise DataError(
-                f"process {self.trainer.global_rank} has found {mine} (name, training and test samples), "
-                f"process 0 {first}; put the same data at data.root on every machine"
-            )

@@ -19,7 +19,8 @@ from PIL import Image, UnidentifiedImageError
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from recipes.tasks.images import DataError, ImageSet
+from recipes.tasks.images import ImageSet
+from recipes.tasks.sources import DataError
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 PICTURES = (".jpg", ".jpeg", ".png")

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from recipes.tasks import names
 from recipes.tasks.launch import is_rank_zero
+from recipes.tasks.metrics import Metric
 
 METRICS_FILE = "metrics.csv"
 
@@ -57,28 +58,38 @@ def _rows_before(file: Path, step: int) -> list[dict[str, str]]:
 
 
 class TimedTensorBoardLogger(TensorBoardLogger):
-    """Losses and accuracies get a second tag, ``time/val_acc``, whose step is the milliseconds of training.
+    """Losses and the task's metric get a second tag, ``time/val_acc``, whose step is the milliseconds of training.
 
     TensorBoard cannot plot one metric against another.
     """
+
+    def __init__(self, folder: str, metric: Metric) -> None:
+        super().__init__(folder, name="tensorboard", version="", default_hp_metric=False)
+        self._metric = metric
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         super().log_metrics(metrics, step)
         if names.TRAIN_TIME in metrics:
             milliseconds = int(1000 * metrics[names.TRAIN_TIME])
-            for name in (names.TRAIN_LOSS, names.VAL_LOSS, names.VAL_ACC, names.TEST_ACC):
+            for name in (names.TRAIN_LOSS, names.VAL_LOSS, self._metric.val, self._metric.test):
                 if name in metrics:
                     self.experiment.add_scalar(f"time/{name.replace('/', '_')}", metrics[name], milliseconds)
 
 
-def tensorboard_logger(folder: str, run_name: str, group: str) -> TimedTensorBoardLogger:
+def tensorboard_logger(folder: str, run_name: str, group: str, metric: Metric) -> TimedTensorBoardLogger:
     """Event files in ``folder``/tensorboard."""
-    return TimedTensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
+    return TimedTensorBoardLogger(folder, metric)
 
 
 def wandb_logger(
-    folder: str, run_name: str, group: str, project: str, entity: str | None = None, tags: list[str] | None = None
+    folder: str,
+    run_name: str,
+    group: str,
+    metric: Metric,
+    project: str,
+    entity: str | None = None,
+    tags: list[str] | None = None,
 ) -> WandbLogger:
     """A W&B run whose metrics are plotted against training seconds; offline unless a key is configured.
 
@@ -100,8 +111,9 @@ def wandb_logger(
         _say(f"W&B cannot be reached ({error}); this run is logged offline")
         run = wandb.init(dir=folder, mode="offline", settings=settings, **arguments)
     run.define_metric(names.TRAIN_TIME)
-    for name in names.AGAINST_TIME:
-        best = "max" if name.endswith("acc") else None
+    for name in names.against_time(metric):
+        of_metric = name in (metric.train, metric.val, metric.test)
+        best = ("max" if metric.higher_is_better else "min") if of_metric else None
         run.define_metric(name, step_metric=names.TRAIN_TIME, summary=best)
     return WandbLogger(project=project, save_dir=folder, experiment=run)
 

@@ -1,12 +1,16 @@
-"""Names of the logged metrics: the same in the CSV, in W&B and in TensorBoard."""
+"""Names of the logged metrics: the same in the CSV, in W&B and in TensorBoard.
+
+A task's own metric is named by `Metric`.
+"""
+
+from __future__ import annotations
+
+from recipes.tasks.metrics import Metric
 
 TRAIN_LOSS = "train/loss"
-TRAIN_ACC = "train/acc"
 LEARNING_RATE = "train/lr"
 VAL_LOSS = "val/loss"
-VAL_ACC = "val/acc"
 TEST_LOSS = "test/loss"
-TEST_ACC = "test/acc"
 
 TRAIN_TIME = "train_time"  # seconds in training steps since the start, resumed runs included
 SAMPLES = "samples"  # training samples seen by all processes together
@@ -30,9 +34,8 @@ GQSGD = (
     "gqsgd/nonfinite_blocks",
 )
 
-#: What dashboards plot against training seconds.
-AGAINST_TIME = (
-    *(TRAIN_LOSS, TRAIN_ACC, LEARNING_RATE, VAL_LOSS, VAL_ACC, TEST_LOSS, TEST_ACC),
-    *(SAMPLES, STEP_S, EXPOSED_S, MB_SENT),
-    *GQSGD,
-)
+
+def against_time(metric: Metric) -> tuple[str, ...]:
+    """What dashboards plot against training seconds, for a task that is judged by ``metric``."""
+    of_task = (TRAIN_LOSS, metric.train, LEARNING_RATE, VAL_LOSS, metric.val, TEST_LOSS, metric.test)
+    return (*of_task, SAMPLES, STEP_S, EXPOSED_S, MB_SENT, *GQSGD)

@@ -16,11 +16,11 @@ from rich.markup import escape
 
 from recipes.comparison.plots import save_curves
 from recipes.comparison.results import Run
-from recipes.tasks import names
 from recipes.tasks.clock import TrainingClock
 from recipes.tasks.communication import CommunicationCounter
+from recipes.tasks.data import TaskData
 from recipes.tasks.exposed import ExposedCommunication
-from recipes.tasks.images import ImageDataModule
+from recipes.tasks.task import Task
 
 RESULT_FILE = "result.json"
 
@@ -39,8 +39,8 @@ class StartupSummary(Callback):
 
 def run_facts(
     config: dict[str, Any],
-    data: ImageDataModule,
-    module: LightningModule,
+    data: TaskData,
+    module: Task,
     trainer: Trainer,
     callbacks: tuple[TrainingClock, CommunicationCounter, ExposedCommunication],
 ) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def run_facts(
     return {
         "title": config["title"],
         "data": data.data_name,
-        "train_samples": len(data.images.train_labels),
+        "metric": module.metric.key,
+        "train_samples": data.train_count,
         "model": config["model"]["name"],
         "parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
         "strategy": config["strategy"]["name"],
@@ -74,15 +75,16 @@ def run_facts(
 
 
 def finish(folder: Path, facts: dict[str, Any], checkpoint: str | None) -> None:
-    """Write ``result.json`` and ``accuracy.png`` and say where everything lies."""
+    """Write ``result.json`` and a plot of the metric and say where everything lies."""
     (folder / RESULT_FILE).write_text(json.dumps(facts, indent=2) + "\n")
     run = Run.load(folder)
     lines = {}
-    if names.TEST_ACC in facts["metrics"]:
-        lines["test accuracy"] = f"{facts['metrics'][names.TEST_ACC]:.4f}"
-    if run.accuracy.size:
-        lines["validation accuracy"] = f"{run.accuracy[-1]:.4f} (best {run.accuracy.max():.4f})"
-        plot = folder / "accuracy.png"
+    metric = run.metric
+    if metric.test in facts["metrics"]:
+        lines[f"test {metric.label}"] = f"{facts['metrics'][metric.test]:.4f}"
+    if run.value.size:
+        lines[f"validation {metric.label}"] = f"{run.value[-1]:.4f} (best {run.best:.4f})"
+        plot = folder / f"{metric.label.lower()}.png"
         title = f"{facts['title']} on {facts['data']}, {facts['strategy']}"
         save_curves({facts["strategy"]: [run]}, "time", title, plot)
         lines["plot"] = str(plot)

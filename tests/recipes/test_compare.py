@@ -23,6 +23,7 @@ from recipes.comparison.plots import COLOURS, MANY, save_curves, save_family, sa
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
 from recipes.comparison.runner import command, environment
 from recipes.tasks import names
+from recipes.tasks.metrics import ACCURACY
 from tests.recipes.conftest import ROOT, TINY
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
@@ -139,6 +140,7 @@ def _run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {
+        "metric": "acc",
         "train_samples": 1000,
         "steps": 10 * len(accuracies),
         "train_time": 10 * step_s * len(accuracies),
@@ -146,11 +148,11 @@ def _run(
         "exposed_s": {"median": step_s / 4},
         "mb_sent": 10.0 * len(accuracies),
         "bits_per_coordinate": 8.5,
-        "metrics": {names.TEST_ACC: final},
+        "metrics": {ACCURACY.test: final},
         "seed": seed,
     }
     (folder / "result.json").write_text(json.dumps(facts))
-    columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, names.VAL_ACC, names.ENCODE_S, names.DECODE_S, "step"]
+    columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, ACCURACY.val, names.ENCODE_S, names.DECODE_S, "step"]
     columns += [names.MESSAGE_BITS, names.REL_L2]
     with open(folder / "metrics.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -158,7 +160,7 @@ def _run(
         for number, accuracy in enumerate(accuracies, start=1):
             time = 10 * step_s * number
             totals = {names.TRAIN_TIME: time, names.SAMPLES: 500 * number, names.MB_SENT: 10 * number}
-            writer.writerow({**totals, names.VAL_ACC: accuracy, "step": 10 * number - 1})
+            writer.writerow({**totals, ACCURACY.val: accuracy, "step": 10 * number - 1})
             if codec:
                 sampled = {names.MESSAGE_BITS: 6.0, names.REL_L2: rel_l2 * (1.5 if number <= 3 else 0.5)}
                 seconds = {names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20}
@@ -201,9 +203,9 @@ def test_run_is_read_back(tmp_path: Path) -> None:
 def test_a_run_without_validation_has_the_final_test_as_its_point(tmp_path: Path) -> None:
     _run(tmp_path, [])
     with open(tmp_path / "metrics.csv", "w") as file:
-        file.write(f"{names.TRAIN_TIME},{names.SAMPLES},{names.MB_SENT},{names.TEST_ACC},step\n7,700,70,0.6,7\n")
+        file.write(f"{names.TRAIN_TIME},{names.SAMPLES},{names.MB_SENT},{ACCURACY.test},step\n7,700,70,0.6,7\n")
     run = Run.load(tmp_path)
-    assert (run.time.tolist(), run.accuracy.tolist()) == ([7], [0.6])
+    assert (run.time.tolist(), run.value.tolist()) == ([7], [0.6])
 
 
 def test_table(variants: dict[str, list[Run]], tmp_path: Path) -> None:
@@ -213,9 +215,9 @@ def test_table(variants: dict[str, list[Run]], tmp_path: Path) -> None:
     assert [line.variant for line in lines] == ["ddp", "gqsgd", "gqsgd_4bit"]
     assert [line.step_ratio for line in lines] == pytest.approx([1, 0.4, 0.24])
     assert all(math.isfinite(line.time_to_target) for line in lines)
-    assert lines[0].accuracy == pytest.approx(0.95)
-    assert lines[0].accuracy_spread == pytest.approx(0.01)
-    assert len(cells(lines[0])) == len(headings(target))
+    assert lines[0].final == pytest.approx(0.95)
+    assert lines[0].final_spread == pytest.approx(0.01)
+    assert len(cells(lines[0])) == len(headings(ACCURACY, target))
     markdown, plain = write_tables(lines, target, "title", tmp_path)
     assert "| ddp | 3 | 95.00 ± 1.00 |" in markdown.read_text()
     with open(plain, newline="") as file:
@@ -226,7 +228,7 @@ def test_table(variants: dict[str, list[Run]], tmp_path: Path) -> None:
 
 def test_error_and_bits_above_the_bound(variants: dict[str, list[Run]], tmp_path: Path) -> None:
     lines = compare(variants, 0.9)
-    heads = headings(0.9)
+    heads = headings(ACCURACY, 0.9)
     assert heads[-3:] == ["message bits", "rel. L2 error", "bits above bound"]
     assert all(math.isnan(value) for value in (lines[0].message_bits, lines[0].rel_l2, lines[0].bits_above_bound))
     assert cells(lines[0])[-3:] == ["–"] * 3
@@ -253,7 +255,7 @@ def test_an_error_above_one_needs_no_bits(tmp_path: Path) -> None:
 )
 def test_table_fits_the_console(variants: dict[str, list[Run]], width: int, left_out: set[str]) -> None:
     two = {name: runs[:1] for name, runs in variants.items() if name != "gqsgd_4bit"}
-    heads, rows = headings(0.984), [cells(line) for line in compare(two, 0.984)]
+    heads, rows = headings(ACCURACY, 0.984), [cells(line) for line in compare(two, 0.984)]
     shown, padding = _fitting(heads, rows, width)
     assert {heading for number, heading in enumerate(heads) if number not in shown} == left_out
     console = Console(width=width, record=True, file=io.StringIO())
@@ -285,7 +287,7 @@ def test_plots_of_runs_without_points_or_communication(tmp_path: Path) -> None:
     for axis in ("time", "epoch", "mb_sent"):
         save_curves(empty, axis, "title", tmp_path / f"{axis}.png")
     run = _run(tmp_path / "alone", [0.4, 0.5])
-    silent = Run(run.facts, run.time, run.epoch, 0 * run.mb_sent, run.accuracy, math.nan)
+    silent = Run(run.facts, run.time, run.epoch, 0 * run.mb_sent, run.value, math.nan)
     save_curves({"other name": [silent]}, "mb_sent", "title", tmp_path / "silent.png")
 
 

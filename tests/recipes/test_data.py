@@ -16,7 +16,8 @@ from recipes.tasks import cifar10, jpegs
 from recipes.tasks.augmentation import augment, hashed
 from recipes.tasks.cifar10 import Cifar10Data
 from recipes.tasks.digits import DigitsData, load_digits
-from recipes.tasks.images import DataError, ImageSet, stratified
+from recipes.tasks.images import ImageSet, stratified
+from recipes.tasks.sources import DataError, unreachable
 
 
 def _cifar(tmp_path: Path, **settings: Any) -> Cifar10Data:
@@ -312,14 +313,14 @@ def test_a_name_look_up_that_blocks_does_not_hang(monkeypatch: pytest.MonkeyPatc
         raise OSError("released")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert cifar10.unreachable("http://cifar.invalid/", timeout=0.2) == "no answer within 0.2 s"
+    assert unreachable("http://cifar.invalid/", timeout=0.2) == "no answer within 0.2 s"
     blocked.set()
 
 
 def test_a_refused_connection_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    reason = cifar10.unreachable(f"http://127.0.0.1:{port}/", timeout=5)
+    reason = unreachable(f"http://127.0.0.1:{port}/", timeout=5)
     assert reason is not None
     assert "refused" in reason
 

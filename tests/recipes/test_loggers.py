@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from recipes.run import train
 from recipes.tasks import loggers, names
 from recipes.tasks.loggers import ContinuedCSVLogger, wandb_mode
+from recipes.tasks.metrics import ACCURACY
 
 Tiny = Callable[..., DictConfig]
 
@@ -56,7 +57,7 @@ def test_wandb_without_a_key_is_offline_and_plots_against_training_time(tiny: Ti
     records = list(_records(file))
 
     steps = {record.metric.name: record.metric.step_metric for record in records if record.HasField("metric")}
-    assert {steps[name] for name in names.AGAINST_TIME} == {names.TRAIN_TIME}
+    assert {steps[name] for name in names.against_time(ACCURACY)} == {names.TRAIN_TIME}
     assert not any(record.metric.glob_name for record in records)
 
     rows = [
@@ -64,19 +65,19 @@ def test_wandb_without_a_key_is_offline_and_plots_against_training_time(tiny: Ti
         for record in records
         if record.HasField("history")
     ]
-    validations = [row for row in rows if names.VAL_ACC in row]
+    validations = [row for row in rows if ACCURACY.val in row]
     assert len(validations) == 2
     for row in validations:
         assert {names.TRAIN_TIME, names.VAL_LOSS, names.SAMPLES, names.MB_SENT} <= set(row)
-    assert any(names.TEST_ACC in row and names.TRAIN_TIME in row for row in rows)
+    assert any(ACCURACY.test in row and names.TRAIN_TIME in row for row in rows)
 
     (run,) = [record.run for record in records if record.HasField("run")]
     assert run.display_name == "quickstart on digits, ddp, seed 3"
     assert run.run_group == "quickstart"
 
     with open(tmp_path / "metrics.csv", newline="") as lines:
-        written = [float(row[names.VAL_ACC]) for row in csv.DictReader(lines) if row[names.VAL_ACC]]
-    assert [row[names.VAL_ACC] for row in validations] == pytest.approx(written)
+        written = [float(row[ACCURACY.val]) for row in csv.DictReader(lines) if row[ACCURACY.val]]
+    assert [row[ACCURACY.val] for row in validations] == pytest.approx(written)
 
 
 @pytest.mark.usefixtures("no_key")
@@ -121,7 +122,7 @@ def test_wandb_that_cannot_be_reached_is_logged_offline(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(wandb, "init", unreachable)
     monkeypatch.setattr(loggers, "wandb_mode", lambda: "online")
-    logger = loggers.wandb_logger(str(tmp_path), "name", "group", "project")
+    logger = loggers.wandb_logger(str(tmp_path), "name", "group", ACCURACY, "project")
     logger.experiment.finish()
     assert modes == ["online", "offline"]
 
@@ -131,12 +132,12 @@ def test_tensorboard_has_tags_against_training_time(tiny: Tiny, tmp_path: Path) 
     train(tiny("logger=tensorboard"), tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert {names.VAL_ACC, names.TRAIN_TIME, "time/val_acc", "time/test_acc"} <= set(events.Tags()["scalars"])
+    assert {ACCURACY.val, names.TRAIN_TIME, "time/val_acc", "time/test_acc"} <= set(events.Tags()["scalars"])
     with open(tmp_path / "metrics.csv", newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row[names.VAL_ACC]]
+        rows = [row for row in csv.DictReader(lines) if row[ACCURACY.val]]
     for event, row in zip(events.Scalars("time/val_acc"), rows, strict=True):
         assert event.step == int(1000 * float(row[names.TRAIN_TIME]))
-        assert event.value == pytest.approx(float(row[names.VAL_ACC]))
+        assert event.value == pytest.approx(float(row[ACCURACY.val]))
 
 
 def test_csv_logger_keeps_rows_of_the_resumed_run_up_to_its_checkpoint(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from recipes.comparison.results import Run
 from recipes.tasks import names
+from recipes.tasks.metrics import ACCURACY
 from tests.recipes.conftest import ROOT, TINY, run_ranks, run_script
 
 #: Trains once for each command line, in this process.
@@ -65,7 +66,7 @@ def _accuracy(folder: Path, strategy: str) -> float:
         run = folder / str(seed)
         finished = run_script("run.py", *overrides, f"hydra.run.dir={run}", cwd=folder, timeout=280)
         assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-3000:]
-        found.append(json.loads((run / "result.json").read_text())["metrics"][names.TEST_ACC])
+        found.append(json.loads((run / "result.json").read_text())["metrics"][ACCURACY.test])
     return sum(found) / len(found)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.tasks import names
+from recipes.tasks.metrics import ACCURACY
 from tests.recipes.conftest import ROOT, TINY, run_ranks
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
@@ -19,7 +20,7 @@ Script = Callable[..., subprocess.CompletedProcess[str]]
 
 def _validations(folder: Path) -> list[dict[str, str]]:
     with open(folder / "metrics.csv", newline="") as file:
-        return [row for row in csv.DictReader(file) if row[names.VAL_ACC]]
+        return [row for row in csv.DictReader(file) if row[ACCURACY.val]]
 
 
 def test_two_processes(script: Script, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_quickstart_learns(script: Script, tmp_path: Path, strategy: str) -> Non
     finished = script("run.py", "+exp=quickstart", f"strategy={strategy}", f"hydra.run.dir={tmp_path}", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]
     facts = json.loads((tmp_path / "result.json").read_text())
-    assert facts["metrics"][names.TEST_ACC] >= 0.97
+    assert facts["metrics"][ACCURACY.test] >= 0.97
 
 
 @pytest.mark.slow
@@ -96,4 +97,4 @@ def test_resnet20_learns_from_the_real_archive(script: Script, tmp_path: Path) -
     assert finished.returncode == 0, finished.stderr[-3000:]
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["data"] == "cifar10"
-    assert facts["metrics"][names.TEST_ACC] > 0.25  # 0.1 by chance
+    assert facts["metrics"][ACCURACY.test] > 0.25  # 0.1 by chance

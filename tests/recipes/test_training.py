@@ -20,9 +20,10 @@ from omegaconf import DictConfig
 from recipes.run import RunError, find_checkpoint, train
 from recipes.tasks import baselines, names
 from recipes.tasks.baselines import BaselineDDPStrategy, StrategyError
-from recipes.tasks.classifier import ImageClassifier
 from recipes.tasks.communication import CommunicationCounter, ring_factor
+from recipes.tasks.metrics import ACCURACY
 from recipes.tasks.stopwatch import Stopwatch
+from recipes.tasks.task import Task
 
 pytestmark = pytest.mark.usefixtures("clean_process")
 
@@ -40,18 +41,18 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock that moves by 1 s in every training step and by 100 s in every validation step, and at no other time."""
     fake = SimpleNamespace(now=0.0)
-    training, validation = ImageClassifier.training_step, ImageClassifier.validation_step
+    training, validation = Task.training_step, Task.validation_step
 
-    def slow_training(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+    def slow_training(self: Task, batch: Any, batch_idx: int) -> Any:
         fake.now += 1
         return training(self, batch, batch_idx)
 
-    def slow_validation(self: ImageClassifier, batch: Any, batch_idx: int) -> Any:
+    def slow_validation(self: Task, batch: Any, batch_idx: int) -> Any:
         fake.now += 100
         return validation(self, batch, batch_idx)
 
-    monkeypatch.setattr(ImageClassifier, "training_step", slow_training)
-    monkeypatch.setattr(ImageClassifier, "validation_step", slow_validation)
+    monkeypatch.setattr(Task, "training_step", slow_training)
+    monkeypatch.setattr(Task, "validation_step", slow_validation)
     monkeypatch.setattr(Stopwatch, "mark", lambda self: fake.now)
     return fake
 
@@ -62,10 +63,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_training_time_leaves_validation_out(tiny: Tiny, tmp_path: Path, clock: SimpleNamespace) -> None:
     train(tiny(), tmp_path)
     assert clock.now > 2 * 100
-    validations = [row for row in _rows(tmp_path) if names.VAL_ACC in row]
+    validations = [row for row in _rows(tmp_path) if ACCURACY.val in row]
     assert [float(row[names.TRAIN_TIME]) for row in validations] == [STEPS, 2 * STEPS]
     assert [float(row[names.SAMPLES]) for row in validations] == [STEPS * 32, 2 * STEPS * 32]
-    (test,) = [row for row in _rows(tmp_path) if names.TEST_ACC in row]
+    (test,) = [row for row in _rows(tmp_path) if ACCURACY.test in row]
     assert float(test[names.TRAIN_TIME]) == 2 * STEPS
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["train_time"] == 2 * STEPS
@@ -104,7 +105,7 @@ def test_resumed_run_goes_on_where_the_first_stopped(
     assert steps == list(range(3 * STEPS))
     times = [float(row[names.TRAIN_TIME]) for row in rows if names.TRAIN_LOSS in row]
     assert times == [step + 1 for step in range(3 * STEPS)]
-    assert [int(row["epoch"]) for row in rows if names.VAL_ACC in row] == [0, 1, 2]
+    assert [int(row["epoch"]) for row in rows if ACCURACY.val in row] == [0, 1, 2]
     facts = json.loads((second / "result.json").read_text())
     assert facts["samples"] == 3 * STEPS * 32
     assert facts["steps"] == 3 * STEPS
@@ -128,10 +129,10 @@ def test_resuming_gives_the_same_weights_as_one_run(tiny: Tiny, tmp_path: Path) 
 
 
 def _stop_after_first_epoch(patch: pytest.MonkeyPatch) -> None:
-    def stop(self: ImageClassifier) -> None:
+    def stop(self: Task) -> None:
         self.trainer.should_stop = True
 
-    patch.setattr(ImageClassifier, "on_train_epoch_end", stop)
+    patch.setattr(Task, "on_train_epoch_end", stop)
 
 
 def test_checkpoint_is_safe_to_load_and_small(tiny: Tiny, tmp_path: Path) -> None:
@@ -179,19 +180,19 @@ def test_fallback_is_named_everywhere(tiny: Tiny, tmp_path: Path, capsys: pytest
 def test_every_promised_metric_is_in_the_csv(tiny: Tiny, tmp_path: Path) -> None:
     accuracy = train(tiny(), tmp_path)
     rows = _rows(tmp_path)
-    training = {names.TRAIN_LOSS, names.TRAIN_ACC, names.LEARNING_RATE, names.STEP_S, names.EXPOSED_S}
+    training = {names.TRAIN_LOSS, ACCURACY.train, names.LEARNING_RATE, names.STEP_S, names.EXPOSED_S}
     always = {names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, "step", "epoch"}
     assert training | always <= set(rows[0])
-    (validation, _) = [row for row in rows if names.VAL_ACC in row]
+    (validation, _) = [row for row in rows if ACCURACY.val in row]
     assert {names.VAL_LOSS} | always <= set(validation)
-    assert {names.TEST_LOSS, names.TEST_ACC} | always <= set(rows[-1])
-    assert accuracy == pytest.approx(float(rows[-1][names.TEST_ACC]))
+    assert {names.TEST_LOSS, ACCURACY.test} | always <= set(rows[-1])
+    assert accuracy == pytest.approx(float(rows[-1][ACCURACY.test]))
     assert 0 < accuracy <= 1
 
 
 def test_without_test_the_last_validation_is_the_result(tiny: Tiny, tmp_path: Path) -> None:
     accuracy = train(tiny("test=false", "checkpoint=false"), tmp_path)
-    assert accuracy == pytest.approx(float([row for row in _rows(tmp_path) if names.VAL_ACC in row][-1][names.VAL_ACC]))
+    assert accuracy == pytest.approx(float([row for row in _rows(tmp_path) if ACCURACY.val in row][-1][ACCURACY.val]))
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -1,0 +1,62 @@
+"""Optimizers by the settings of `optimizer` in the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recipes.tasks.schedules import make_schedule
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The fields are those of `optimizer` in the configuration.
+
+    Raises:
+        ValueError: an unknown optimizer.
+    """
+
+    name: str
+    lr: float
+    momentum: float
+    nesterov: bool
+    betas: tuple[float, float]
+    weight_decay: float
+    schedule: str
+    warmup: float
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"optimizer.name={self.name!r} is not one of {', '.join(OPTIMIZERS)}")
+
+
+def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float) -> dict[str, Any]:
+    """Optimizer and schedule as Lightning's `configure_optimizers` returns them.
+
+    Matrices are decayed; biases and the parameters of normalisations are not: decay does not regularise them.
+
+    Args:
+        steps: number of optimizer steps of the whole run.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = _optimizer([group for group in groups if group["params"]], settings)
+    schedule = make_schedule(optimizer, settings.schedule, steps, settings.warmup)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Optimizer:
+    if settings.name == "sgd":
+        nesterov = settings.nesterov and settings.momentum > 0
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov)
+    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
+    return kind(groups, lr=settings.lr, betas=settings.betas)

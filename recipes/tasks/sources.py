@@ -1,0 +1,75 @@
+"""Where data come from: errors, caches, downloads, and stand-ins."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+
+
+class DataError(RuntimeError):
+    """Data that is absent or not what the configuration says; the message names the remedy."""
+
+
+def default_cache_dir() -> Path:
+    """``lightning_gqsgd`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
+
+
+@rank_zero_only
+def announce_fallback(wanted: str, reason: str, stand_in: str, name: str, remedy: str) -> None:
+    """Say on standard error that other data stand in, and why.
+
+    Args:
+        wanted: the data that are absent.
+        reason: why they are.
+        stand_in: what is trained on instead, in words.
+        name: what the run calls it.
+        remedy: how to get the real data.
+    """
+    Console(stderr=True, soft_wrap=True).print(
+        f"[bold yellow]{wanted} is not here:[/] {reason}.\n"
+        f"[bold yellow]Training on {stand_in} instead[/], named {name!r} in this run.\n"
+        f"For {wanted}, {remedy}; data.fallback=false makes its absence an error.",
+        highlight=False,
+    )
+
+
+def unreachable(url: str, timeout: float) -> str | None:
+    """Why a URL does not answer within ``timeout`` seconds, or None if it does.
+
+    In a thread of its own: without a network the look-up of a name alone may block for minutes, and has no timeout.
+    """
+    outcome: list[str | None] = [f"no answer within {timeout:g} s"]
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD")  # noqa: S310  (callers pass constants)
+            with urllib.request.urlopen(request, timeout=timeout):  # noqa: S310
+                outcome[0] = None
+        except (OSError, urllib.error.URLError) as error:
+            outcome[0] = str(getattr(error, "reason", error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return outcome[0]
+
+
+@contextmanager
+def socket_timeout(seconds: float) -> Iterator[None]:
+    """Sockets made inside wait at most so long."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
