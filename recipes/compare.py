@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recipes.comparison.page import AXES, Section, write_page
 from recipes.comparison.plan import Plan, PlanError, make_plan
 from recipes.comparison.plots import save_curves, save_family, save_step_times
 from recipes.comparison.results import (
@@ -58,52 +60,93 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanError as error:
         parser.error(str(error))
     try:
-        failures = run_all(plan.cells, plan.settings, console, options.fresh)
+        failures = run_all((*plan.cells, *plan.probes), plan.settings, console, options.fresh)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on with the runs that are missing")
         return 130
     for failure in failures:
         _show(failure, console)
-    _report(plan, {failure.cell.folder for failure in failures}, console)
+    command = shlex.join(["python", "recipes/compare.py", *options.overrides])
+    _report(plan, {failure.cell.folder for failure in failures}, command, console)
     return 1 if failures else 0
 
 
-def _report(plan: Plan, failed: set[Path], console: Console) -> None:
-    variants: dict[str, list[Run]] = {}
-    for cell in plan.cells:
-        if cell.folder not in failed:
-            variants.setdefault(cell.variant, []).append(Run.load(cell.folder))
-    if not variants:
+def _report(plan: Plan, failed: set[Path], command: str, console: Console) -> None:
+    sections = [_section(plan, link, variants) for link, variants in _results(plan, failed).items() if variants]
+    if not sections:
         console.print("no run has finished: no table")
         return
+    files: list[Path] = []
+    for section in sections:
+        _show_table(section, console)
+        files += _write(section)
+    files.append(plan.folder / "comparison.html")
+    write_page(
+        sections,
+        sections[0].title if len(sections) == 1 else _title(plan, sections[0].variants, None),
+        command,
+        files[-1],
+    )
+    for file in files:
+        kind = {".png": "plot", ".html": "page"}.get(file.suffix, "table")
+        console.print(f"{kind}: {file}", highlight=False)
+
+
+def _results(plan: Plan, failed: set[Path]) -> dict[str | None, dict[str, list[Run]]]:
+    """Runs of each variant, for each link; without links, for None."""
+    trained: dict[str, list[Run]] = {}
+    for cell in plan.cells:
+        if cell.folder not in failed:
+            trained.setdefault(cell.variant, []).append(Run.load(cell.folder))
+    if not plan.probes:
+        return {None: trained}
+    found: dict[str | None, dict[str, list[Run]]] = {}
+    for cell in plan.probes:
+        if cell.folder not in failed and cell.variant in trained:
+            probe = Run.load(cell.folder)
+            timed = [run.at_speed_of(probe) for run in trained[cell.variant]]
+            found.setdefault(cell.link, {})[cell.variant] = timed
+    return found
+
+
+def _section(plan: Plan, link: str | None, variants: dict[str, list[Run]]) -> Section:
     given = plan.settings.target
     target = common_target(variants) if given is None else given
-    title = _title(plan, variants)
-    lines = compare(variants, target)
-    metric = lines[0].metric
-    heads, rows = headings(metric, target), [cells(line) for line in lines]
+    folder = plan.folder / link if link else plan.folder
+    return Section(_title(plan, variants, link), folder, variants, compare(variants, target), target)
+
+
+def _show_table(section: Section, console: Console) -> None:
+    lines = section.lines
+    heads, rows = headings(lines[0].metric, section.target), [cells(line) for line in lines]
     shown, padding = _fitting(heads, rows, console.width)
-    table = _table(title, [heads[one] for one in shown], [[row[one] for one in shown] for row in rows], padding)
-    console.print(table, soft_wrap=False)
+    titles, values = [heads[one] for one in shown], [[row[one] for one in shown] for row in rows]
+    console.print(_table(section.title, titles, values, padding), soft_wrap=False)
     left_out = [heading for number, heading in enumerate(heads) if number not in shown]
     if left_out:
         console.print(f"left out at this width, but in the files: {', '.join(left_out)}", style="dim", highlight=False)
     if knows_bound(lines) and len(heads) - 1 in shown:
         console.print(BOUND_NOTE, style="dim", highlight=False, soft_wrap=False)
 
-    files = list(write_tables(lines, target, title, plan.folder))
-    for axis in ("time", "epoch", "mb_sent"):
-        files.append(plan.folder / f"{metric.label.lower()}_{axis}.png")
-        save_curves(variants, axis, title, files[-1], target if axis == "time" else float("nan"))
-    files.append(plan.folder / "step_time.png")
-    save_step_times(variants, title, files[-1])
-    family = plan.folder / "family.png"
-    if save_family(lines, title, family):
+
+def _write(section: Section) -> list[Path]:
+    """Tables and plots of one section; returns their paths."""
+    folder, variants = section.folder, section.variants
+    folder.mkdir(parents=True, exist_ok=True)
+    files = list(write_tables(section.lines, section.target, section.title, folder))
+    metric = section.lines[0].metric
+    for axis in AXES:
+        files.append(folder / f"{metric.label.lower()}_{axis}.png")
+        target = section.target if axis == "time" else float("nan")
+        save_curves(variants, axis, section.title, files[-1], target)
+    files.append(folder / "step_time.png")
+    save_step_times(variants, section.title, files[-1])
+    family = folder / "family.png"
+    if save_family(section.lines, section.title, family):
         files.append(family)
     else:
         family.unlink(missing_ok=True)  # of an earlier comparison with more variants
-    for file in files:
-        console.print(f"{'plot' if file.suffix == '.png' else 'table'}: {file}", highlight=False)
+    return files
 
 
 #: Columns that go first where there is no room for all, by number in `headings`.
@@ -136,12 +179,11 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], padd
     return table
 
 
-def _title(plan: Plan, variants: dict[str, list[Run]]) -> str:
+def _title(plan: Plan, variants: dict[str, list[Run]], link: str | None) -> str:
     facts = next(iter(variants.values()))[0].facts
     data = " / ".join(sorted({run.facts["data"] for runs in variants.values() for run in runs}))
-    if plan.settings.launcher == "netlab":
-        return f"{plan.experiment} on {data}: {facts['model']}, {plan.settings.hosts} hosts, {plan.settings.rate}"
-    return f"{plan.experiment} on {data}: {facts['model']}, {facts['processes']} processes"
+    title = f"{plan.experiment} on {data}: {facts['model']}, {facts['processes']} processes"
+    return f"{title}, links of {link}" if link else title
 
 
 def _show(failure: Failure, console: Console) -> None:

@@ -68,6 +68,7 @@ class Cell:
         overrides: command line of ``run.py``.
         config: the complete configuration that they make, with the launcher.
         folder: where the run writes.
+        link: rate of the link on which this run measures steps; None for trainings.
     """
 
     variant: str
@@ -75,6 +76,7 @@ class Cell:
     overrides: tuple[str, ...]
     config: dict[str, Any]
     folder: Path
+    link: str | None = None
 
     def is_finished(self) -> bool:
         """Whether the folder holds the result of exactly this configuration."""
@@ -93,6 +95,7 @@ class Plan:
     experiment: str
     folder: Path
     cells: tuple[Cell, ...]
+    probes: tuple[Cell, ...] = ()
 
 
 def make_plan(arguments: Sequence[str]) -> Plan:

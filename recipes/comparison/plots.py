@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import matplotlib
 import numpy as np
@@ -83,6 +83,7 @@ STYLE: Any = {
     "grid.linewidth": 0.8,
     "legend.frameon": False,
     "figure.facecolor": "white",
+    "svg.hashsalt": "gqsgd",
 }
 SIZE = (6.0, 3.8)
 DPI = 150
@@ -95,18 +96,35 @@ def colours(variants: Sequence[str]) -> dict[str, str]:
     return {variant: COLOURS.get(variant) or next(others) for variant in variants}
 
 
-def save_curves(variants: dict[str, list[Run]], axis: Axis, title: str, file: Path, target: float = math.nan) -> None:
+def save_curves(
+    variants: dict[str, list[Run]],
+    axis: Axis,
+    title: str,
+    file: Path | IO[bytes],
+    target: float = math.nan,
+    size: tuple[float, float] = SIZE,
+) -> None:
     """The metric of every variant's validations against ``axis``: the mean over seeds, with the range of the seeds.
 
     One picture up to `MANY` variants, otherwise a panel for each, with all others in grey behind.
+
+    Args:
+        file: a path, or an open file, which gets an SVG.
+        target: value of the metric that is marked; NaN: none.
+        size: of the one picture, in inches.
     """
     with matplotlib.rc_context(STYLE):
-        draw = _draw_together if len(variants) <= MANY else _draw_panels
-        draw(variants, axis, title, target).savefig(file, dpi=DPI)
+        if len(variants) <= MANY:
+            figure = _draw_together(variants, axis, title, target, size)
+        else:
+            figure = _draw_panels(variants, axis, title, target)
+        _save(figure, file)
 
 
-def _draw_together(variants: dict[str, list[Run]], axis: Axis, title: str, target: float) -> Figure:
-    figure = Figure(figsize=SIZE, layout="constrained")
+def _draw_together(
+    variants: dict[str, list[Run]], axis: Axis, title: str, target: float, size: tuple[float, float]
+) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     chosen, metric = colours(list(variants)), _metric(variants)
     for variant, runs in variants.items():
@@ -281,8 +299,8 @@ def _has_memory(variant: str) -> bool:
     return preset is not None and preset.config.remembers
 
 
-def save_step_times(variants: dict[str, list[Run]], title: str, file: Path) -> None:
-    """Median step of every variant: computation, and the communication that it did not hide."""
+def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[bytes]) -> None:
+    """Median step of every variant: computation, and the communication that it did not hide; see `save_curves`."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 1.5 + 0.42 * len(variants)), layout="constrained")
         axes = figure.subplots()
@@ -311,7 +329,15 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path) -> N
         axes.set_xlim(0, widest * 1.42)
         axes.set_xlabel("median training step (ms)")
         axes.set_title(title)
+        _save(figure, file)
+
+
+def _save(figure: Figure, file: Path | IO[bytes]) -> None:
+    # An SVG without a date, and with names that do not change: the same runs make the same page.
+    if isinstance(file, Path):
         figure.savefig(file, dpi=DPI)
+    else:
+        figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def _three_digits(value: float) -> str:

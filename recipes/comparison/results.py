@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,18 @@ class Run:
     def best(self) -> float:
         """The metric's best value of all validations; NaN without one."""
         return self.metric.worst_first(self.value.tolist())[-1] if self.value.size else math.nan
+
+    def at_speed_of(self, probe: Run) -> Run:
+        """This run with the median step of another one, for a link on which only a few steps were made.
+
+        Training does not depend on time, so values, steps and bytes stay; seconds become steps times the probe's step.
+        """
+        step = probe.facts["step_s"]["median"]
+        per_sample = self.facts["steps"] * step / self.facts["samples"]
+        seconds = self.epoch * self.facts["train_samples"] * per_sample
+        timed = {key: probe.facts[key] for key in ("step_s", "exposed_s")}
+        facts = {**self.facts, **timed, "train_time": self.facts["steps"] * step}
+        return replace(self, facts=facts, time=seconds, codec_s=probe.codec_s)
 
     def time_to(self, target: float) -> float:
         """Training seconds at the first validation as good as ``target``; infinite if there is none."""

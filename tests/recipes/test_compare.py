@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,12 +19,13 @@ from rich.console import Console
 from lightning_gqsgd.presets import PRESETS
 from recipes.compare import _fitting, _table
 from recipes.comparison.labels import place_labels
+from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.plan import ALL_STRATEGIES, CONF, Cell, PlanError, make_plan
 from recipes.comparison.plots import COLOURS, MANY, save_curves, save_family, save_step_times
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
 from recipes.comparison.runner import command, environment
 from recipes.tasks import names
-from recipes.tasks.metrics import ACCURACY
+from recipes.tasks.metrics import ACCURACY, PERPLEXITY, Metric
 from tests.recipes.conftest import ROOT, TINY
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
@@ -133,6 +135,7 @@ def _run(
     codec: bool = False,
     final: float = 0.9,
     rel_l2: float = 0.1,
+    metric: Metric = ACCURACY,
 ) -> Run:
     """A run with a validation every 10 steps of ``step_s`` seconds and 1 MB.
 
@@ -140,7 +143,15 @@ def _run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {
-        "metric": "acc",
+        **{
+            "model": "net",
+            "data": "digits",
+            "processes": 2,
+            "nodes": 1,
+            "device": "cpu",
+            "samples": 500 * len(accuracies),
+        },
+        "metric": metric.key,
         "train_samples": 1000,
         "steps": 10 * len(accuracies),
         "train_time": 10 * step_s * len(accuracies),
@@ -148,11 +159,11 @@ def _run(
         "exposed_s": {"median": step_s / 4},
         "mb_sent": 10.0 * len(accuracies),
         "bits_per_coordinate": 8.5,
-        "metrics": {ACCURACY.test: final},
+        "metrics": {metric.test: final},
         "seed": seed,
     }
     (folder / "result.json").write_text(json.dumps(facts))
-    columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, ACCURACY.val, names.ENCODE_S, names.DECODE_S, "step"]
+    columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, metric.val, names.ENCODE_S, names.DECODE_S, "step"]
     columns += [names.MESSAGE_BITS, names.REL_L2]
     with open(folder / "metrics.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -160,7 +171,7 @@ def _run(
         for number, accuracy in enumerate(accuracies, start=1):
             time = 10 * step_s * number
             totals = {names.TRAIN_TIME: time, names.SAMPLES: 500 * number, names.MB_SENT: 10 * number}
-            writer.writerow({**totals, ACCURACY.val: accuracy, "step": 10 * number - 1})
+            writer.writerow({**totals, metric.val: accuracy, "step": 10 * number - 1})
             if codec:
                 sampled = {names.MESSAGE_BITS: 6.0, names.REL_L2: rel_l2 * (1.5 if number <= 3 else 0.5)}
                 seconds = {names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20}
@@ -206,6 +217,69 @@ def test_a_run_without_validation_has_the_final_test_as_its_point(tmp_path: Path
         file.write(f"{names.TRAIN_TIME},{names.SAMPLES},{names.MB_SENT},{ACCURACY.test},step\n7,700,70,0.6,7\n")
     run = Run.load(tmp_path)
     assert (run.time.tolist(), run.value.tolist()) == ([7], [0.6])
+
+
+def test_a_probe_gives_its_step_to_a_training(tmp_path: Path) -> None:
+    trained, probe = (
+        _run(tmp_path / "run", [0.5, 0.8], step_s=0.1, codec=True),
+        _run(tmp_path / "probe", [0.1], step_s=3),
+    )
+    timed = trained.at_speed_of(probe)
+    assert timed.time.tolist() == pytest.approx([30, 60])  # ten steps of 3 s each
+    assert timed.facts["train_time"] == pytest.approx(60)
+    assert timed.facts["exposed_s"] == {"median": 0.75}
+    assert (timed.value.tolist(), timed.mb_sent.tolist(), timed.rel_l2) == ([0.5, 0.8], [10, 20], trained.rel_l2)
+    assert math.isnan(timed.codec_s)  # the probe had no codec
+    assert compare({"ddp": [timed]}, 0.75)[0].time_to_target == pytest.approx(60)
+
+
+def test_lower_is_better_for_perplexity(tmp_path: Path) -> None:
+    fast = _run(tmp_path / "fast", [300, 150, 160], final=155, metric=PERPLEXITY)
+    slow = _run(tmp_path / "slow", [400, 300, 200], final=200, metric=PERPLEXITY)
+    assert (fast.best, slow.best) == (150, 200)
+    target = common_target({"ddp": [slow], "gqsgd": [fast]})
+    assert target == pytest.approx(202)
+    assert (fast.time_to(target), slow.time_to(target), slow.time_to(100)) == (2, 3, math.inf)
+    lines = compare({"ddp": [slow], "gqsgd": [fast, slow]}, target)
+    assert cells(lines[1])[2:4] == ["177.50 ± 31.82", "150.00"]
+    assert headings(PERPLEXITY, target)[2:5] == ["perplexity", "best", "time to 202.0 (s)"]
+    for axis in ("time", "mb_sent"):
+        save_curves({"ddp": [slow], "gqsgd": [fast]}, axis, "title", tmp_path / f"{axis}.png", target)
+        with Image.open(tmp_path / f"{axis}.png") as picture:
+            assert picture.width == 900
+
+
+def test_page_is_one_file_that_says_the_most_important_first(variants: dict[str, list[Run]], tmp_path: Path) -> None:
+    target = common_target(variants)
+    lines = compare(variants, target)
+    sections = [Section(f"links of {rate} <bit>", tmp_path, variants, lines, target) for rate in (1, 2)]
+    write_page(sections, "ddp & others", "python recipes/compare.py 'a b'", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert not re.search(r"(src|href)=.?(?!data:|\")\w*:?//", text)
+    assert "<script" not in text
+    assert text.count("data:image/svg+xml;base64,") == 2 * 4
+    assert "<h1>ddp &amp; others</h1>" in text
+    assert "links of 2 &lt;bit&gt;" in text
+    assert text.count("<tr>") == 2 * 4
+    assert len(re.findall(r" id=(\S+?)[ >]", text)) == len(set(re.findall(r" id=(\S+?)[ >]", text)))
+    write_page(sections, "ddp & others", "python recipes/compare.py 'a b'", tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text() == text
+
+
+def test_headlines_compare_with_the_reference_and_the_best_baseline(variants: dict[str, list[Run]]) -> None:
+    bf16 = {"ddp_bf16": variants["gqsgd"]}
+    lines = compare({**variants, **bf16}, 0.9)
+    found = headlines(lines, 0.9)
+    assert [value for value, _ in found[:2]] == ["4.2× sooner", "1.7× sooner"]
+    assert found[0][1] == "gqsgd_4bit than ddp, to accuracy 90.0%"
+    assert found[1][1] == "gqsgd_4bit than ddp_bf16, to accuracy 90.0%"
+    assert found[2][0] == "1.0× less"
+    unreached = compare({**variants, **bf16}, 1.01)
+    assert headlines(unreached, 1.01)[0] == ("4.2× shorter", "gqsgd_4bit than ddp, a step")  # not all get there
+    slower = compare({"ddp": variants["gqsgd"], "gqsgd": variants["ddp"]}, 0.9)
+    assert headlines(slower, 0.9)[0][0] == "2.4× later"  # curves differ by their noise
+    assert headlines(compare({"gqsgd": variants["gqsgd"]}, 0.9), 0.9) == []
+    assert headlines(compare({"ddp": variants["ddp"]}, 0.9), 0.9) == []
 
 
 def test_table(variants: dict[str, list[Run]], tmp_path: Path) -> None:
@@ -366,6 +440,7 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
         "accuracy_epoch.png",
         "accuracy_mb_sent.png",
         "step_time.png",
+        "comparison.html",
     ]
     last = finished.stdout.splitlines()[-len(files) :]
     assert [line.partition(": ")[2] for line in last] == [str(folder / name) for name in files]
