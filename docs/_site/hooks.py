@@ -51,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     while waiting:
         page = waiting.pop()
         for target in links(page, (ROOT / page).read_text(encoding="utf-8")):
-            if target.startswith(DOCS) or target in seen:
+            if target in seen or files.get_file_from_path(_place(target)):
                 continue
             seen.add(target)
             added = _file(target, config)
@@ -122,9 +122,7 @@ def _with_links(markdown: str, change: Callable[[str], str]) -> str:
 
 def _place(target: str) -> str:
     """Path in the site of a file of the repository."""
-    if target.startswith(DOCS):
-        return target.removeprefix(DOCS)
-    return target if target.endswith((".md", *MEDIA)) else f"source/{target}.md"
+    return target.removeprefix(DOCS) if target.endswith((".md", *MEDIA)) else f"source/{target}.md"
 
 
 def _file(target: str, config: MkDocsConfig) -> File:
