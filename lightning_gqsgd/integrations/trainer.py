@@ -22,9 +22,11 @@ _Base: Any = object  # each flavour's DDPStrategy, or Callback
 class TrainerMixin(_Base):
     """DDP with quantised gradients.
 
+    Every field of `GQSGDConfig` is an argument, and replaces the preset's value. None keeps that, so for no memory,
+    it is ``"none"``.
+
     Args:
-        preset: name of a preset (default ``gqsgd``); the fields below replace its values.
-        codec to sample_every: fields of `GQSGDConfig`; None keeps the preset's, so for no memory, it is ``"none"``.
+        preset: name of a preset (default ``gqsgd``).
         telemetry: add the callback that logs counters, unless the Trainer has one.
         **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
             as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,

@@ -1,0 +1,165 @@
+"""The documentation: its navigation, links, numbers, and the commands that it quotes.
+
+What MkDocs itself finds wrong is the strict build's to say, which .ci/run makes.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from typer.main import get_command
+
+from lightning_gqsgd.cli import app
+from lightning_gqsgd.config import GQSGDConfig
+from recipes.comparison.plan import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("docs/**/*.md", "benchmarks/results/*.md", "recipes/README.md", "README.md")
+    for path in ROOT.glob(pattern)
+)
+
+#: What stands for a value in a quoted command.
+PLACEHOLDERS = {"N": "8", "NAME": "gqsgd"}
+
+_PROGRAM = r"(?P<program>python recipes/(?:run|compare)\.py|python -m benchmarks\.\w+|gqsgd(?= [a-z-]))"
+_COMMAND = re.compile(rf"(?:^ *|`)(?:uv run )?{_PROGRAM}(?P<arguments>(?:\\\n|[^`\n])*)", re.MULTILINE)
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Program and arguments of every command in code, without comments and what comes after ``--``."""
+    for match in _COMMAND.finditer(text):
+        arguments = shlex.split(match["arguments"].replace("\\\n", " "), comments=True)
+        yield match["program"], arguments[: arguments.index("--") if "--" in arguments else None]
+
+
+QUOTED = sorted({(program, *arguments) for page in PAGES for program, arguments in commands((ROOT / page).read_text())})
+
+
+def quoted(program: str) -> list[list[str]]:
+    """The arguments with which pages call a program."""
+    return [list(arguments) for name, *arguments in QUOTED if name == program]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Any:
+    """docs/_site/hooks.py."""
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "_site" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _leaves(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for one in nav.values() if isinstance(nav, dict) else nav:
+            yield from _leaves(one)
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    listed = list(_leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(listed) == sorted(page.removeprefix("docs/") for page in PAGES if page != "README.md")
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "found"),
+    [
+        ("docs/api/x.md", "[a](../../LICENSE) ![b](../presets.png)", ["LICENSE", "docs/presets.png"]),
+        ("docs/method.md", "[a](../benchmarks/results/family.md#x 'T')", ["benchmarks/results/family.md"]),
+        ("README.md", "[a]: docs/method.md 'T'", ["docs/method.md"]),
+        ("README.md", "[all](benchmarks/results)", ["docs/benchmarks.md"]),
+        ("README.md", "`[a](LICENSE)`\n\n    [b](LICENSE)\n\n```\n[c](LICENSE)\n```\n[d](LICENSE)", ["LICENSE"]),
+        ("README.md", "[a](https://arxiv.org) [b](#top) [c](nowhere.md) [d](../README.md) [e](/README.md)", []),
+    ],
+)  # fmt: skip
+def test_links_are_read(hooks: Any, page: str, text: str, found: list[str]) -> None:
+    assert hooks.links(page, text) == found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(hooks: Any, page: str) -> None:
+    targets = []
+    hooks._with_links((ROOT / page).read_text(), lambda link: targets.append(link) or link)
+    outward = re.compile(r"https?://|#|mailto:")
+    lost = [one for one in targets if not outward.match(one) and hooks.resolve(page, one) is None]
+    assert not [one for one in lost if not (page == "README.md" and (ROOT / one).is_dir())]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in (ROOT / page).read_text()])
+def test_numbers_are_what_the_functions_return(page: str) -> None:
+    failed, tried = doctest.testfile(str(ROOT / page), module_relative=False, encoding="utf-8")
+    assert tried
+    assert not failed
+
+
+def test_commands_are_found() -> None:
+    text = "x `gqsgd presets --ranks N` y\n\n    python recipes/run.py \\\n        a=1  # b\n\n"
+    text += "uv run python -m benchmarks.x -- c\n"
+    assert list(commands(text)) == [
+        ("gqsgd", ["presets", "--ranks", "N"]),
+        ("python recipes/run.py", ["a=1"]),
+        ("python -m benchmarks.x", []),
+    ]
+    assert len(quoted("python recipes/run.py")) >= 5
+    assert len(quoted("python recipes/compare.py")) >= 10
+    assert len([name for name, *_ in QUOTED if name.startswith("python -m benchmarks.")]) >= 7
+
+
+@pytest.mark.parametrize("arguments", quoted("gqsgd"), ids=" ".join)
+def test_gqsgd_has_the_command(arguments: list[str]) -> None:
+    if arguments == ["--help"]:
+        return
+    command, *rest = (PLACEHOLDERS.get(one, one) for one in arguments)
+    get_command(app).commands[command].make_context(command, rest)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [(script, arguments) for script in ("run", "compare") for arguments in quoted(f"python recipes/{script}.py")],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_recipes_compose(script: str, arguments: list[str]) -> None:
+    """With every value of its comma lists, though not with all combinations."""
+    arguments = [one for one in arguments if one not in ("-m", "--fresh")]
+    if script == "compare":
+        own = Settings.__dataclass_fields__
+        arguments = [one for one in arguments if one.partition("=")[0] not in own]
+        arguments = ["strategy=ddp,gqsgd" if one == "strategy=all" else one for one in arguments]
+    lists = []
+    for override in OverridesParser.create().parse_overrides(arguments):
+        if override.is_sweep_override():
+            assert script == "compare", f"recipes/run.py takes one value: {override.input_line}"
+            lists.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            lists.append([override.input_line])
+        if override.is_add() and override.key_or_group.startswith("strategy."):
+            assert override.key_or_group.removeprefix("strategy.") in GQSGDConfig.field_names()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for turn in range(max(map(len, lists), default=1)):
+            compose("config", overrides=[values[turn % len(values)] for values in lists])
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in QUOTED if words[0].startswith("python -m benchmarks.")], ids=" ".join
+)
+def test_benchmarks_have_the_options(words: tuple[str, ...]) -> None:
+    files = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    source = files[words[0].rpartition(".")[2]]
+    source += "".join(text for name, text in files.items() if re.search(rf"from benchmarks\.{name} import", source))
+    options = {one.partition("=")[0] for one in words[1:] if one.startswith("--")}
+    assert not [one for one in options if f'"{one}"' not in source]
