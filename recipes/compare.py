@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
@@ -33,13 +33,12 @@ examples:
   python recipes/compare.py +exp=quickstart strategy=ddp,ddp_bf16,gqsgd seed=0,1,2
   python recipes/compare.py +exp=quickstart strategy=all trainer.devices=4
   python recipes/compare.py +exp=quickstart strategy=gqsgd strategy.bits=2,4,8
-  python recipes/compare.py +exp=resnet_cifar launcher=netlab hosts=2 rate=1gbit target=0.9
+  python recipes/compare.py +exp=resnet_cifar hardware=netlab hardware.rate=1gbit target=0.9
 
 Comma lists are the sweep: every combination is one run of recipes/run.py in fresh processes. Finished runs are kept.
 strategy=all is ddp, ddp_bf16 and every preset; not powersgd, which needs CUDA.
 Settings of the comparison itself, beside all overrides of run.py:
   target=0.9        accuracy whose time is reported (default: 99 % of the lowest best accuracy)
-  launcher=netlab   hosts with shaped links on this machine, one process each: hosts=2 rate=1gbit
   output=FOLDER     default: outputs/compare
 """
 
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanError as error:
         parser.error(str(error))
     try:
-        failures = run_all(plan.cells, plan.settings, console, options.fresh)
+        failures = run_all(plan.cells, console, options.fresh)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on with the runs that are missing")
         return 130
@@ -138,9 +137,20 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], padd
 def _title(plan: Plan, variants: dict[str, list[Run]]) -> str:
     facts = next(iter(variants.values()))[0].facts
     data = " / ".join(sorted({run.facts["data"] for runs in variants.values() for run in runs}))
-    if plan.settings.launcher == "netlab":
-        return f"{plan.experiment} on {data}: {facts['model']}, {plan.settings.hosts} hosts, {plan.settings.rate}"
-    return f"{plan.experiment} on {data}: {facts['model']}, {facts['processes']} processes"
+    processes = _joined(str(run.facts["processes"]) for runs in variants.values() for run in runs)
+    return ", ".join([f"{plan.experiment} on {data}: {facts['model']}", f"{processes} processes", *_hardware(plan)])
+
+
+def _hardware(plan: Plan) -> list[str]:
+    """All profiles and rates, e.g. ``["netlab 100mbit / 1gbit"]``; nothing where all is cpu."""
+    profiles = [cell.config["hardware"] for cell in plan.cells]
+    names = _joined(profile["name"] for profile in profiles)
+    rates = _joined(str(profile["rate"]) for profile in profiles if "rate" in profile)
+    return [] if names == "cpu" else [f"{names} {rates}".strip()]
+
+
+def _joined(values: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(values))
 
 
 def _show(failure: Failure, console: Console) -> None:

@@ -16,12 +16,12 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from lightning_gqsgd.presets import PRESETS
+from recipes.tasks.hardware import MULTI_NODE, SLURM, check_profile
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CELL_FILE = "cell.json"
 RESULT_FILE = "result.json"
 
-LAUNCHERS = ("lightning", "netlab")
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 
 #: What ``strategy=all`` stands for: every preset, and the baselines that run on every device (powersgd needs CUDA).
@@ -37,24 +37,14 @@ class Settings:
     """What `compare.py` reads itself, written like overrides.
 
     Attributes:
-        launcher: ``"lightning"`` (each run starts its processes) or ``"netlab"`` (hosts with shaped links, all on this
-            machine).
-        hosts, rate: of netlab, one process per host, e.g. 2 and "1gbit".
         target: accuracy, 0 to 1, whose time is reported; None: 99 % of the lowest best accuracy.
         output: folder of all comparisons.
     """
 
-    launcher: str = "lightning"
-    hosts: int = 2
-    rate: str = "1gbit"
     target: float | None = None
     output: str = "outputs/compare"
 
     def __post_init__(self) -> None:
-        if self.launcher not in LAUNCHERS:
-            raise PlanError(f"launcher={self.launcher!r} is not one of {', '.join(LAUNCHERS)}")
-        if self.hosts < 2:
-            raise PlanError(f"hosts={self.hosts} must be at least 2")
         if self.target is not None and not 0 < self.target <= 1:
             raise PlanError(f"target={self.target} is out of range: above 0 to 1, e.g. target=0.9")
 
@@ -66,7 +56,7 @@ class Cell:
     Attributes:
         variant: what tables and plots call all seeds of these settings.
         overrides: command line of ``run.py``.
-        config: the complete configuration that they make, with the launcher.
+        config: the complete configuration that they make.
         folder: where the run writes.
     """
 
@@ -112,13 +102,10 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     experiment = _experiment(passed)
     if not any(override.key_or_group == "strategy" for override in passed):
         passed += OverridesParser.create().parse_overrides([DEFAULT_STRATEGIES])
-    shaped = settings.launcher == "netlab"
-    fixed = [f"trainer.num_nodes={settings.hosts}", "trainer.devices=1"] if shaped else []
-    name = f"{experiment}-netlab-{settings.rate}" if shaped else experiment
-    folder = Path(settings.output).absolute() / _slug(name)
-    launch = {"launcher": settings.launcher, **({"hosts": settings.hosts, "rate": settings.rate} if shaped else {})}
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cells = [_cell([*choice, *fixed], _swept(passed), launch, folder / "cells") for choice in _choices(passed)]
+        composed = [(choice, _composed(choice)) for choice in _choices(passed)]
+    folder = Path(settings.output).absolute() / _slug("-".join([experiment, *_hardware([one for _, one in composed])]))
+    cells = [_cell(choice, config, _swept(passed), folder / "cells") for choice, config in composed]
     _check_distinct(cells)
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
     cells.sort(key=lambda cell: (cell.seed, first[cell.variant]))
@@ -137,9 +124,9 @@ def _without_all(argument: str) -> str:
 
 def _settings(overrides: Sequence[Override]) -> Settings:
     values: dict[str, Any] = {override.key_or_group: override.value() for override in overrides}
-    for name, kind in (("hosts", int), ("target", (int, float)), ("rate", str), ("launcher", str), ("output", str)):
+    for name, kind in (("target", (int, float)), ("output", str)):
         if name in values and (isinstance(values[name], bool) or not isinstance(values[name], kind)):
-            raise PlanError(f"{name}={values[name]!r} cannot be read; examples: hosts=2 rate=1gbit target=0.9")
+            raise PlanError(f"{name}={values[name]!r} cannot be read; example: target=0.9")
     return Settings(**values)
 
 
@@ -167,17 +154,36 @@ def _choices(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     return list(itertools.product(*columns))
 
 
-def _cell(overrides: Sequence[str], swept: Sequence[str], launch: dict[str, Any], folder: Path) -> Cell:
+def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     try:
         composed = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+        assert isinstance(composed, dict)
+        check_profile(composed)
     except Exception as error:  # Hydra and OmegaConf have several families of errors; all of them name the key
         raise PlanError(f"{' '.join(overrides)}: {error}") from error
-    assert isinstance(composed, dict)
-    config = {str(key): value for key, value in composed.items()}
+    name = composed["hardware"]["name"]
+    if name in (MULTI_NODE, SLURM):
+        raise PlanError(
+            f"hardware={name}: the runs of a comparison are started from this machine, on this machine; take "
+            "python recipes/run.py for each of them"
+        )
+    return {str(key): value for key, value in composed.items()}
+
+
+def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], folder: Path) -> Cell:
     seed, name = config["seed"], config["strategy"]["name"]
     details = [_last_part(override) for override in overrides if _key(override) in swept]
     variant = " ".join([name, *(detail for detail in details if detail)])
-    return Cell(variant, seed, tuple(overrides), {**config, "compare": launch}, folder / f"{_slug(variant)}-seed{seed}")
+    return Cell(variant, seed, tuple(overrides), config, folder / f"{_slug(variant)}-seed{seed}")
+
+
+def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """What the folder's name says of the hardware: profile, unless it is cpu, and rate, where there is only one."""
+    profiles = {config["hardware"]["name"] for config in configs}
+    rates = {str(config["hardware"]["rate"]) for config in configs if "rate" in config["hardware"]}
+    if len(profiles) > 1 or profiles == {"cpu"}:
+        return []
+    return [*profiles, *(rates if len(rates) == 1 else ())]
 
 
 def _last_part(override: str) -> str:
