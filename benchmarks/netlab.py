@@ -106,7 +106,8 @@ class NetLab:
     def environment(self, host: int, local_rank: int = 0) -> dict[str, str]:
         """What torchrun would set for a process of a host."""
         ranks = self.hosts * self.ranks_per_host
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))  # hosts share them
         return {
             "RANK": str(host * self.ranks_per_host + local_rank),
             "WORLD_SIZE": str(ranks),
@@ -256,17 +257,21 @@ def _signal_session(process: subprocess.Popen[str], number: int) -> None:
         return
 
 
-def run_everywhere(lab: NetLab, command: Sequence[str], timeout: float | None = None) -> int:
+def run_everywhere(
+    lab: NetLab, command: Sequence[str], timeout: float | None = None, plain_rank: int | None = None
+) -> int:
     """Run a command as every rank, with its output prefixed line by line; the first exit code that is not 0.
 
-    When a host fails, the others are stopped after a grace period. 124 after ``timeout`` seconds.
+    When a host fails, the others are stopped after a grace period. 124 after ``timeout`` seconds. The output of
+    ``plain_rank`` has no prefix.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     places = [(host, local_rank) for host in range(lab.hosts) for local_rank in range(lab.ranks_per_host)]
     processes = [lab.popen(host, command, local_rank, **pipes) for host, local_rank in places]
     names = [f"host{host}" + f".{local_rank}" * (lab.ranks_per_host > 1) for host, local_rank in places]
+    prefixes = ["" if rank == plain_rank else f"[{name}] " for rank, name in enumerate(names)]
     readers = [
-        threading.Thread(target=_copy_lines, args=one, daemon=True) for one in zip(names, processes, strict=True)
+        threading.Thread(target=_copy_lines, args=one, daemon=True) for one in zip(prefixes, processes, strict=True)
     ]
     for reader in readers:
         reader.start()
@@ -289,10 +294,10 @@ def run_everywhere(lab: NetLab, command: Sequence[str], timeout: float | None = 
     return code or next((process.returncode for process in processes if process.returncode), 0)
 
 
-def _copy_lines(name: str, process: subprocess.Popen[str]) -> None:
+def _copy_lines(prefix: str, process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        sys.stdout.write(f"[{name}] {line}")
+        sys.stdout.write(f"{prefix}{line}")
         sys.stdout.flush()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
@@ -35,14 +35,15 @@ examples:
   python recipes/compare.py +exp=quickstart strategy=ddp,ddp_bf16,gqsgd seed=0,1,2
   python recipes/compare.py +exp=quickstart strategy=all trainer.devices=4
   python recipes/compare.py +exp=quickstart strategy=gqsgd strategy.bits=2,4,8
-  python recipes/compare.py +exp=resnet_cifar launcher=netlab hosts=2 rate=1gbit target=0.9
+  python recipes/compare.py +exp=resnet_cifar hardware=netlab hardware.rate=1gbit target=0.9
 
 Comma lists are the sweep: every combination is one run of recipes/run.py in fresh processes. Finished runs are kept.
 strategy=all is ddp, ddp_bf16 and every preset; not powersgd, which needs CUDA.
 Settings of the comparison itself, beside all overrides of run.py:
   target=0.9        value of the task's metric whose time is reported (default: the worst best value less 1 %)
-  launcher=netlab   hosts with shaped links on this machine, one process each: hosts=2 rate=1gbit
   output=FOLDER     default: outputs/compare
+  links=100mbit,1gbit  with hardware=netlab: train once, on unlimited links, and measure the step of every strategy on
+                    each of these in a run of probe_steps=30 steps; a table and plots for each, in seconds of that link
 """
 
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanError as error:
         parser.error(str(error))
     try:
-        failures = run_all((*plan.cells, *plan.probes), plan.settings, console, options.fresh)
+        failures = run_all((*plan.cells, *plan.probes), console, options.fresh)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on with the runs that are missing")
         return 130
@@ -182,8 +183,21 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], padd
 def _title(plan: Plan, variants: dict[str, list[Run]], link: str | None) -> str:
     facts = next(iter(variants.values()))[0].facts
     data = " / ".join(sorted({run.facts["data"] for runs in variants.values() for run in runs}))
-    title = f"{plan.experiment} on {data}: {facts['model']}, {facts['processes']} processes"
-    return f"{title}, links of {link}" if link else title
+    processes = _joined(str(run.facts["processes"]) for runs in variants.values() for run in runs)
+    title = f"{plan.experiment} on {data}: {facts['model']}, {processes} processes"
+    return ", ".join([title, f"links of {link}"] if link else [title, *_hardware(plan)])
+
+
+def _hardware(plan: Plan) -> list[str]:
+    """All profiles and rates, e.g. ``["netlab 100mbit / 1gbit"]``; nothing where all is cpu."""
+    profiles = [cell.config["hardware"] for cell in plan.cells]
+    names = _joined(profile["name"] for profile in profiles)
+    rates = _joined(str(profile["rate"]) for profile in profiles if "rate" in profile)
+    return [] if names == "cpu" else [f"{names} {rates}".strip()]
+
+
+def _joined(values: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(values))
 
 
 def _show(failure: Failure, console: Console) -> None:

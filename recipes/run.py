@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -21,18 +22,41 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_gqsgd  # registers its strategies
+from benchmarks.netlab import NetLabError
 from recipes.tasks.baselines import StrategyError
 from recipes.tasks.building import TargetError, build
 from recipes.tasks.clock import TrainingClock
 from recipes.tasks.communication import CommunicationCounter
 from recipes.tasks.data import TaskData
 from recipes.tasks.exposed import ExposedCommunication
-from recipes.tasks.launch import cluster_environment, hydra_arguments, is_rank_zero, local_processes, set_threads
+from recipes.tasks.hardware import (
+    MULTI_NODE,
+    NETLAB,
+    SLURM,
+    HardwareError,
+    check_devices,
+    check_profile,
+    described,
+    profile_environment,
+)
+from recipes.tasks.hosts import run_on_hosts
+from recipes.tasks.launch import (
+    LaunchError,
+    check_launch,
+    cluster_environment,
+    external_rank,
+    hydra_arguments,
+    is_rank_zero,
+    local_processes,
+    set_threads,
+    torchrun_needed,
+)
 from recipes.tasks.loggers import METRICS_FILE, ContinuedCSVLogger
 from recipes.tasks.metrics import Metric
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.progress import PlainProgress
 from recipes.tasks.report import StartupSummary, finish, run_facts
+from recipes.tasks.slurm import SlurmError, prepare_submission
 from recipes.tasks.sources import DataError
 from recipes.tasks.task import Task
 
@@ -42,6 +66,19 @@ LAST = "last.ckpt"
 
 class RunError(RuntimeError):
     """A run that cannot be made as asked; the message names the remedy."""
+
+
+#: Their messages say all.
+ERRORS = (
+    RunError,
+    DataError,
+    HardwareError,
+    LaunchError,
+    NetLabError,
+    StrategyError,
+    TargetError,
+    lightning_gqsgd.ConfigError,
+)
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -74,6 +111,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         "data": f"{data.data_name}, {cfg.data.batch_size} samples per process and step",
         "model": f"{cfg.model.name}, {parameters / 1e6:.2f} M parameters",
         "strategy": _described(config["strategy"]),
+        "hardware": described(config["hardware"]),
         "threads": f"{threads} per process",
         "folder": str(folder),
     }
@@ -180,26 +218,59 @@ def _silence_known_messages() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _refuse_sweeps_of_processes(cfg: DictConfig) -> None:
-    several = local_processes(cfg.trainer.accelerator, cfg.trainer.devices) * cfg.trainer.num_nodes > 1
-    if HydraConfig.get().mode == RunMode.MULTIRUN and several:
+def _check(cfg: DictConfig) -> None:
+    """Everything that can be wrong with hardware and launch, before data are prepared or processes started."""
+    check_profile(cfg)
+    check_devices(cfg)
+    name, (nodes, devices) = cfg.hardware.name, _places(cfg)
+    # Lightning's children of one node have NODE_RANK, as have processes that are started by hand for Lightning.
+    by_hand = external_rank(os.environ) is None and (name == MULTI_NODE or "NODE_RANK" not in os.environ)
+    if by_hand and name != NETLAB and (name == MULTI_NODE or name != SLURM and nodes > 1):
+        raise torchrun_needed(name, nodes, devices, cfg.trainer.accelerator, sys.argv[1:])
+    if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):
+        raise HardwareError(
+            f"hardware=slurm submits a job: python recipes/run.py -m {shlex.join(sys.argv[1:])}; "
+            "in an allocation of your own, put srun before the same command without -m"
+        )
+    check_launch(nodes, devices, os.environ)
+    _refuse_sweeps_of_processes(name, nodes * devices)
+
+
+def _refuse_sweeps_of_processes(name: str, processes: int) -> None:
+    hydra_config = HydraConfig.get()
+    submitted = name == SLURM and str(hydra_config.launcher._target_).endswith(".SlurmLauncher")
+    if hydra_config.mode == RunMode.MULTIRUN and processes > 1 and not submitted:
         raise RunError(
             "-m / --multirun cannot be used with several processes: every process would run the whole sweep. "
             "Take recipes/compare.py, which starts a fresh run for every combination"
         )
 
 
+def _places(cfg: DictConfig) -> tuple[int, int]:
+    """Nodes, and processes on each."""
+    return cfg.trainer.num_nodes, local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> float:
+    folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        _refuse_sweeps_of_processes(cfg)
-        return train(cfg, Path(HydraConfig.get().runtime.output_dir))
-    except (RunError, DataError, StrategyError, TargetError, lightning_gqsgd.ConfigError) as error:
+        _check(cfg)
+        if cfg.hardware.name == NETLAB and external_rank(os.environ) is None:
+            hosts, ranks = _places(cfg)
+            sys.exit(run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder))
+        with profile_environment(cfg.hardware.env, os.environ):
+            return train(cfg, folder)
+    except ERRORS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        sys.exit(f"{type(error).__name__}: {error}")  # these messages say all; a traceback would hide them
+        sys.exit(f"{type(error).__name__}: {error}")  # a traceback would hide it
 
 
 if __name__ == "__main__":
+    try:
+        prepare_submission(sys.argv[1:], os.environ)
+    except SlurmError as error:
+        sys.exit(f"SlurmError: {error}")
     sys.argv += hydra_arguments(sys.argv[1:], os.environ)
     main()

@@ -15,15 +15,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from benchmarks.netlab import NetLabError, parse_rate
 from lightning_gqsgd.presets import PRESETS
 from recipes.tasks.building import target_of
+from recipes.tasks.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
 from recipes.tasks.metrics import Metric
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CELL_FILE = "cell.json"
 RESULT_FILE = "result.json"
 
-LAUNCHERS = ("lightning", "netlab")
+#: The first steps compile kernels, and DDP sorts its buckets after one; the median is to be of others.
+LEAST_PROBE = 8
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 
 #: What ``strategy=all`` stands for: every preset, and the baselines that run on every device (powersgd needs CUDA).
@@ -39,24 +42,22 @@ class Settings:
     """What `compare.py` reads itself, written like overrides.
 
     Attributes:
-        launcher: ``"lightning"`` (each run starts its processes) or ``"netlab"`` (hosts with shaped links, all on this
-            machine).
-        hosts, rate: of netlab, one process per host, e.g. 2 and "1gbit".
         target: value of the task's metric whose time is reported; None: what all runs reach, less 1 %.
         output: folder of all comparisons.
+        links: rates of netlab; each training is made once, without a limit, and a probe measures its step on each.
+        probe_steps: steps of a probe.
     """
 
-    launcher: str = "lightning"
-    hosts: int = 2
-    rate: str = "1gbit"
     target: float | None = None
     output: str = "outputs/compare"
+    links: tuple[str, ...] = ()
+    probe_steps: int = 30
 
     def __post_init__(self) -> None:
-        if self.launcher not in LAUNCHERS:
-            raise PlanError(f"launcher={self.launcher!r} is not one of {', '.join(LAUNCHERS)}")
-        if self.hosts < 2:
-            raise PlanError(f"hosts={self.hosts} must be at least 2")
+        if self.probe_steps < LEAST_PROBE:
+            raise PlanError(f"probe_steps={self.probe_steps} is out of range: {LEAST_PROBE} or more")
+        for rate in self.links:
+            _check_rate(rate)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Cell:
     Attributes:
         variant: what tables and plots call all seeds of these settings.
         overrides: command line of ``run.py``.
-        config: the complete configuration that they make, with the launcher.
+        config: the complete configuration that they make.
         folder: where the run writes.
         link: rate of the link on which this run measures steps; None for trainings.
     """
@@ -115,18 +116,45 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     experiment = _experiment(passed)
     if not any(override.key_or_group == "strategy" for override in passed):
         passed += OverridesParser.create().parse_overrides([DEFAULT_STRATEGIES])
-    shaped = settings.launcher == "netlab"
-    fixed = [f"trainer.num_nodes={settings.hosts}", "trainer.devices=1"] if shaped else []
-    name = f"{experiment}-netlab-{settings.rate}" if shaped else experiment
-    folder = Path(settings.output).absolute() / _slug(name)
-    launch = {"launcher": settings.launcher, **({"hosts": settings.hosts, "rate": settings.rate} if shaped else {})}
+    swept = _swept(passed)
+    if settings.links:
+        passed += _on_unlimited_links(passed, settings.links)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cells = [_cell([*choice, *fixed], _swept(passed), launch, folder / "cells") for choice in _choices(passed)]
+        composed = [(choice, _composed(choice)) for choice in _choices(passed)]
+    folder = Path(settings.output).absolute() / _slug("-".join([experiment, *_hardware([one for _, one in composed])]))
+    cells = [_cell(choice, config, swept, folder / "cells") for choice, config in composed]
     _check_distinct(cells)
     _check_target(settings.target, target_of(cells[0].config["task"]).metric)
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
     cells.sort(key=lambda cell: (cell.seed, first[cell.variant]))
-    return Plan(settings, experiment, folder, tuple(cells))
+    return Plan(settings, experiment, folder, tuple(cells), _probes(cells, settings))
+
+
+def _on_unlimited_links(overrides: Sequence[Override], links: Sequence[str]) -> list[Override]:
+    given = {override.key_or_group: override for override in overrides}
+    if "hardware" not in given or given["hardware"].value() != NETLAB:
+        raise PlanError(f"links={','.join(links)} needs hardware=netlab, which has links to be limited")
+    if "hardware.rate" in given:
+        raise PlanError("links and hardware.rate are two ways to say the same; leave hardware.rate out")
+    return list(OverridesParser.create().parse_overrides(["hardware.rate=none"]))
+
+
+def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
+    """A short run of each variant on each link, link by link, with the variant's first seed."""
+    first = {cell.variant: cell for cell in reversed(cells)}
+    short = {
+        **{"trainer.max_steps": settings.probe_steps, "trainer.limit_val_batches": 0},
+        **{"test": "false", "checkpoint": "false", "logger": "csv"},
+    }
+    probes = []
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for link, cell in itertools.product(settings.links, reversed(first.values())):
+            own = {**short, "hardware.rate": link}
+            kept = [override for override in cell.overrides if _key(override) not in own]
+            choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
+            folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
+            probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
+    return tuple(probes)
 
 
 def _without_all(argument: str) -> str:
@@ -141,10 +169,21 @@ def _without_all(argument: str) -> str:
 
 def _settings(overrides: Sequence[Override]) -> Settings:
     values: dict[str, Any] = {override.key_or_group: override.value() for override in overrides}
-    for name, kind in (("hosts", int), ("target", (int, float)), ("rate", str), ("launcher", str), ("output", str)):
+    for override in overrides:
+        if override.key_or_group == "links":
+            sweep = override.is_sweep_override()
+            values["links"] = tuple(override.sweep_string_iterator()) if sweep else (str(override.value()),)
+    for name, kind in (("target", (int, float)), ("output", str), ("probe_steps", int)):
         if name in values and (isinstance(values[name], bool) or not isinstance(values[name], kind)):
-            raise PlanError(f"{name}={values[name]!r} cannot be read; examples: hosts=2 rate=1gbit target=0.9")
+            raise PlanError(f"{name}={values[name]!r} cannot be read; examples: target=0.9 links=100mbit,1gbit")
     return Settings(**values)
+
+
+def _check_rate(rate: str) -> None:
+    try:
+        parse_rate(rate)
+    except NetLabError as error:
+        raise PlanError(f"links={rate}: {error}") from error
 
 
 def _experiment(overrides: Sequence[Override]) -> str:
@@ -171,17 +210,38 @@ def _choices(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     return list(itertools.product(*columns))
 
 
-def _cell(overrides: Sequence[str], swept: Sequence[str], launch: dict[str, Any], folder: Path) -> Cell:
+def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     try:
         composed = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+        assert isinstance(composed, dict)
+        check_profile(composed)
     except Exception as error:  # Hydra and OmegaConf have several families of errors; all of them name the key
         raise PlanError(f"{' '.join(overrides)}: {error}") from error
-    assert isinstance(composed, dict)
-    config = {str(key): value for key, value in composed.items()}
+    name = composed["hardware"]["name"]
+    if name in (MULTI_NODE, SLURM):
+        raise PlanError(
+            f"hardware={name}: the runs of a comparison are started from this machine, on this machine; take "
+            "python recipes/run.py for each of them"
+        )
+    return {str(key): value for key, value in composed.items()}
+
+
+def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], folder: Path) -> Cell:
     seed, name = config["seed"], config["strategy"]["name"]
     details = [_last_part(override) for override in overrides if _key(override) in swept]
     variant = " ".join([name, *(detail for detail in details if detail)])
-    return Cell(variant, seed, tuple(overrides), {**config, "compare": launch}, folder / f"{_slug(variant)}-seed{seed}")
+    return Cell(variant, seed, tuple(overrides), config, folder / f"{_slug(variant)}-seed{seed}")
+
+
+def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """What the folder's name says of the hardware: profile, unless it is cpu, hosts and rate, where there is only one."""
+    profiles = {config["hardware"]["name"] for config in configs}
+    nodes = {config["trainer"]["num_nodes"] for config in configs} - {1}
+    rates = {str(config["hardware"]["rate"]) for config in configs if "rate" in config["hardware"]}
+    if len(profiles) > 1 or profiles == {"cpu"}:
+        return []
+    hosts = [f"{count}-hosts" for count in nodes] if len(nodes) == 1 else []
+    return [*profiles, *hosts, *(rates if len(rates) == 1 else ())]
 
 
 def _last_part(override: str) -> str:

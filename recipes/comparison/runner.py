@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from recipes.comparison.plan import CELL_FILE, RESULT_FILE, Cell, Settings
+from recipes.comparison.plan import CELL_FILE, RESULT_FILE, Cell
 from recipes.tasks.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ class Failure:
     tail: str
 
 
-def run_all(cells: tuple[Cell, ...], settings: Settings, console: Console, fresh: bool) -> list[Failure]:
+def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Failure]:
     """Run every cell that has no finished result, or all of them if ``fresh``; failures do not stop the rest."""
     failures = []
     with _lines(cells, console) as line:
@@ -47,7 +47,7 @@ def run_all(cells: tuple[Cell, ...], settings: Settings, console: Console, fresh
                 continue
             try:
                 line(number, "starting")
-                failure = _run(cell, settings, partial(line, number))
+                failure = _run(cell, partial(line, number))
             except KeyboardInterrupt:
                 line(number, "stopped", done=True)
                 raise
@@ -56,27 +56,13 @@ def run_all(cells: tuple[Cell, ...], settings: Settings, console: Console, fresh
     return failures
 
 
-def command(cell: Cell, settings: Settings) -> list[str]:
+def command(cell: Cell) -> list[str]:
     """Command line of one cell."""
     quoted = str(cell.folder).replace("\\", "\\\\").replace("'", "\\'")
-    run = [sys.executable, str(ROOT / "recipes" / "run.py"), *cell.overrides, f"hydra.run.dir='{quoted}'"]
-    if settings.launcher == "netlab":
-        hosts = ["--hosts", str(settings.hosts), "--rate", settings.rate]
-        return [sys.executable, "-m", "benchmarks.netlab", *hosts, "--", *run]
-    return run
+    return [sys.executable, str(ROOT / "recipes" / "run.py"), *cell.overrides, f"hydra.run.dir='{quoted}'"]
 
 
-def environment(settings: Settings) -> dict[str, str]:
-    """Environment of one cell: netlab's hosts share this machine's cores, and its module lies in the repository."""
-    result = dict(os.environ)
-    result["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if settings.launcher == "netlab":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        result.setdefault("OMP_NUM_THREADS", str(max(1, cores // settings.hosts)))
-    return result
-
-
-def _run(cell: Cell, settings: Settings, say: Callable[[str], None]) -> Failure | None:
+def _run(cell: Cell, say: Callable[[str], None]) -> Failure | None:
     if (cell.folder / CELL_FILE).exists():
         shutil.rmtree(cell.folder)  # an unfinished run, or one with another configuration
     cell.folder.mkdir(parents=True, exist_ok=True)
@@ -85,11 +71,10 @@ def _run(cell: Cell, settings: Settings, say: Callable[[str], None]) -> Failure 
     with open(log, "wb") as output:
         # A session of its own, so that an interrupt ends the run with all its processes.
         process = subprocess.Popen(
-            command(cell, settings),
+            command(cell),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(settings),
             start_new_session=True,
         )
         try:

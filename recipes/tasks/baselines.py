@@ -49,7 +49,7 @@ class BaselineDDPStrategy(DDPStrategy):
             raise StrategyError(
                 f"strategy=powersgd needs CUDA, this is {self.root_device.type}: torch's PowerSGD hook starts "
                 "collectives from inside a callback, and Gloo aborts the process on that. "
-                "Take trainer=gpu, or strategy=ddp_bf16 or gqsgd_4bit"
+                "Take hardware=nvlink or pcie, or strategy=ddp_bf16 or gqsgd_4bit"
             )
         super().setup_environment()
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities import rank_zero_only
+
+
+class LaunchError(RuntimeError):
+    """The processes that are there are not those that the run asks for; the message names the remedy."""
 
 
 def is_rank_zero() -> bool:
@@ -23,6 +29,48 @@ def external_rank(environment: Mapping[str, str]) -> int | None:
     if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
         return int(environment["SLURM_PROCID"])
     return None
+
+
+def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> None:
+    """Whether an outside launcher, if there is one, has started ``nodes`` x ``devices`` processes.
+
+    Raises:
+        LaunchError: another number, on all nodes together or on this one.
+    """
+    if external_rank(environment) is None:
+        return
+    size = "WORLD_SIZE" if "RANK" in environment and "WORLD_SIZE" in environment else "SLURM_NTASKS"
+    if int(environment[size]) != nodes * devices:
+        raise LaunchError(
+            f"the launcher has started {size}={environment[size]} processes, hardware.nodes={nodes} times "
+            f"hardware.devices={devices} is {nodes * devices}; let one of them follow the other"
+        )
+    local = environment.get("LOCAL_WORLD_SIZE", str(devices))
+    if int(local) != devices:
+        raise LaunchError(
+            f"the launcher has started LOCAL_WORLD_SIZE={local} processes on this node, hardware.devices={devices}; "
+            "let one of them follow the other"
+        )
+
+
+def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, arguments: Sequence[str]) -> LaunchError:
+    """The error for a run on several nodes that no launcher has started: it says how to start it.
+
+    Args:
+        name: of the hardware profile.
+        nodes, devices, accelerator: of the run; devices per node.
+        arguments: command line of run.py, as it was typed.
+    """
+    interface = "GLOO_SOCKET_IFNAME" if accelerator == "cpu" else "NCCL_SOCKET_IFNAME"
+    torchrun = f"torchrun --nnodes={nodes} --nproc_per_node={devices} --rdzv-backend=c10d"
+    endpoint = f"--rdzv-endpoint={socket.gethostname()}:29500"
+    return LaunchError(
+        f"hardware={name} with {nodes} nodes runs under a launcher, and none has started this process (there is no "
+        f"RANK). The same line on each of the {nodes} nodes:\n"
+        f"  {interface}=INTERFACE {torchrun} {endpoint} {shlex.join(['recipes/run.py', *arguments])}\n"
+        f"INTERFACE is the network interface that reaches the other nodes (ip -br address); {socket.gethostname()}, "
+        "this machine, is one of them. Other launchers: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+    )
 
 
 def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -65,8 +113,10 @@ def set_threads(threads: int | None, local_processes: int, environment: MutableM
     return threads
 
 
-def local_processes(accelerator: str, devices: int | str) -> int:
+def local_processes(accelerator: str, devices: int | str | Sequence[int]) -> int:
     """Number of processes that ``trainer.devices`` asks for on this machine."""
-    if isinstance(devices, int) or str(devices).isdecimal():
+    if not isinstance(devices, int | str):
+        return len(devices)
+    if str(devices).isdecimal():
         return max(1, int(devices))
     return torch.cuda.device_count() if accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available() else 1

@@ -20,6 +20,7 @@ from recipes.tasks.clock import TrainingClock
 from recipes.tasks.communication import CommunicationCounter
 from recipes.tasks.data import TaskData
 from recipes.tasks.exposed import ExposedCommunication
+from recipes.tasks.hardware import hardware_facts
 from recipes.tasks.task import Task
 
 RESULT_FILE = "result.json"
@@ -48,6 +49,7 @@ def run_facts(
     clock, counter, exposed = callbacks
     steps, waits = clock.step_seconds, exposed.seconds
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    device = torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else platform.machine()
     return {
         "title": config["title"],
         "data": data.data_name,
@@ -60,7 +62,8 @@ def run_facts(
         "processes": trainer.world_size,
         "nodes": trainer.num_nodes,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if trainer.strategy.root_device.type == "cuda" else platform.machine(),
+        "device": device,
+        "hardware": hardware_facts(config["hardware"], trainer.num_nodes, trainer.num_devices, device),
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
         "samples": clock.samples,

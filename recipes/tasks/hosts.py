@@ -1,0 +1,38 @@
+"""Runs that start themselves on the hosts of a lab (benchmarks/netlab.py)."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from benchmarks.netlab import NetLab, run_everywhere
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+
+
+def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence[str], folder: Path) -> int:
+    """This command line as every rank of a lab, all with one ``folder``; the exit code.
+
+    Rank 0's output is that of the run, other ranks' lines carry the name of their host.
+
+    Raises:
+        NetLabError: no lab can be had here.
+    """
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    # This process has written the configuration into the folder.
+    own = [f"hydra.run.dir='{quoted}'", "hydra.output_subdir=null"]
+    # A signal has to reach the `with` as an exception.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+    try:
+        with NetLab(hosts, rate, ranks_per_host) as lab:
+            return run_everywhere(lab, [sys.executable, str(RUN), *arguments, *own], plain_rank=0)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
