@@ -133,8 +133,8 @@ def _file(target: str, config: MkDocsConfig) -> File:
     text = path.read_text(encoding="utf-8")
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     language = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}.get(path.suffix, "text")
-    page = f"---\nsearch:\n  exclude: true\n---\n\n# {target}\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
-    return File.generated(config, place, content=page)
+    head = f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n\n# {target}\n"
+    return File.generated(config, place, content=f"{head}\n{fence}{language}\n{text.rstrip()}\n{fence}\n")
 
 
 def _name(path: Path) -> str:

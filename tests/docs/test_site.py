@@ -5,6 +5,7 @@ What MkDocs itself finds wrong is the strict build's to say, which .ci/run makes
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.util
 import re
@@ -21,7 +22,6 @@ from typer.main import get_command
 
 from lightning_gqsgd.cli import app
 from lightning_gqsgd.config import GQSGDConfig
-from recipes.comparison.plan import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -32,6 +32,15 @@ PAGES = sorted(
 
 #: What stands for a value in a quoted command.
 PLACEHOLDERS = {"N": "8", "NAME": "gqsgd"}
+
+#: What compare.py reads itself: the fields of its class of settings, which would take Lightning to import.
+COMPARE_SETTINGS = {
+    field.target.id
+    for node in ast.parse((ROOT / "recipes" / "comparison" / "plan.py").read_text()).body
+    if isinstance(node, ast.ClassDef) and node.name == "Settings"
+    for field in node.body
+    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+}
 
 _PROGRAM = r"(?P<program>python recipes/(?:run|compare)\.py|python -m benchmarks\.\w+|gqsgd(?= [a-z-]))"
 _COMMAND = re.compile(rf"(?:^ *|`)(?:uv run )?{_PROGRAM}(?P<arguments>(?:\\\n|[^`\n])*)", re.MULTILINE)
@@ -115,6 +124,7 @@ def test_commands_are_found() -> None:
         ("python recipes/run.py", ["a=1"]),
         ("python -m benchmarks.x", []),
     ]
+    assert {"target", "output"} <= COMPARE_SETTINGS
     assert len(quoted("python recipes/run.py")) >= 5
     assert len(quoted("python recipes/compare.py")) >= 10
     assert len([name for name, *_ in QUOTED if name.startswith("python -m benchmarks.")]) >= 7
@@ -134,24 +144,24 @@ def test_gqsgd_has_the_command(arguments: list[str]) -> None:
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_recipes_compose(script: str, arguments: list[str]) -> None:
-    """With every value of its comma lists, though not with all combinations."""
-    arguments = [one for one in arguments if one not in ("-m", "--fresh")]
+    """With the first of each comma list; of the others, those of a group name a file."""
+    lists = script == "compare" or "-m" in arguments
+    arguments = [one for one in arguments if not one.startswith("-")]
     if script == "compare":
-        own = Settings.__dataclass_fields__
-        arguments = [one for one in arguments if one.partition("=")[0] not in own]
+        arguments = [one for one in arguments if one.partition("=")[0] not in COMPARE_SETTINGS]
         arguments = ["strategy=ddp,gqsgd" if one == "strategy=all" else one for one in arguments]
-    lists = []
+    chosen = []
     for override in OverridesParser.create().parse_overrides(arguments):
-        if override.is_sweep_override():
-            assert script == "compare", f"recipes/run.py takes one value: {override.input_line}"
-            lists.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
-        else:
-            lists.append([override.input_line])
-        if override.is_add() and override.key_or_group.startswith("strategy."):
-            assert override.key_or_group.removeprefix("strategy.") in GQSGDConfig.field_names()
+        name = override.key_or_group
+        values = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
+        assert lists or not values, f"recipes/run.py takes one value: {override.input_line}"
+        chosen.append(f"{override.get_key_element()}={values[0]}" if values else override.input_line)
+        if (ROOT / "conf" / name).is_dir():
+            assert not [value for value in values if not (ROOT / "conf" / name / f"{value}.yaml").is_file()]
+        if override.is_add() and name.startswith("strategy."):
+            assert name.removeprefix("strategy.") in GQSGDConfig.field_names()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for turn in range(max(map(len, lists), default=1)):
-            compose("config", overrides=[values[turn % len(values)] for values in lists])
+        compose("config", overrides=chosen)
 
 
 @pytest.mark.parametrize(
