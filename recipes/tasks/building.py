@@ -17,9 +17,12 @@ ALLOWED_TARGETS = frozenset(
         "recipes.tasks.cifar10.Cifar10Data",
         "recipes.tasks.classifier.ImageClassifier",
         "recipes.tasks.digits.DigitsData",
+        "recipes.tasks.language_model.LanguageModel",
         "recipes.tasks.loggers.tensorboard_logger",
         "recipes.tasks.loggers.wandb_logger",
         "recipes.tasks.networks.ResNet",
+        "recipes.tasks.transformer.Transformer",
+        "recipes.tasks.wikitext.WikiTextData",
     }
 )
 

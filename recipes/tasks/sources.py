@@ -14,6 +14,9 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
+#: Some servers refuse the name that urllib has for itself.
+USER_AGENT = "lightning-gqsgd"
+
 
 class DataError(RuntimeError):
     """Data that is absent or not what the configuration says; the message names the remedy."""
@@ -52,7 +55,7 @@ def unreachable(url: str, timeout: float) -> str | None:
 
     def ask() -> None:
         try:
-            request = urllib.request.Request(url, method="HEAD")  # noqa: S310  (callers pass constants)
+            request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": USER_AGENT})  # noqa: S310  (constants)
             with urllib.request.urlopen(request, timeout=timeout):  # noqa: S310
                 outcome[0] = None
         except (OSError, urllib.error.URLError) as error:

@@ -1,0 +1,218 @@
+"""Text files in a folder or an archive, encoded once and cached as arrays.
+
+Archives are read in memory: no member is ever written to a path that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from recipes.tasks.sources import DataError
+from recipes.tasks.tokenizers import Ids, Vocabulary, splitter
+
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+SPLITS = ("train", "valid")
+
+#: Usual names of a split's file, in order of preference.
+NAMES = ("wiki.{}.tokens", "{}.txt", "wiki.{}.raw")
+
+#: Bytes of one unpacked file above which it is refused: it is read into memory as a whole.
+MAX_FILE_BYTES = 4 * 2**30
+
+_LINES_AT_ONCE = 2**20  # characters, roughly
+
+
+@dataclass(frozen=True)
+class Text:
+    """The contents of a file.
+
+    Attributes:
+        name: of the file.
+        contents: UTF-8.
+        raw: see `tokenizers.splitter`.
+    """
+
+    name: str
+    contents: bytes
+    raw: bool
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file, or a member of an archive.
+
+    Attributes:
+        path: of the file or the archive.
+        member: name in the archive; None for a file.
+    """
+
+    path: Path
+    member: str | None = None
+
+    def read(self) -> Text:
+        """The whole file.
+
+        Raises:
+            DataError: it cannot be read, or is larger than `MAX_FILE_BYTES`.
+        """
+        name = PurePosixPath(self.member).name if self.member else self.path.name
+        with _readable(self.path):
+            contents = self.path.read_bytes() if self.member is None else _member(self.path, self.member)
+        return Text(name, contents, name.endswith(".raw"))
+
+
+def is_archive(path: Path) -> bool:
+    """Whether the name says that this is a zip or tar archive."""
+    return path.name.lower().endswith(ARCHIVES)
+
+
+def find(root: Path, split: str) -> TextFile | None:
+    """The file of a split in a folder (or a folder in it) or an archive, by its usual names; None if there is none.
+
+    Raises:
+        DataError: the archive cannot be read, or several files have the same name.
+    """
+    if root.is_dir():
+        found = {str(path): TextFile(path) for path in (*root.glob("*"), *root.glob("*/*")) if path.is_file()}
+    else:
+        found = {name: TextFile(root, name) for name in _members(root)}
+    for pattern in NAMES:
+        matching = sorted(name for name in found if PurePosixPath(name).name == pattern.format(split))
+        if len(matching) > 1:
+            raise DataError(f"{root} holds several: {', '.join(matching)}; name one folder or file")
+        if matching:
+            return found[matching[0]]
+    return None
+
+
+def load_cached(
+    train: TextFile, valid: TextFile, cache_dir: Path, tokenizer: str, vocabulary_size: int
+) -> tuple[Ids, Ids]:
+    """`encode` for files: from the cache, or encoded now and put there.
+
+    The cache file's name holds a digest of the paths, sizes, times of change and the tokenizer.
+
+    Raises:
+        DataError: the files are not what they should be, or the cache cannot be written.
+    """
+    cached = cache_dir / f"text-{_fingerprint((train, valid), tokenizer, vocabulary_size)}.npz"
+    if not cached.exists():
+        _store(cached, *encode(train.read(), valid.read(), tokenizer, vocabulary_size))
+    try:
+        with np.load(cached, allow_pickle=False) as arrays:
+            return arrays["train"], arrays["valid"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{cached} cannot be read ({error}); delete it and it is made again") from error
+
+
+def encode(train: Text, valid: Text, tokenizer: str, vocabulary_size: int) -> tuple[Ids, Ids]:
+    """Both texts as numbers (N,) of the training text's vocabulary.
+
+    Raises:
+        DataError: a text is not UTF-8, or the tokenizer is unknown.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    # To stderr: standard output holds the run's own lines.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        counts: Counter[str] = Counter()
+        for tokens in _tokens(train, tokenizer, progress, "counting"):
+            counts.update(tokens)
+        vocabulary = Vocabulary(counts, vocabulary_size)
+        ids = [
+            np.concatenate(
+                [vocabulary.encode(tokens) for tokens in _tokens(text, tokenizer, progress, "encoding")]
+                or [vocabulary.encode([])]
+            )
+            for text in (train, valid)
+        ]
+    return ids[0], ids[1]
+
+
+def _tokens(text: Text, tokenizer: str, progress: Progress, doing: str) -> Iterator[list[str]]:
+    split = splitter(tokenizer, text.raw)
+    task = progress.add_task(f"{doing} {text.name} (once)", total=max(1, len(text.contents)))
+    buffer = io.BytesIO(text.contents)
+    try:
+        with io.TextIOWrapper(buffer, encoding="utf-8") as lines:
+            while some := lines.readlines(_LINES_AT_ONCE):
+                yield split("".join(some))
+                progress.update(task, completed=buffer.tell())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{text.name} is no UTF-8 text ({error})") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}); is it complete?") from error
+
+
+def _members(archive: Path) -> list[str]:
+    with _readable(archive):
+        if archive.name.lower().endswith(".zip"):
+            with zipfile.ZipFile(archive) as packed:
+                return packed.namelist()
+        with tarfile.open(archive) as tar:
+            return [member.name for member in tar if member.isfile()]
+
+
+def _member(archive: Path, name: str) -> bytes:
+    if archive.name.lower().endswith(".zip"):
+        with zipfile.ZipFile(archive) as packed:
+            _check_size(packed.getinfo(name).file_size, name)
+            return packed.read(name)
+    with tarfile.open(archive) as tar:
+        member = tar.getmember(name)
+        _check_size(member.size, name)
+        stream = tar.extractfile(member)
+        assert stream is not None  # a regular file, see _members
+        return stream.read()
+
+
+def _check_size(size: int, name: str) -> None:
+    if size > MAX_FILE_BYTES:
+        raise DataError(f"{name} has {size} bytes, more than {MAX_FILE_BYTES}")
+
+
+def _fingerprint(files: tuple[TextFile, ...], tokenizer: str, vocabulary_size: int) -> str:
+    digest = hashlib.blake2b(f"{tokenizer} {vocabulary_size}".encode(), digest_size=8)
+    for file in files:
+        status = file.path.stat()
+        digest.update(f"\n{file.path.resolve()} {file.member} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _store(cached: Path, train: Ids, valid: Ids) -> None:
+    temporary = cached.with_name(f".{cached.name}.{os.getpid()}")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.savez(file, train=train, valid=valid)
+        os.replace(temporary, cached)  # whole or not at all, also when two nodes share the folder
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        remedy = "set data.cache_dir to a folder with space"
+        raise DataError(f"cannot write the cache {cached} ({error}); {remedy}") from error
