@@ -248,11 +248,12 @@ def _places(cfg: DictConfig) -> tuple[int, int]:
 def main(cfg: DictConfig) -> float:
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        _check(cfg)
-        if cfg.hardware.name == NETLAB and external_rank(os.environ) is None:
-            hosts, ranks = _places(cfg)
-            sys.exit(run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder))
+        # Before anything asks for GPUs: CUDA reads its variables then.
         with profile_environment(cfg.hardware.env, os.environ):
+            _check(cfg)
+            if cfg.hardware.name == NETLAB and external_rank(os.environ) is None:
+                hosts, ranks = _places(cfg)
+                sys.exit(run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder))
             return train(cfg, folder)
     except ERRORS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
