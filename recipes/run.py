@@ -221,17 +221,18 @@ def _silence_known_messages() -> None:
 def _check(cfg: DictConfig) -> None:
     """Everything that can be wrong with hardware and launch, before data are prepared or processes started."""
     check_profile(cfg)
-    check_devices(cfg)
     name, (nodes, devices) = cfg.hardware.name, _places(cfg)
-    # Lightning's children of one node have NODE_RANK, as have processes that are started by hand for Lightning.
-    by_hand = external_rank(os.environ) is None and (name == MULTI_NODE or "NODE_RANK" not in os.environ)
-    if by_hand and name != NETLAB and (name == MULTI_NODE or name != SLURM and nodes > 1):
-        raise torchrun_needed(name, nodes, devices, cfg.trainer.accelerator, sys.argv[1:])
+    by_hand = external_rank(os.environ) is None
     if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):
         raise HardwareError(
-            f"hardware=slurm submits a job: python recipes/run.py -m {shlex.join(sys.argv[1:])}; "
+            f"hardware=slurm submits a job with -m: python {shlex.join([sys.argv[0], '-m', *sys.argv[1:]])}; "
             "in an allocation of your own, put srun before the same command without -m"
         )
+    check_devices(cfg)
+    # With NODE_RANK, users start Lightning on each node themselves, or Lightning has started this process.
+    for_lightning = name != MULTI_NODE and (nodes == 1 or "NODE_RANK" in os.environ)
+    if by_hand and name != NETLAB and not for_lightning:
+        raise torchrun_needed(name, nodes, devices, cfg.trainer.accelerator, sys.argv)
     check_launch(nodes, devices, os.environ)
     _refuse_sweeps_of_processes(name, nodes * devices)
 
@@ -255,11 +256,12 @@ def _places(cfg: DictConfig) -> tuple[int, int]:
 def main(cfg: DictConfig) -> float:
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        _check(cfg)
-        if cfg.hardware.name == NETLAB and external_rank(os.environ) is None:
-            hosts, ranks = _places(cfg)
-            sys.exit(run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder))
+        # Before anything asks for GPUs: CUDA reads its variables then.
         with profile_environment(cfg.hardware.env, os.environ):
+            _check(cfg)
+            if cfg.hardware.name == NETLAB and external_rank(os.environ) is None:
+                hosts, ranks = _places(cfg)
+                sys.exit(run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder))
             return train(cfg, folder)
     except ERRORS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):

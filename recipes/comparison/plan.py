@@ -234,7 +234,7 @@ def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str]
 
 
 def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """What the folder's name says of the hardware: profile, unless it is cpu, hosts and rate, where there is only one."""
+    """What the folder's name says of the hardware: profile unless it is cpu, hosts, and rate if there is only one."""
     profiles = {config["hardware"]["name"] for config in configs}
     nodes = {config["trainer"]["num_nodes"] for config in configs} - {1}
     rates = {str(config["hardware"]["rate"]) for config in configs if "rate" in config["hardware"]}

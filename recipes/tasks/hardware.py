@@ -46,17 +46,17 @@ def check_devices(config: Mapping[str, Any]) -> None:
     name, accelerator = config["hardware"]["name"], config["trainer"]["accelerator"]
     if accelerator not in ("gpu", "cuda"):
         return
+    cpu = "hardware=cpu" + (", or hardware.accelerator=cpu" if name in (MULTI_NODE, SLURM) else "")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not found:
         raise HardwareError(
-            f"hardware={name} needs a GPU (accelerator={accelerator}), and torch finds none on this machine; "
-            "take hardware=cpu"
+            f"hardware={name} needs a GPU (accelerator={accelerator}), and torch finds none on this machine; take {cpu}"
         )
     wanted = local_processes(accelerator, config["trainer"]["devices"])
     if wanted > found:
         raise HardwareError(
             f"hardware={name} asks for {wanted} GPUs per node and torch finds {found}; take hardware.devices={found}, "
-            "or hardware=cpu"
+            f"or {cpu}"
         )
 
 

@@ -53,13 +53,13 @@ def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> No
         )
 
 
-def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, arguments: Sequence[str]) -> LaunchError:
+def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, command: Sequence[str]) -> LaunchError:
     """The error for a run on several nodes that no launcher has started: it says how to start it.
 
     Args:
         name: of the hardware profile.
         nodes, devices, accelerator: of the run; devices per node.
-        arguments: command line of run.py, as it was typed.
+        command: script and arguments, as they were typed.
     """
     interface = "GLOO_SOCKET_IFNAME" if accelerator == "cpu" else "NCCL_SOCKET_IFNAME"
     torchrun = f"torchrun --nnodes={nodes} --nproc_per_node={devices} --rdzv-backend=c10d"
@@ -67,7 +67,7 @@ def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, argum
     return LaunchError(
         f"hardware={name} with {nodes} nodes runs under a launcher, and none has started this process (there is no "
         f"RANK). The same line on each of the {nodes} nodes:\n"
-        f"  {interface}=INTERFACE {torchrun} {endpoint} {shlex.join(['recipes/run.py', *arguments])}\n"
+        f"  {interface}=INTERFACE {torchrun} {endpoint} {shlex.join(command)}\n"
         f"INTERFACE is the network interface that reaches the other nodes (ip -br address); {socket.gethostname()}, "
         "this machine, is one of them. Other launchers: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import netlab
-from benchmarks.netlab import NetLab, NetLabError, parse_rate
+from benchmarks.netlab import NetLab, NetLabError, parse_rate, run_everywhere
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
@@ -94,6 +94,21 @@ def test_hosts_reach_each_other_in_torchruns_environment() -> None:
     for rank in range(4):
         assert f"[host{rank // 2}.{rank % 2}] sum 10.0 {rank} {rank % 2} 4" in done.stdout
     assert not _leftovers()
+
+
+@needs_root
+def test_one_ranks_output_can_go_without_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    with NetLab(2) as lab:
+        assert run_everywhere(lab, ["sh", "-c", "echo epoch $RANK"], plain_rank=0) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[host1] epoch 1", "epoch 0"]
+
+
+def test_hosts_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert NetLab(4).environment(0)["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert NetLab(4).environment(0)["OMP_NUM_THREADS"] == "5"
 
 
 @needs_root

@@ -17,13 +17,13 @@ from PIL import Image
 from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
-from recipes.compare import _fitting, _table
+from recipes.compare import _fitting, _table, _title
 from recipes.comparison.labels import place_labels
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.plan import ALL_STRATEGIES, CONF, Cell, PlanError, make_plan
 from recipes.comparison.plots import COLOURS, MANY, save_curves, save_family, save_step_times
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
-from recipes.comparison.runner import command, environment
+from recipes.comparison.runner import command
 from recipes.tasks import names
 from recipes.tasks.metrics import ACCURACY, PERPLEXITY, Metric
 from tests.recipes.conftest import ROOT, TINY
@@ -78,8 +78,9 @@ def test_all_is_every_preset_and_the_baselines_of_every_device() -> None:
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
         (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
         (["+exp=quickstart", "target=high"], "target='high' cannot be read"),
-        (["+exp=quickstart", "launcher=slurm"], "launcher='slurm' is not one of lightning, netlab"),
-        (["+exp=quickstart", "launcher=netlab", "hosts=1"], "hosts=1 must be at least 2"),
+        (["+exp=quickstart", "hardware=slurm"], r"hardware=slurm: .* take python recipes/run\.py"),
+        (["+exp=quickstart", "hardware=netlab", "hardware.nodes=2,1"], r"hardware\.nodes=1 must be at least 2"),
+        (["+exp=quickstart", "hardware=netlab", "hardware.rate=fast"], "rate 'fast' is not a number and a unit"),
         (["+exp=quickstart", "strategy=ddp,ddp"], "list every strategy and seed once"),
         (["+exp=quickstart", "model.blocks=[1"], "cannot read"),
     ],
@@ -89,20 +90,37 @@ def test_mistakes_come_up_before_anything_runs(arguments: list[str], message: st
         make_plan(arguments)
 
 
-def test_netlab_runs_one_process_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    arguments = ["+exp=resnet_cifar", "strategy=ddp", "launcher=netlab", "hosts=3", "rate=100mbit"]
-    plan = make_plan(arguments)
+def test_hardware_is_part_of_configuration_and_names() -> None:
+    arguments = ["+exp=resnet_cifar", "strategy=ddp", "hardware=netlab", "hardware.nodes=3"]
+    plan = make_plan([*arguments, "hardware.rate=100mbit"])
     (cell,) = plan.cells
     assert plan.folder.name == "resnet_cifar-netlab-100mbit"
     assert (cell.config["trainer"]["num_nodes"], cell.config["trainer"]["devices"]) == (3, 1)
-    line = command(cell, plan.settings)
-    assert line[:8] == [sys.executable, "-m", "benchmarks.netlab", "--hosts", "3", "--rate", "100mbit", "--"]
-    assert line[8:10] == [sys.executable, str(ROOT / "recipes" / "run.py")]
-    assert "OMP_NUM_THREADS" in environment(plan.settings)
-    other = make_plan([*arguments[:-2], "hosts=2", arguments[-1]]).cells[0]
+    assert command(cell)[:2] == [sys.executable, str(ROOT / "recipes" / "run.py")]
+    assert {"hardware=netlab", "hardware.nodes=3", "hardware.rate=100mbit"} < set(command(cell))
+    (other,) = make_plan([*arguments[:-1], "hardware.nodes=2", "hardware.rate=100mbit"]).cells
     assert other.folder == cell.folder
     assert other.config != cell.config
+    assert make_plan(["+exp=quickstart", "hardware=pcie"]).folder.name == "quickstart-pcie"
+
+
+def test_rates_are_a_sweep_like_others(tmp_path: Path) -> None:
+    plan = make_plan(["+exp=quickstart", "strategy=ddp,gqsgd", "hardware=netlab", "hardware.rate=100mbit,1gbit"])
+    assert plan.folder.name == "quickstart-netlab"
+    assert [cell.variant for cell in plan.cells] == [
+        "ddp rate=100mbit",
+        "ddp rate=1gbit",
+        "gqsgd rate=100mbit",
+        "gqsgd rate=1gbit",
+    ]
+    both = make_plan(["+exp=quickstart", "strategy=ddp", "hardware=cpu,netlab"])
+    assert both.folder.name == "quickstart"
+    assert [cell.variant for cell in both.cells] == ["ddp hardware=cpu", "ddp hardware=netlab"]
+    run = _run(tmp_path, [0.5])
+    run.facts.update(data="digits", model="small", processes=2)
+    assert _title(plan, {"ddp": [run]}) == "quickstart on digits: small, 2 processes, netlab 100mbit / 1gbit"
+    plain = make_plan(["+exp=quickstart", "strategy=ddp"])
+    assert _title(plain, {"ddp": [run]}) == "quickstart on digits: small, 2 processes"
 
 
 def _finish(cell: Cell, folder: Path) -> Cell:

@@ -62,3 +62,4 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_local_processes() -> None:
     assert local_processes("cpu", 2) == local_processes("cpu", "2") == 2
     assert local_processes("cpu", "auto") == 1
+    assert local_processes("gpu", [1, 3]) == 2

@@ -43,7 +43,8 @@ def test_two_processes(script: Script, tmp_path: Path) -> None:
 
 
 def test_processes_of_an_outside_launcher_share_one_folder(tmp_path: Path) -> None:
-    overrides = (*TINY, "data.batch_size=16", "trainer.num_nodes=2", "trainer.devices=1", "strategy=ddp_bf16")
+    hardware = ("hardware=multi_node", "hardware.accelerator=cpu", "hardware.devices=1")
+    overrides = (*TINY, "data.batch_size=16", *hardware, "strategy=ddp_bf16")
     run_ranks(
         [str(ROOT / "recipes" / "run.py"), *overrides],
         [{"LOCAL_RANK": "0", "GROUP_RANK": str(node)} for node in range(2)],
@@ -58,6 +59,11 @@ def test_processes_of_an_outside_launcher_share_one_folder(tmp_path: Path) -> No
     facts = json.loads(result.read_text())
     assert (facts["processes"], facts["nodes"], facts["threads"]) == (2, 2, 1)
     assert facts["bits_per_coordinate"] == 16
+    assert (facts["hardware"]["profile"], facts["hardware"]["nodes"], facts["hardware"]["devices"]) == (
+        "multi_node",
+        2,
+        1,
+    )
 
 
 def test_mistakes_end_with_one_line_that_names_the_remedy(script: Script, tmp_path: Path) -> None:

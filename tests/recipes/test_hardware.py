@@ -1,0 +1,322 @@
+"""Hardware profiles: their values, what is refused, and runs with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
+from omegaconf import DictConfig, OmegaConf
+
+from benchmarks.netlab import NetLabError
+from recipes import run
+from recipes.tasks import slurm
+from recipes.tasks.hardware import HardwareError, described, hardware_facts, profile_environment
+from recipes.tasks.launch import LaunchError
+from recipes.tasks.slurm import SlurmError, prepare_submission
+from tests.recipes import fake_slurm
+from tests.recipes.conftest import ROOT, TINY
+
+Compose = Callable[..., DictConfig]
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
+GPU_PROFILES = ("nvlink", "pcie", "multi_node", "slurm")
+SMALL = (*TINY, "data.batch_size=16")
+
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
+)
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """The checks that `run.py` makes of a command line before anything else, on a machine without GPUs."""
+    state = Singleton.get_state()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "SLURM_JOB_ID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(*overrides: str, mode: str = "RUN") -> None:
+        monkeypatch.setattr(sys, "argv", ["recipes/run.py", *overrides])
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = compose("config", overrides=[*overrides, f"hydra.mode={mode}"], return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        run._check(cfg)
+
+    yield make
+    Singleton.set_state(state)
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_trainer_follows_the_profile_and_can_be_overridden(composed: Compose) -> None:
+    cpu = composed().trainer
+    assert (cpu.accelerator, cpu.devices, cpu.num_nodes) == ("cpu", 2, 1)
+    lab = composed("hardware=netlab", "hardware.nodes=4", "trainer.devices=2").trainer
+    assert (lab.accelerator, lab.devices, lab.num_nodes) == ("cpu", 2, 4)
+    assert [composed(f"hardware={name}").trainer.accelerator for name in GPU_PROFILES] == ["gpu"] * 4
+
+
+def test_every_profile_says_the_same_things(composed: Compose) -> None:
+    for file in (ROOT / "conf" / "hardware").glob("*.yaml"):
+        profile = OmegaConf.to_container(composed(f"hardware={file.stem}"), resolve=True)["hardware"]
+        assert profile["name"] == file.stem
+        assert {"accelerator", "devices", "nodes", "link", "env"} < set(profile)
+        assert described(profile).startswith(f"{file.stem} (")
+
+
+def test_facts_of_a_result() -> None:
+    profile = {"name": "netlab", "rate": "1gbit", "link": "a link", "env": {"A": 1, "B": None}}
+    assert hardware_facts(profile, 4, 1, "x86_64") == {
+        "profile": "netlab",
+        "rate": "1gbit",
+        "nodes": 4,
+        "devices": 1,
+        "device": "x86_64",
+        "link": "a link",
+        "env": {"A": "1"},
+    }
+    assert "rate" not in hardware_facts({"name": "cpu", "link": "", "env": {}}, 1, 2, "")
+    assert described(profile) == "netlab (a link), A=1"
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+def test_environment_is_set_and_taken_back() -> None:
+    environment = {"KEPT": "x", "EQUAL": "1"}
+    with profile_environment({"NEW": 0, "EQUAL": 1, "KEPT": None}, environment):
+        assert environment == {"KEPT": "x", "EQUAL": "1", "NEW": "0"}
+    assert environment == {"KEPT": "x", "EQUAL": "1"}
+
+
+def test_a_conflict_is_refused_before_anything_is_set() -> None:
+    environment = {"NCCL_P2P_DISABLE": "0"}
+    message = (
+        "NCCL_P2P_DISABLE=0 is set in the environment, the hardware profile sets NCCL_P2P_DISABLE=1; "
+        r"unset NCCL_P2P_DISABLE, or take hardware\.env\.NCCL_P2P_DISABLE=0"
+    )
+    wanted = {"NEW": "1", "NCCL_P2P_DISABLE": "1"}
+    with pytest.raises(HardwareError, match=message), profile_environment(wanted, environment):
+        pytest.fail("the conflict was overlooked")
+    assert environment == {"NCCL_P2P_DISABLE": "0"}
+
+
+def test_processes_inherit_the_environment_from_their_start(script: Script, tmp_path: Path) -> None:
+    # Runs in every interpreter before anything else: rank 1 must find the variable there already.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, pathlib\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'rank' + os.environ.get('LOCAL_RANK', '0')).write_text(\n"
+        "    os.environ.get('GQSGD_FROM_PROFILE', 'unset'))\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")]))
+    arguments = (
+        "run.py",
+        *SMALL,
+        "test=false",
+        "+hardware.env.GQSGD_FROM_PROFILE=yes",
+        f"hydra.run.dir={tmp_path}/run",
+    )
+    finished = script(*arguments, cwd=tmp_path, environment={"PYTHONPATH": path})
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert (tmp_path / "rank0").read_text() == "unset"
+    assert (tmp_path / "rank1").read_text() == "yes"
+    assert "cpu (loopback of one machine), GQSGD_FROM_PROFILE=yes" in finished.stdout
+    recorded = json.loads((tmp_path / "run" / "result.json").read_text())["hardware"]
+    assert recorded["env"] == {"GQSGD_FROM_PROFILE": "yes"}
+    assert (recorded["profile"], recorded["nodes"], recorded["devices"]) == ("cpu", 1, 2)
+
+
+def test_a_conflict_ends_a_run(script: Script, tmp_path: Path) -> None:
+    arguments = ("run.py", *SMALL, "+hardware.env.GQSGD_FROM_PROFILE=yes", f"hydra.run.dir={tmp_path}/run")
+    finished = script(*arguments, cwd=tmp_path, environment={"GQSGD_FROM_PROFILE": "no"})
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("HardwareError: GQSGD_FROM_PROFILE=no is set in the environment")
+    assert "Traceback" not in finished.stderr
+    assert not finished.stdout
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hardware=netlab", "hardware.nodes=1"], "hardware.nodes=1 must be at least 2"),
+        (["hardware=netlab", "hardware.devices=auto"], "hardware.devices='auto' is none"),
+        (["hardware=netlab", "hardware.accelerator=gpu"], "hardware.accelerator=cpu, not gpu"),
+        (["hardware=slurm", "hardware.devices=auto"], "hardware=slurm has to know the processes per node"),
+        (["hardware=slurm"], r"submits a job with -m: python recipes/run\.py -m hardware=slurm; .*put srun before"),
+    ],
+)
+def test_profiles_that_cannot_be(check: Callable[..., None], overrides: list[str], message: str) -> None:
+    with pytest.raises(HardwareError, match=message):
+        check(*overrides)
+
+
+def test_rates_are_those_of_netlab(check: Callable[..., None]) -> None:
+    with pytest.raises(NetLabError, match="write e.g. 100mbit, 1gbit"):
+        check("hardware=netlab", "hardware.rate=fast")
+
+
+@pytest.mark.parametrize("profile", GPU_PROFILES)
+def test_gpus_that_are_not_there(check: Callable[..., None], profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    one = "trainer.devices=1"
+    with pytest.raises(HardwareError, match=f"hardware={profile} needs a GPU .* take hardware=cpu"):
+        check(f"hardware={profile}", one)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(HardwareError, match=f"hardware={profile} asks for 4 GPUs .* finds 2; take hardware.devices=2"):
+        check(f"hardware={profile}", "hardware.devices=4")
+
+
+def test_several_nodes_by_hand_are_told_how_to_start(check: Callable[..., None]) -> None:
+    overrides = [
+        "+exp=quickstart",
+        "hardware=multi_node",
+        "hardware.accelerator=cpu",
+        "hardware.devices=3",
+        "title='a b'",
+    ]
+    with pytest.raises(LaunchError) as caught:
+        check(*overrides)
+    lines = str(caught.value).splitlines()
+    assert re.fullmatch(
+        r"  GLOO_SOCKET_IFNAME=INTERFACE torchrun --nnodes=2 --nproc_per_node=3 --rdzv-backend=c10d "
+        r"--rdzv-endpoint=\S+:29500 recipes/run\.py \+exp=quickstart hardware=multi_node hardware\.accelerator=cpu "
+        r"""hardware\.devices=3 'title='"'"'a b'"'"''""",
+        lines[1],
+    )
+    with pytest.raises(LaunchError, match="hardware=cpu with 2 nodes runs under a launcher"):
+        check("trainer.num_nodes=2")
+
+
+def test_the_launchers_processes_have_to_be_those_of_the_profile(
+    check: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    profile = ("hardware=multi_node", "hardware.accelerator=cpu")
+    check(*profile, "hardware.devices=2")
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE=4 processes, hardware\.nodes=2 times hardware\.devices=1 is 2"):
+        check(*profile, "hardware.devices=1")
+    with pytest.raises(LaunchError, match=r"LOCAL_WORLD_SIZE=2 processes on this node, hardware\.devices=1"):
+        check(*profile, "hardware.devices=1", "hardware.nodes=4")
+
+
+def test_of_sweeps_with_several_processes_only_slurms_are_let_through(
+    check: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(run.RunError, match="recipes/compare.py"):
+        check(mode="MULTIRUN")
+    check("trainer.devices=1", mode="MULTIRUN")
+    # Inside the job.
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    check("hardware=slurm", "hardware.accelerator=cpu", mode="MULTIRUN")
+    with pytest.raises(run.RunError, match="recipes/compare.py"):
+        check("hardware=slurm", "hardware.accelerator=cpu", "hydra/launcher=basic", mode="MULTIRUN")
+    with pytest.raises(run.RunError, match="recipes/compare.py"):
+        check("hardware=cpu", "hardware.devices=4", mode="MULTIRUN")
+
+
+# --- netlab -----------------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_netlab_starts_itself_on_its_hosts(script: Script, tmp_path: Path) -> None:
+    arguments = ("run.py", *SMALL, "test=false", "hardware=netlab", "hardware.rate=100mbit", "strategy=gqsgd")
+    finished = script(*arguments, cwd=tmp_path, timeout=250)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    lines = finished.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("epoch 1/2, ")]) == 1  # what compare.py looks for
+    assert not [line for line in lines if line.startswith("[host")]
+    (folder,) = (tmp_path / "outputs" / "quickstart" / "gqsgd-seed0").iterdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    facts = json.loads((folder / "result.json").read_text())
+    assert facts["processes"] == 2
+    expected = {"profile": "netlab", "rate": "100mbit", "nodes": 2, "devices": 1}
+    assert {name: facts["hardware"][name] for name in expected} == expected
+    assert (folder / ".hydra" / "config.yaml").is_file()
+    assert (
+        f"netlab-{os.getpid()}"
+        not in subprocess.run(
+            ["ip", "netns", "list"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+
+
+# --- slurm ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_extra_or_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    arguments = ["-m", "hardware=slurm"]
+    monkeypatch.setattr(slurm, "PLUGIN", "hydra_plugins.not_installed")
+    with pytest.raises(SlurmError, match=r"pip install 'lightning-gqsgd\[slurm\]', or uv sync --extra slurm"):
+        prepare_submission(arguments, environment)
+    monkeypatch.setattr(slurm, "PLUGIN", "no_such_parent.not_installed")
+    with pytest.raises(SlurmError, match="uv sync --extra slurm"):
+        prepare_submission(arguments, environment)
+    prepare_submission(arguments[1:], environment)
+    prepare_submission(["-m", "hardware=cpu"], environment)
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(SlurmError, match="sbatch and srun not found on PATH"):
+        prepare_submission(arguments, environment)
+    assert environment == {}
+
+
+def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: Path) -> None:
+    profile = ("hardware=slurm", "hardware.accelerator=cpu", "hardware.gpus_per_node=null", "hardware.devices=2")
+    asked = (
+        "hardware.partition=short",
+        "hardware.time_min=7",
+        "hardware.cpus_per_task=1",
+        "+hardware.sbatch.begin=now",
+    )
+    arguments = ("run.py", "-m", *SMALL, "test=false", *profile, *asked)
+    finished = script(*arguments, cwd=tmp_path, environment=fake_slurm.install(tmp_path))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    lines = (tmp_path / "script.sh").read_text().splitlines()
+    options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines if line.startswith("#SBATCH"))
+    assert {"gpus-per-node", "array"}.isdisjoint(options)
+    expected = {"nodes": "1", "ntasks-per-node": "2", "cpus-per-task": "1", "partition": "short", "time": "7"}
+    assert {name: options[name] for name in expected} == expected
+    assert (options["begin"], options["job-name"]) == ("now", "quickstart")
+    assert lines.index("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK") < len(lines) - 2
+    (sweep,) = (tmp_path / "outputs" / "multirun").iterdir()
+    facts = json.loads((sweep / "0-ddp-seed0" / "result.json").read_text())
+    assert (facts["processes"], facts["steps"], facts["threads"]) == (2, 6, 1)
+    assert facts["hardware"]["profile"] == "slurm"
+    assert facts["hardware"]["env"] == {"OMP_NUM_THREADS": "1"}
+    logs = [(sweep / ".submitit" / fake_slurm.JOB_ID / f"4711_{rank}_log.out").read_text() for rank in range(2)]
+    assert ["epoch 1/2" in log for log in logs] == [True, False]  # two ranks of one run, not two runs
+
+
+def test_gpus_are_asked_for() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose(
+            "config", overrides=["hardware=slurm", "trainer.devices=8", "hardware.nodes=2"], return_hydra_config=True
+        )
+    launcher = cfg.hydra.launcher
+    expected = {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8, "timeout_min": 60, "max_num_timeout": 0}
+    assert {name: launcher[name] for name in expected} == expected
