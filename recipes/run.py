@@ -30,7 +30,7 @@ from recipes.tasks.exposed import ExposedCommunication
 from recipes.tasks.launch import cluster_environment, hydra_arguments, is_rank_zero, local_processes, set_threads
 from recipes.tasks.loggers import METRICS_FILE, ContinuedCSVLogger
 from recipes.tasks.metrics import Metric
-from recipes.tasks.optimizers import OptimizerSettings
+from recipes.tasks.optimizers import OptimizerError, OptimizerSettings
 from recipes.tasks.progress import PlainProgress
 from recipes.tasks.report import StartupSummary, finish, run_facts
 from recipes.tasks.sources import DataError
@@ -48,7 +48,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     """Train as ``cfg`` says, with all files below ``folder``; returns the final value of the task's metric.
 
     Raises:
-        RunError, DataError, StrategyError, TargetError: with what to change.
+        RunError, DataError, OptimizerError, StrategyError, TargetError: with what to change.
     """
     threads = set_threads(
         cfg.threads, local_processes(cfg.trainer.accelerator, cfg.trainer.devices), environment=os.environ
@@ -194,7 +194,7 @@ def main(cfg: DictConfig) -> float:
     try:
         _refuse_sweeps_of_processes(cfg)
         return train(cfg, Path(HydraConfig.get().runtime.output_dir))
-    except (RunError, DataError, StrategyError, TargetError, lightning_gqsgd.ConfigError) as error:
+    except (RunError, DataError, OptimizerError, StrategyError, TargetError, lightning_gqsgd.ConfigError) as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
         sys.exit(f"{type(error).__name__}: {error}")  # these messages say all; a traceback would hide them
