@@ -33,7 +33,7 @@ def test_every_experiment_with_every_strategy(composed: Compose, experiment: str
     assert config["title"] == experiment
     assert config["strategy"]["name"] == strategy
     assert config["run_root"] == f"outputs/{experiment}/{strategy}-seed0"
-    assert config["model"]["num_classes"] == config["data"]["num_classes"]
+    assert config["model"].get("num_classes") == config["data"].get("num_classes")
 
 
 def test_one_strategy_for_each_preset_besides_the_baselines() -> None:
