@@ -141,7 +141,7 @@ def _what_is_wrong(line: bytes) -> str:
 def _read_arrays(path: Path, max_rows: int | None, remedy: str) -> ClickLog:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            categorical, numerical, labels = (arrays[key][:max_rows] for key in ("categorical", "numerical", "label"))
+            categorical, numerical, labels = (arrays[key] for key in ("categorical", "numerical", "label"))
     except KeyError as error:
         raise DataError(f"{path}: {error.args[0]}; expected {LAYOUT}") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -159,7 +159,7 @@ def _read_arrays(path: Path, max_rows: int | None, remedy: str) -> ClickLog:
             raise DataError(f"{path}: {name} is {found.dtype} {found.shape}, not {wanted}; convert it with NumPy")
     _check(path, "label", labels, (labels < 0) | (labels > 1), "0 or 1")
     _check(path, "categorical", categorical, categorical < 0, "0 or more; shift the ids")
-    return ClickLog(categorical.astype(np.uint32), numerical, labels)
+    return ClickLog(categorical[:max_rows].astype(np.uint32), numerical[:max_rows], labels[:max_rows])
 
 
 def _check(path: Path, name: str, values: NDArray[np.integer], wrong: NDArray[np.bool_], limit: str) -> None:
