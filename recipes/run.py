@@ -53,7 +53,7 @@ from recipes.tasks.launch import (
 )
 from recipes.tasks.loggers import METRICS_FILE, ContinuedCSVLogger
 from recipes.tasks.metrics import Metric
-from recipes.tasks.optimizers import OptimizerSettings
+from recipes.tasks.optimizers import OptimizerError, OptimizerSettings
 from recipes.tasks.progress import PlainProgress
 from recipes.tasks.report import StartupSummary, finish, run_facts
 from recipes.tasks.slurm import SlurmError, prepare_submission
@@ -75,6 +75,7 @@ ERRORS = (
     HardwareError,
     LaunchError,
     NetLabError,
+    OptimizerError,
     StrategyError,
     TargetError,
     lightning_gqsgd.ConfigError,
@@ -85,7 +86,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     """Train as ``cfg`` says, with all files below ``folder``; returns the final value of the task's metric.
 
     Raises:
-        RunError, DataError, StrategyError, TargetError: with what to change.
+        RunError, DataError, OptimizerError, StrategyError, TargetError: with what to change.
     """
     threads = set_threads(
         cfg.threads, local_processes(cfg.trainer.accelerator, cfg.trainer.devices), environment=os.environ

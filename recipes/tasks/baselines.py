@@ -7,6 +7,7 @@ every backend but NCCL, upon which Gloo's threads now and then abort a finished 
 from __future__ import annotations
 
 import atexit
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class BaselineDDPStrategy(DDPStrategy):
         self._powersgd_rank, self._powersgd_start = powersgd_rank, powersgd_start
         self._powersgd: powerSGD_hook.PowerSGDState | None = None
         self._compressed_before = 0
+        self._sparse_bytes: dict[str, int] = {}  # of each parameter with sparse gradients, of the last step
 
     def setup_environment(self) -> None:
         # The trainer knows the device here, and nothing has been connected yet.
@@ -69,7 +71,17 @@ class BaselineDDPStrategy(DDPStrategy):
         super().configure_ddp()
         model = self.model
         assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
-        self._numel_by_itemsize = [(p.numel(), p.element_size()) for p in model.parameters() if p.requires_grad]
+        sparse = self._count_sparse(model.module)
+        self._numel_by_itemsize = [
+            (p.numel(), p.element_size())
+            for name, p in model.module.named_parameters()
+            if p.requires_grad and name not in sparse
+        ]
+        if sparse and self.root_device.type != "cpu":
+            raise StrategyError(
+                f"{min(sparse)} has sparse gradients, which are exchanged on CPU only, this is "
+                f"{self.root_device.type}: NCCL does not add sparse tensors. Take model.sparse=false, or trainer=cpu"
+            )
         if self._hook == "bf16":
             model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif self._hook == "fp16":
@@ -83,13 +95,38 @@ class BaselineDDPStrategy(DDPStrategy):
             model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
 
     def bytes_sent_in_step(self, ring_factor: float) -> float:
-        """Bytes that a ring allreduce of the last step's gradients has sent from this process."""
+        """Bytes that a ring allreduce of the last step's gradients has sent from this process.
+
+        Sparse gradients travel by an allgather of row numbers and rows: a ring sends n - 1 such messages.
+        """
         compressed = self._powersgd.total_numel_after_compression if self._powersgd else 0
         newly, self._compressed_before = compressed - self._compressed_before, compressed
         if newly:
             return ring_factor * newly * 4
         two_bytes = self._hook in ("bf16", "fp16")
-        return ring_factor * sum(numel * (2 if two_bytes else size) for numel, size in self._numel_by_itemsize)
+        dense = ring_factor * sum(numel * (2 if two_bytes else size) for numel, size in self._numel_by_itemsize)
+        others = self.world_size - 1 if self._sparse_bytes else 0
+        return dense + others * sum(self._sparse_bytes.values())
+
+    def _count_sparse(self, module: torch.nn.Module) -> set[str]:
+        """Count the bytes of sparse gradients from now on; returns the names of their parameters."""
+        tables = {name: child.weight for name, child in module.named_modules() if gives_sparse_gradients(child)}
+
+        def count(name: str, table: torch.Tensor) -> None:
+            # Here, before DDP sends it: later the gradient has the rows of all processes.
+            assert table.grad is not None
+            rows = table.grad._indices().unique().numel()
+            size = 2 if self._hook in ("bf16", "fp16") else table.element_size()
+            self._sparse_bytes[name] = rows * (8 + table[0].numel() * size)  # row numbers are int64
+
+        for name, table in tables.items():
+            table.register_post_accumulate_grad_hook(partial(count, name))
+        return {f"{name}.weight" for name in tables}
+
+
+def gives_sparse_gradients(module: torch.nn.Module) -> bool:
+    """Whether a module's own parameters get sparse gradients."""
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
 
 
 def _destroy_process_group() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.tasks.augmentation import augment
 from recipes.tasks.data import TaskData
 from recipes.tasks.sources import DataError
+from recipes.tasks.splits import stratified
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -50,24 +51,6 @@ class ImageSet:
             test_images=self.test_images[test_rows],
             test_labels=self.test_labels[test_rows],
         )
-
-
-def stratified(labels: Labels, count: int | None, setting: str) -> NDArray[np.int64]:
-    """Indices of ``count`` samples with the classes in proportion, the same in every run; None: all, in order.
-
-    Raises:
-        DataError: more than there are, or none; ``setting`` is the name in the message.
-    """
-    if count is None:
-        return np.arange(len(labels))
-    if not 1 <= count <= len(labels):
-        raise DataError(f"{setting}={count} is out of range: 1 to {len(labels)}")
-    shuffled = np.random.default_rng(0).permutation(len(labels))
-    place = np.empty(len(labels))  # of each sample inside its class, as a fraction
-    for label in np.unique(labels):
-        rows = shuffled[labels[shuffled] == label]
-        place[rows] = (np.arange(len(rows)) + 0.5) / len(rows)
-    return np.sort(shuffled[np.argsort(place[shuffled], kind="stable")][:count])
 
 
 class _Rows(Dataset[IndexedBatch]):

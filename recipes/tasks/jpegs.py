@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from recipes.tasks.images import ImageSet
-from recipes.tasks.sources import DataError
+from recipes.tasks.sources import DataError, store_arrays
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 PICTURES = (".jpg", ".jpeg", ".png")
@@ -47,12 +46,20 @@ def load_cached(path: Path, cache_dir: Path, name: str, image_size: int, channel
     """
     cached = cache_dir / f"{path.name.split('.')[0]}-{_fingerprint(path, image_size, channels)}.npz"
     if not cached.exists():
-        _store(cached, decode(path, name, image_size, channels))
+        images = decode(path, name, image_size, channels)
+        store_arrays(
+            cached,
+            train_images=images.train_images,
+            train_labels=images.train_labels,
+            test_images=images.test_images,
+            test_labels=images.test_labels,
+            classes=np.array(images.classes),
+        )
     try:
         with np.load(cached, allow_pickle=False) as arrays:
             classes = tuple(str(label) for label in arrays["classes"])
-            images = {key: arrays[key] for key in ("train_images", "train_labels", "test_images", "test_labels")}
-            return ImageSet(name, **images, classes=classes)
+            parts = {key: arrays[key] for key in ("train_images", "train_labels", "test_images", "test_labels")}
+            return ImageSet(name, **parts, classes=classes)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"{cached} cannot be read ({error}); delete it and it is made again") from error
 
@@ -144,23 +151,3 @@ def _fingerprint(path: Path, image_size: int, channels: int) -> str:
         status = file.stat()
         digest.update(f"\n{file.name} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
-
-
-def _store(cached: Path, images: ImageSet) -> None:
-    temporary = cached.with_name(f".{cached.name}.{os.getpid()}")
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            np.savez(
-                file,
-                train_images=images.train_images,
-                train_labels=images.train_labels,
-                test_images=images.test_images,
-                test_labels=images.test_labels,
-                classes=np.array(images.classes),
-            )
-        os.replace(temporary, cached)  # whole or not at all, also when two nodes share the folder
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        remedy = "set data.cache_dir to a folder with space"
-        raise DataError(f"cannot write the cache {cached} ({error}); {remedy}") from error

@@ -9,9 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recipes.tasks.baselines import gives_sparse_gradients
 from recipes.tasks.schedules import make_schedule
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+class OptimizerError(ValueError):
+    """An optimizer that cannot train this network; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,11 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float)
 
     Args:
         steps: number of optimizer steps of the whole run.
+
+    Raises:
+        OptimizerError: the network gives sparse gradients that the optimizer does not take.
     """
+    _check_sparse(module, settings)
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
@@ -52,6 +61,17 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float)
     optimizer = _optimizer([group for group in groups if group["params"]], settings)
     schedule = make_schedule(optimizer, settings.schedule, steps, settings.warmup)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _check_sparse(module: nn.Module, settings: OptimizerSettings) -> None:
+    # torch would refuse too, but only at the first step, and for the decay with words about an addition.
+    tables = [name for name, child in module.named_modules() if gives_sparse_gradients(child)]
+    if tables and (settings.name != "sgd" or settings.weight_decay):
+        raise OptimizerError(
+            f"{tables[0]} gives sparse gradients, which optimizer.name={settings.name} "
+            f"optimizer.weight_decay={settings.weight_decay} cannot take; set model.sparse=false, "
+            "or optimizer.name=sgd optimizer.weight_decay=0"
+        )
 
 
 def _optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Optimizer:

@@ -10,8 +10,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
+from numpy.typing import NDArray
 from rich.console import Console
 
 #: Some servers refuse the name that urllib has for itself.
@@ -25,6 +28,24 @@ class DataError(RuntimeError):
 def default_cache_dir() -> Path:
     """``lightning_gqsgd`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
+
+
+def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:
+    """Write arrays to an npz file, whole or not at all, also when two machines share the folder.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    temporary = cached.with_name(f".{cached.name}.{os.getpid()}")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(temporary, cached)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        remedy = "set data.cache_dir to a folder with space"
+        raise DataError(f"cannot write the cache {cached} ({error}); {remedy}") from error
 
 
 @rank_zero_only

@@ -16,8 +16,9 @@ from recipes.tasks import cifar10, jpegs
 from recipes.tasks.augmentation import augment, hashed
 from recipes.tasks.cifar10 import Cifar10Data
 from recipes.tasks.digits import DigitsData, load_digits
-from recipes.tasks.images import ImageSet, stratified
+from recipes.tasks.images import ImageSet
 from recipes.tasks.sources import DataError, unreachable
+from recipes.tasks.splits import stratified
 
 
 def _cifar(tmp_path: Path, **settings: Any) -> Cifar10Data:

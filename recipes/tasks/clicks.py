@@ -1,0 +1,206 @@
+"""Click logs held in memory, as a LightningDataModule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.tasks import criteo
+from recipes.tasks.click_features import field_ids
+from recipes.tasks.criteo import FIELDS, ClickLog
+from recipes.tasks.data import TaskData
+from recipes.tasks.sources import DataError, announce_fallback, default_cache_dir
+from recipes.tasks.splits import split, stratified
+from recipes.tasks.synthetic_clicks import TRUE_AUC, synthetic_clicks
+
+ClickBatch = tuple[Tensor, Tensor]
+
+FALLBACK = "synthetic clicks (fallback)"
+REMEDY = f"name it with data.root=PATH ({criteo.LAYOUT}; or a folder with one of them)"
+
+
+@dataclass(frozen=True)
+class ClickSet:
+    """A training and a test split.
+
+    Attributes:
+        name: what runs, dashboards and plots call it.
+        train_ids, test_ids: int32 (N, 39), ids inside each field.
+        train_labels, test_labels: int8 (N,), 1 for a click.
+    """
+
+    name: str
+    train_ids: NDArray[np.int32]
+    train_labels: NDArray[np.int8]
+    test_ids: NDArray[np.int32]
+    test_labels: NDArray[np.int8]
+
+
+class _Rows(Dataset[ClickBatch]):
+    """Batches (ids, labels) by one indexing operation, not row by row."""
+
+    def __init__(self, ids: NDArray[np.int32], labels: NDArray[np.int8]) -> None:
+        self._ids, self._labels = ids, labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> ClickBatch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> ClickBatch:
+        rows = np.asarray(indices, dtype=np.int64)
+        return torch.from_numpy(self._ids[rows]).long(), torch.from_numpy(self._labels[rows]).float()
+
+
+def _as_is(batch: ClickBatch) -> ClickBatch:
+    return batch
+
+
+class ClickData(TaskData):
+    """Batches (ids int64 (N, 39), labels float32 (N,)) of Criteo's click logs, or of drawn clicks when there are none.
+
+    Args:
+        name, batch_size: see `TaskData`.
+        fields: number of fields; the logs have 39.
+        buckets: ids of each field are 0 to ``buckets`` - 1, see `click_features.field_ids`.
+        root: file, or folder with one file; what is named here is used or refused, never replaced.
+        fallback: whether drawn clicks stand in when ``root`` is not set.
+        cache_dir: folder of parsed text; None: ``~/.cache/lightning_gqsgd``.
+        max_rows: read at most so many rows; None: all.
+        test_fraction: part of the rows that is the test split, stratified, the same in every run.
+        train_samples, test_samples: size of a stratified part of each split; None: all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        batch_size: int,
+        buckets: int,
+        fields: int = FIELDS,
+        root: str | None = None,
+        fallback: bool = True,
+        cache_dir: str | None = None,
+        max_rows: int | None = None,
+        test_fraction: float = 0.2,
+        train_samples: int | None = None,
+        test_samples: int | None = None,
+    ) -> None:
+        super().__init__(name, batch_size)
+        if fields != FIELDS:
+            raise DataError(f"data.fields={fields}, but click logs have {FIELDS}")
+        if not 1 <= buckets < 2**31:
+            raise DataError(f"data.buckets={buckets} is out of range: 1 to {2**31 - 1}")
+        if max_rows is not None and max_rows < 1:
+            raise DataError(f"data.max_rows={max_rows} must be at least 1, or null for all")
+        self._buckets, self._max_rows, self._test_fraction = buckets, max_rows, test_fraction
+        self._root = Path(root).expanduser() if root else None
+        self._fallback = fallback
+        self._cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+        self._train_samples, self._test_samples = train_samples, test_samples
+        self._set: ClickSet | None = None
+        self._prepared = False
+
+    def prepare_data(self) -> None:
+        """Parse text, once per machine; says so when drawn clicks stand in.
+
+        Raises:
+            DataError: ``root`` is not what it should be, or not set and ``fallback`` is off.
+        """
+        if self._prepared:
+            return  # Lightning asks again after run.py has
+        if self._root is None:
+            self._check_fallback()
+            self.data_name = FALLBACK
+            stand_in = f"clicks drawn from a known model (its own AUC is {TRUE_AUC:.3f})"
+            announce_fallback("Criteo", "data.root is not set", stand_in, FALLBACK, REMEDY)
+        else:
+            criteo.load_log(_file(self._root), self._cache, self._max_rows)
+        self._prepared = True
+
+    @property
+    def clicks(self) -> ClickSet:
+        """The splits in use.
+
+        Raises:
+            DataError: before `setup`.
+        """
+        if self._set is None:
+            raise DataError("the data is not loaded; call setup() first")
+        return self._set
+
+    @property
+    def train_count(self) -> int:
+        return len(self.clicks.train_labels)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load, hash and split the rows; on every process.
+
+        Raises:
+            DataError: the file is not what it should be, or the processes have found different data.
+        """
+        if self._set is not None:
+            return
+        name, log = self._load()
+        train, test = split(log.labels, self._test_fraction)
+        self.check_same_everywhere((name, len(train), len(test)))
+        train = train[stratified(log.labels[train], self._train_samples, "data.train_samples")]
+        test = test[stratified(log.labels[test], self._test_samples, "data.test_samples")]
+        for part, rows, setting in (("training", train, "train"), ("test", test, "test")):
+            clicks = int(log.labels[rows].sum())
+            if not 0 < clicks < len(rows):
+                remedy = f"take more rows (data.{setting}_samples, data.max_rows, data.test_fraction)"
+                raise DataError(f"{clicks} of {len(rows)} {part} samples are clicks: AUC needs both kinds; {remedy}")
+        ids = field_ids(log, self._buckets)
+        self.data_name = name
+        self._set = ClickSet(name, ids[train], log.labels[train], ids[test], log.labels[test])
+
+    def train_dataloader(self) -> DataLoader[ClickBatch]:
+        self.check_fills_a_step()
+        return self._loader(self.clicks.train_ids, self.clicks.train_labels, train=True)
+
+    def val_dataloader(self) -> DataLoader[ClickBatch]:
+        return self._loader(self.clicks.test_ids, self.clicks.test_labels, train=False)
+
+    def test_dataloader(self) -> DataLoader[ClickBatch]:
+        return self.val_dataloader()
+
+    def _load(self) -> tuple[str, ClickLog]:
+        if self._root is not None:
+            return self.data_name, criteo.load_log(_file(self._root), self._cache, self._max_rows)
+        self._check_fallback()
+        return FALLBACK, synthetic_clicks()[0]
+
+    def _check_fallback(self) -> None:
+        if not self._fallback:
+            raise DataError(f"there is no Criteo: data.root is not set; {REMEDY}")
+
+    def _loader(self, ids: NDArray[np.int32], labels: NDArray[np.int8], train: bool) -> DataLoader[ClickBatch]:
+        # No worker processes: a batch is one indexing operation, and they would compete with training for the cores.
+        # Lightning puts a DistributedSampler in place of the default one.
+        size = self.batch_size if train else max(self.batch_size, 1024)
+        rows: Any = _Rows(ids, labels)
+        as_is: Any = _as_is
+        return DataLoader(rows, batch_size=size, shuffle=train, drop_last=train, collate_fn=as_is)
+
+
+def _file(root: Path) -> Path:
+    """The log that ``root`` names or holds."""
+    if not root.exists():
+        raise DataError(f"data.root={root} does not exist; {REMEDY}")
+    if root.is_file():
+        if not criteo.is_log(root):
+            raise DataError(f"data.root={root} is neither .npz nor {', '.join(criteo.TEXT)}; {REMEDY}")
+        return root
+    logs = sorted(file for file in root.iterdir() if file.is_file() and criteo.is_log(file))
+    if len(logs) != 1:
+        found = f"holds {len(logs)} logs ({', '.join(log.name for log in logs[:5])})" if logs else "holds no log"
+        raise DataError(f"data.root={root} {found}; {REMEDY}")
+    return logs[0]
