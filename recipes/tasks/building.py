@@ -17,9 +17,11 @@ ALLOWED_TARGETS = frozenset(
         "recipes.tasks.cifar10.Cifar10Data",
         "recipes.tasks.classifier.ImageClassifier",
         "recipes.tasks.digits.DigitsData",
+        "recipes.tasks.image_folder.ImageFolderData",
         "recipes.tasks.loggers.tensorboard_logger",
         "recipes.tasks.loggers.wandb_logger",
         "recipes.tasks.networks.ResNet",
+        "recipes.tasks.networks.torchvision_resnet",
     }
 )
 
