@@ -219,24 +219,17 @@ class ImageFolderData(TaskData):
         count = len(train.classes)
         if count != self.num_classes:
             raise DataError(f"{root} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
-        training = (v2.RandomResizedCrop(self._size), v2.RandomHorizontalFlip(), v2.PILToTensor())
-        evaluation = (v2.Resize(self._resize), v2.CenterCrop(self._size), v2.PILToTensor())
-        return Source(
-            self.data_name,
-            _split(train),
-            _split(test),
-            training=v2.Compose(training),
-            evaluation=v2.Compose(evaluation),
-        )
+        training = v2.Compose([v2.RandomResizedCrop(self._size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+        evaluation = v2.Compose([v2.Resize(self._resize), v2.CenterCrop(self._size), v2.PILToTensor()])
+        return Source(self.data_name, _split(train), _split(test), training=training, evaluation=evaluation)
 
     def _digits(self) -> Source:
         digits, size = load_digits(self.fallback_name, self._fallback_size, channels=3), self._fallback_size
         count = len(digits.classes)
         # A network for more classes learns not to name the others, so the run stays one of the network asked for.
         if count > self.num_classes:
-            raise DataError(
-                f"{digits.name} has {count} classes, more than data.num_classes={self.num_classes}; {REMEDY}"
-            )
+            limit = f"data.num_classes={self.num_classes}"
+            raise DataError(f"{digits.name} has {count} classes, more than {limit}; raise it, or {REMEDY}")
         train, test = (
             Split(torch.from_numpy(images).permute(0, 3, 1, 2), labels)
             for images, labels in ((digits.train_images, digits.train_labels), (digits.test_images, digits.test_labels))
