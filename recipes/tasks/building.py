@@ -20,10 +20,12 @@ ALLOWED_TARGETS = frozenset(
         "recipes.tasks.classifier.ImageClassifier",
         "recipes.tasks.deepfwfm.DeepFwFM",
         "recipes.tasks.digits.DigitsData",
+        "recipes.tasks.image_folder.ImageFolderData",
         "recipes.tasks.language_model.LanguageModel",
         "recipes.tasks.loggers.tensorboard_logger",
         "recipes.tasks.loggers.wandb_logger",
         "recipes.tasks.networks.ResNet",
+        "recipes.tasks.networks.torchvision_resnet",
         "recipes.tasks.transformer.Transformer",
         "recipes.tasks.wikitext.WikiTextData",
     }

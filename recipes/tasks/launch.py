@@ -106,11 +106,15 @@ def set_threads(threads: int | None, local_processes: int, environment: MutableM
     if threads is None and environment.get("OMP_NUM_THREADS", "").isdecimal():
         threads = int(environment["OMP_NUM_THREADS"])
     if threads is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes))))
+        threads = max(1, cores() // max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes))))
     environment["OMP_NUM_THREADS"] = str(threads)  # Lightning sets its own number where it finds none
     torch.set_num_threads(threads)
     return threads
+
+
+def cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def local_processes(accelerator: str, devices: int | str | Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Residual networks for small images."""
+"""Residual networks: for small images, and torchvision's for large ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
+from torchvision.models import resnet
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+#: What `torchvision_resnet` builds.
+ARCHITECTURES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2", "wide_resnet101_2")
 
 
 class ResNet(nn.Module):
-    """ResNet of basic blocks with a 3x3 stem and no initial pooling (He et al., arXiv 1512.03385, section 4.2).
+    """ResNet with a 3x3 stem and no initial pooling (He et al., arXiv 1512.03385, section 4.2).
 
-    ``blocks=(2, 2, 2, 2), width=64`` is torchvision's resnet18 with the stem that CIFAR needs;
+    ``blocks=(2, 2, 2, 2), width=64`` is torchvision's resnet18 with the stem that CIFAR needs, and
+    ``blocks=(3, 4, 6, 3), width=64, bottleneck=True`` its resnet50;
     ``blocks=(3, 3, 3), width=16`` is the ResNet-20 for CIFAR with projection shortcuts.
 
     Args:
@@ -20,20 +25,25 @@ class ResNet(nn.Module):
         width: channels of the first stage.
         channels: channels of the images.
         num_classes: number of outputs.
+        bottleneck: whether blocks are bottlenecks, with four times the channels at their ends, and not basic blocks.
     """
 
-    def __init__(self, blocks: Sequence[int], width: int, channels: int = 3, num_classes: int = 10) -> None:
+    def __init__(
+        self, blocks: Sequence[int], width: int, channels: int = 3, num_classes: int = 10, bottleneck: bool = False
+    ) -> None:
         super().__init__()
         if not blocks or min(blocks) < 1 or width < 1:
             raise ValueError(f"model.blocks={list(blocks)}, model.width={width}: need at least one block and channel")
         self.stem = nn.Sequential(
             nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
         )
-        widths = [width * 2**stage for stage in range(len(blocks))]
-        stages = [_stage(width, width, blocks[0], stride=1)]
-        stages += [_stage(after // 2, after, n, stride=2) for after, n in zip(widths[1:], blocks[1:], strict=True)]
+        block = Bottleneck if bottleneck else BasicBlock
+        stages, before = [], width
+        for stage, count in enumerate(blocks):
+            stages.append(_stage(block, before, width * 2**stage, count, stride=1 if stage == 0 else 2))
+            before = width * 2**stage * block.expansion
         self.stages = nn.Sequential(*stages)
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], num_classes))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -45,9 +55,28 @@ class ResNet(nn.Module):
         return logits
 
 
-def _stage(before: int, after: int, blocks: int, stride: int) -> nn.Sequential:
-    shortcut = None
+def torchvision_resnet(architecture: str, num_classes: int, zero_init_residual: bool = False) -> nn.Module:
+    """One of torchvision's networks for ImageNet, with random weights.
+
+    Args:
+        architecture: one of `ARCHITECTURES`.
+        num_classes: number of outputs.
+        zero_init_residual: whether the last normalisation of each block starts at zero, the block as the identity.
+
+    Raises:
+        ValueError: an unknown architecture.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"model.architecture={architecture!r} is not one of {', '.join(ARCHITECTURES)}")
+    network: nn.Module = getattr(resnet, architecture)(num_classes=num_classes, zero_init_residual=zero_init_residual)
+    return network.to(memory_format=torch.channels_last)
+
+
+def _stage(
+    block: type[BasicBlock] | type[Bottleneck], before: int, width: int, blocks: int, stride: int
+) -> nn.Sequential:
+    shortcut, after = None, width * block.expansion
     if stride != 1 or before != after:
         shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
-    first = BasicBlock(before, after, stride, shortcut)
-    return nn.Sequential(first, *(BasicBlock(after, after) for _ in range(blocks - 1)))
+    first = block(before, width, stride, shortcut)
+    return nn.Sequential(first, *(block(after, width) for _ in range(blocks - 1)))

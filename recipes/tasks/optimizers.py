@@ -35,6 +35,7 @@ class OptimizerSettings:
     weight_decay: float
     schedule: str
     warmup: float
+    milestones: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -59,7 +60,7 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float)
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = _optimizer([group for group in groups if group["params"]], settings)
-    schedule = make_schedule(optimizer, settings.schedule, steps, settings.warmup)
+    schedule = make_schedule(optimizer, settings.schedule, steps, settings.warmup, settings.milestones)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

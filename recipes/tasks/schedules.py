@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-SCHEDULES = ("onecycle", "cosine")
+SCHEDULES = ("onecycle", "cosine", "step")
 
 
-def make_schedule(optimizer: Optimizer, name: str, steps: float, warmup: float) -> LambdaLR:
+def make_schedule(
+    optimizer: Optimizer, name: str, steps: float, warmup: float, milestones: Sequence[float] = ()
+) -> LambdaLR:
     """Schedule whose peak is the optimizer's rate.
 
     The factors are functions of the step alone, so a run resumed with more epochs follows the longer schedule.
 
     Args:
-        name: ``"onecycle"`` (torch's OneCycleLR with constant momentum: cosine up from 1/25, cosine down to 1/250000)
-            or ``"cosine"`` (linear up from the first step, cosine down to zero).
+        name: ``"onecycle"`` (torch's OneCycleLR with constant momentum: cosine up from 1/25, cosine down to 1/250000),
+            ``"cosine"`` (linear up from the first step, cosine down to zero) or ``"step"`` (linear up, then a tenth of
+            the rate from each of ``milestones`` on).
         steps: number of optimizer steps of the whole run.
         warmup: fraction of the steps in which the rate rises, 0 to less than 1.
+        milestones: of ``"step"``: fractions of the steps, rising, from ``warmup`` to less than 1.
 
     Raises:
         ValueError: an unknown name, a fraction out of range, or an unlimited run.
@@ -30,8 +35,21 @@ def make_schedule(optimizer: Optimizer, name: str, steps: float, warmup: float) 
         raise ValueError(f"optimizer.warmup={warmup} is out of range: 0 to less than 1")
     if not math.isfinite(steps):
         raise ValueError("the schedule needs the length of the run; set trainer.max_epochs or trainer.max_steps")
+    total = max(1, int(steps))
+    if name == "step":
+        _check_milestones(milestones, warmup)
+        return LambdaLR(optimizer, lambda step: _step(step, total, warmup, milestones))
     factor = _onecycle if name == "onecycle" else _cosine
-    return LambdaLR(optimizer, lambda step: factor(step, max(1, int(steps)), warmup))
+    return LambdaLR(optimizer, lambda step: factor(step, total, warmup))
+
+
+def _check_milestones(milestones: Sequence[float], warmup: float) -> None:
+    rising = list(milestones) == sorted(set(milestones))
+    if not milestones or not rising or milestones[0] < warmup or milestones[-1] >= 1:
+        raise ValueError(
+            f"optimizer.milestones={list(milestones)} of optimizer.schedule=step: "
+            f"need at least one, rising, from optimizer.warmup={warmup} to less than 1"
+        )
 
 
 def _onecycle(step: int, total: int, warmup: float) -> float:
@@ -46,6 +64,13 @@ def _cosine(step: int, total: int, warmup: float) -> float:
     if step < rising:
         return (step + 1) / rising
     return _cosine_between(1.0, 0.0, min(1.0, (step - rising) / max(1, total - rising)))
+
+
+def _step(step: int, total: int, warmup: float, milestones: Sequence[float]) -> float:
+    rising = round(warmup * total)
+    if step < rising:
+        return (step + 1) / rising
+    return float(0.1 ** sum(step >= round(milestone * total) for milestone in milestones))
 
 
 def _cosine_between(start: float, end: float, fraction: float) -> float:

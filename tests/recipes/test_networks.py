@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torchvision
 from torch import nn
 
-from recipes.tasks.networks import ResNet
+from recipes.tasks.networks import ResNet, torchvision_resnet
 from recipes.tasks.schedules import make_schedule
 
 
@@ -21,6 +23,37 @@ def test_resnet18_is_torchvisions_with_another_stem() -> None:
     assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
 
 
+def test_resnet50_is_torchvisions_with_another_stem() -> None:
+    theirs = torchvision.models.resnet50(num_classes=10)
+    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    ours = ResNet((3, 4, 6, 3), width=64, bottleneck=True)
+    assert _parameters(ours) == _parameters(theirs) == 23_520_842
+    assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "millions"), [("resnet50", 25.557), ("resnet101", 44.549), ("wide_resnet101_2", 126.887)]
+)
+def test_networks_for_imagenet_have_their_published_size(architecture: str, millions: float) -> None:
+    with torch.device("meta"):
+        network = torchvision_resnet(architecture, num_classes=1000)
+    assert _parameters(network) == pytest.approx(millions * 1e6, abs=500)
+
+
+def test_blocks_of_networks_for_imagenet_start_as_the_identity_if_asked() -> None:
+    last = [
+        torchvision_resnet("resnet18", num_classes=7, zero_init_residual=zero).layer4[1].bn2.weight
+        for zero in (False, True)
+    ]
+    assert [weight.detach().sum().item() for weight in last] == [512, 0]
+
+
+@pytest.mark.parametrize("architecture", ["vgg16", "ResNet", "load_state_dict_from_url"])
+def test_other_networks_are_refused(architecture: str) -> None:
+    with pytest.raises(ValueError, match=rf"model\.architecture='{architecture}' is not one of resnet18"):
+        torchvision_resnet(architecture, num_classes=10)
+
+
 def test_resnet20_has_the_papers_size() -> None:
     network = ResNet((3, 3, 3), width=16)
     assert _parameters(network) == pytest.approx(0.27e6, rel=0.02)
@@ -28,8 +61,9 @@ def test_resnet20_has_the_papers_size() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "width", "channels", "size"), [((1, 1, 1), 16, 1, 8), ((2, 2, 2, 2), 8, 3, 32)])
-def test_output_shape(blocks: tuple[int, ...], width: int, channels: int, size: int) -> None:
-    network = ResNet(blocks, width, channels, num_classes=7)
+@pytest.mark.parametrize("bottleneck", [False, True])
+def test_output_shape(blocks: tuple[int, ...], width: int, channels: int, size: int, bottleneck: bool) -> None:
+    network = ResNet(blocks, width, channels, num_classes=7, bottleneck=bottleneck)
     assert network(torch.randn(2, channels, size, size)).shape == (2, 7)
 
 
@@ -43,9 +77,9 @@ def test_empty_networks_are_refused(blocks: tuple[int, ...], width: int) -> None
         ResNet(blocks, width)
 
 
-def _rates(name: str, steps: int, warmup: float) -> list[float]:
+def _rates(name: str, steps: int, warmup: float, milestones: Sequence[float] = ()) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-    schedule = make_schedule(optimizer, name, steps, warmup)
+    schedule = make_schedule(optimizer, name, steps, warmup, milestones)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -76,11 +110,30 @@ def test_cosine_rises_linearly_and_falls_towards_zero() -> None:
     assert rates[-1] < 0.001
 
 
-@pytest.mark.parametrize("name", ["onecycle", "cosine"])
+def test_step_is_torchs_after_the_warm_up() -> None:
+    rates = _rates("step", 90, 0.0556, [0.3333, 0.6667, 0.8889])
+    assert rates[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60, 80])
+    expected = []
+    for _ in range(90):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    assert rates[5:] == pytest.approx(expected[5:])
+
+
+@pytest.mark.parametrize("milestones", [[], [0.5, 0.4], [0.5, 0.5], [0.1, 0.5], [0.5, 1.0]])
+def test_impossible_milestones_are_refused(milestones: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"milestones=.*from optimizer\.warmup=0\.2 to less than 1"):
+        _rates("step", 10, 0.2, milestones)
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "step"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("warmup", [0.0, 0.5, 0.9])
 def test_shortest_runs(name: str, steps: int, warmup: float) -> None:
-    assert all(0 <= rate <= 0.5 for rate in _rates(name, steps, warmup))
+    assert all(0 <= rate <= 0.5 for rate in _rates(name, steps, warmup, milestones=[0.95]))
 
 
 @pytest.mark.parametrize(
