@@ -17,9 +17,8 @@ from omegaconf import OmegaConf
 
 from benchmarks.netlab import NetLabError, parse_rate
 from lightning_gqsgd.presets import PRESETS
-from recipes.tasks.building import target_of
 from recipes.tasks.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
-from recipes.tasks.metrics import Metric
+from recipes.tasks.metrics import METRICS, Metric
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CELL_FILE = "cell.json"
@@ -124,7 +123,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     folder = Path(settings.output).absolute() / _slug("-".join([experiment, *_hardware([one for _, one in composed])]))
     cells = [_cell(choice, config, swept, folder / "cells") for choice, config in composed]
     _check_distinct(cells)
-    _check_target(settings.target, target_of(cells[0].config["task"]).metric)
+    _check_target(settings.target, METRICS[cells[0].config["task"]["metric"]])
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
     cells.sort(key=lambda cell: (cell.seed, first[cell.variant]))
     return Plan(settings, experiment, folder, tuple(cells), _probes(cells, settings))

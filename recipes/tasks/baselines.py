@@ -15,10 +15,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from recipes.tasks.errors import RecipeError
+
 HOOKS = ("none", "bf16", "fp16", "powersgd")
 
 
-class StrategyError(RuntimeError):
+class StrategyError(RecipeError):
     """A strategy that cannot work here; the message names reason and remedy."""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+
+from recipes.tasks.errors import RecipeError
 
 #: Everything a configuration may call. A `_target_` on the command line or in a file from elsewhere cannot name another
 #: function, not even one that is reachable through these modules.
@@ -32,20 +33,8 @@ ALLOWED_TARGETS = frozenset(
 )
 
 
-class TargetError(ValueError):
+class TargetError(RecipeError):
     """A configuration names a `_target_` that recipes do not call."""
-
-
-def target_of(node: Mapping[str, Any]) -> Any:
-    """The class or function that a node's `_target_` names.
-
-    Raises:
-        TargetError: the node names a target that is not in `ALLOWED_TARGETS`.
-    """
-    target = node.get("_target_")
-    if target not in ALLOWED_TARGETS:
-        raise TargetError(f"_target_={target!r} is not one of {', '.join(sorted(ALLOWED_TARGETS))}")
-    return get_object(target)
 
 
 def build(node: DictConfig, *, leave_out: tuple[str, ...] = (), **arguments: Any) -> Any:
@@ -58,5 +47,8 @@ def build(node: DictConfig, *, leave_out: tuple[str, ...] = (), **arguments: Any
     """
     settings = OmegaConf.to_container(node, resolve=True)
     assert isinstance(settings, dict)
-    kept = {str(name): value for name, value in settings.items() if name not in ("_target_", *leave_out)}
-    return target_of(settings)(**kept, **arguments)
+    target = settings.pop("_target_", None)
+    if target not in ALLOWED_TARGETS:
+        raise TargetError(f"_target_={target!r} is not one of {', '.join(sorted(ALLOWED_TARGETS))}")
+    kept = {str(name): value for name, value in settings.items() if name not in leave_out}
+    return get_object(target)(**kept, **arguments)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from benchmarks.netlab import parse_rate
+from recipes.tasks.errors import RecipeError
 from recipes.tasks.launch import local_processes
 
 NETLAB, MULTI_NODE, SLURM = "netlab", "multi_node", "slurm"
 
 
-class HardwareError(RuntimeError):
+class HardwareError(RecipeError):
     """A profile that cannot be had as asked; the message names the remedy."""
 
 

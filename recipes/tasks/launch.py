@@ -6,20 +6,14 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
 
 import torch
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.utilities import rank_zero_only
+
+from recipes.tasks.errors import RecipeError
 
 
-class LaunchError(RuntimeError):
+class LaunchError(RecipeError):
     """The processes that are there are not those that the run asks for; the message names the remedy."""
-
-
-def is_rank_zero() -> bool:
-    """Whether this is the process that speaks and writes; right before there is a Trainer, too."""
-    return getattr(rank_zero_only, "rank", 0) == 0
 
 
 def external_rank(environment: Mapping[str, str]) -> int | None:
@@ -83,17 +77,6 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
         return []
     named = any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments)
     return ["hydra.output_subdir=null", "hydra/job_logging=none", *([] if named else ["hydra.run.dir=."])]
-
-
-def cluster_environment(environment: MutableMapping[str, str]) -> list[Any]:
-    """Plugins for a Trainer whose processes were started with RANK, WORLD_SIZE and MASTER_ADDR but not by torchrun.
-
-    Lightning recognises torchrun and SLURM by itself; anything else it would take for a request to start processes.
-    """
-    if external_rank(environment) is None or "RANK" not in environment or TorchElasticEnvironment.detect():
-        return []
-    environment.setdefault("LOCAL_RANK", "0")
-    return [TorchElasticEnvironment()]
 
 
 def set_threads(threads: int | None, local_processes: int, environment: MutableMapping[str, str]) -> int:

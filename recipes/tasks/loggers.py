@@ -17,8 +17,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from recipes.tasks import names
-from recipes.tasks.launch import is_rank_zero
 from recipes.tasks.metrics import Metric
+from recipes.tasks.ranks import is_rank_zero
 
 METRICS_FILE = "metrics.csv"
 

@@ -10,12 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recipes.tasks.baselines import gives_sparse_gradients
+from recipes.tasks.errors import RecipeError
 from recipes.tasks.schedules import make_schedule
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
-class OptimizerError(ValueError):
+class OptimizerError(RecipeError):
     """An optimizer that cannot train this network; the message names the remedy."""
 
 

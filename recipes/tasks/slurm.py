@@ -8,11 +8,13 @@ from collections.abc import MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from recipes.tasks.errors import RecipeError
+
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
-class SlurmError(RuntimeError):
+class SlurmError(RecipeError):
     """No job can be submitted from here; the message names the remedy."""
 
 

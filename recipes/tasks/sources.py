@@ -17,11 +17,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
 from rich.console import Console
 
+from recipes.tasks.errors import RecipeError
+
 #: Some servers refuse the name that urllib has for itself.
 USER_AGENT = "lightning-gqsgd"
 
 
-class DataError(RuntimeError):
+class DataError(RecipeError):
     """Data that is absent or not what the configuration says; the message names the remedy."""
 
 

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics.functional.classification import binary_auroc
 
-from recipes.run import train
 from recipes.tasks import criteo
 from recipes.tasks.baselines import BaselineDDPStrategy
 from recipes.tasks.click_features import NUMBER_CLASSES, field_ids, mixed, number_classes
@@ -31,6 +30,7 @@ from recipes.tasks.optimizers import OptimizerError
 from recipes.tasks.sources import DataError
 from recipes.tasks.splits import split
 from recipes.tasks.synthetic_clicks import TRUE_AUC, synthetic_clicks
+from recipes.tasks.training import train
 from tests.distributed import ranks
 
 Compose = Callable[..., DictConfig]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hydra.errors import ConfigCompositionException
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd import GQSGDStrategy
@@ -69,6 +70,12 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
 def test_every_choice_composes(composed: Compose, group: str) -> None:
     for choice in _choices(group):
         assert OmegaConf.to_container(composed(f"{group}={choice}"), resolve=True)
+
+
+@pytest.mark.parametrize("task", _choices("task"))
+def test_the_task_says_what_it_is_judged_by(composed: Compose, task: str) -> None:
+    node = composed(f"task={task}").task
+    assert node.metric == get_object(node._target_).metric.key
 
 
 def test_experiments_are_added_not_overridden(composed: Compose) -> None:

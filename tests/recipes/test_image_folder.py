@@ -20,11 +20,11 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
 
-from recipes.run import train
 from recipes.tasks import image_folder
 from recipes.tasks.image_folder import MEAN, STD, ImageFolderData
 from recipes.tasks.metrics import ACCURACY
 from recipes.tasks.sources import DataError
+from recipes.tasks.training import train
 
 
 def _data(root: Path | None, **settings: Any) -> ImageFolderData:

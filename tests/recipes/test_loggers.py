@@ -12,10 +12,10 @@ import pytest
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.run import train
 from recipes.tasks import loggers, names
 from recipes.tasks.loggers import ContinuedCSVLogger, wandb_mode
 from recipes.tasks.metrics import ACCURACY
+from recipes.tasks.training import train
 
 Tiny = Callable[..., DictConfig]
 

@@ -19,7 +19,7 @@ TRAIN = """
 import json, sys
 from pathlib import Path
 from hydra import compose, initialize_config_dir
-from recipes.run import train
+from recipes.tasks.training import train
 
 for folder, overrides in json.loads(sys.argv[1]).items():
     with initialize_config_dir(str(Path("conf").absolute()), version_base="1.3"):

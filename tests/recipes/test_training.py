@@ -17,13 +17,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
-from recipes.run import RunError, find_checkpoint, train
 from recipes.tasks import baselines, names
 from recipes.tasks.baselines import BaselineDDPStrategy, StrategyError
 from recipes.tasks.communication import CommunicationCounter, ring_factor
 from recipes.tasks.metrics import ACCURACY
 from recipes.tasks.stopwatch import Stopwatch
 from recipes.tasks.task import Task
+from recipes.tasks.training import CheckpointError, find_checkpoint, train
 
 pytestmark = pytest.mark.usefixtures("clean_process")
 
@@ -144,9 +144,9 @@ def test_checkpoint_is_safe_to_load_and_small(tiny: Tiny, tmp_path: Path) -> Non
 
 
 def test_resume_without_a_checkpoint_names_the_remedy(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"resume=true: there is no .*ckpt_path=PATH"):
+    with pytest.raises(CheckpointError, match=r"resume=true: there is no .*ckpt_path=PATH"):
         find_checkpoint(tiny("resume=true", f"run_root={tmp_path}"), tmp_path)
-    with pytest.raises(RunError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is no file"):
         find_checkpoint(tiny("ckpt_path=/nowhere/last.ckpt"), tmp_path)
 
 

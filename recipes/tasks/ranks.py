@@ -1,0 +1,27 @@
+"""The ranks of a launch as Lightning sees them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+
+from recipes.tasks.launch import external_rank
+
+
+def is_rank_zero() -> bool:
+    """Whether this is the process that speaks and writes; right before there is a Trainer, too."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def cluster_environment(environment: MutableMapping[str, str]) -> list[Any]:
+    """Plugins for a Trainer whose processes were started with RANK, WORLD_SIZE and MASTER_ADDR but not by torchrun.
+
+    Lightning recognises torchrun and SLURM by itself; anything else it would take for a request to start processes.
+    """
+    if external_rank(environment) is None or "RANK" not in environment or TorchElasticEnvironment.detect():
+        return []
+    environment.setdefault("LOCAL_RANK", "0")
+    return [TorchElasticEnvironment()]
