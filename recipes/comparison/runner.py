@@ -95,7 +95,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         return
     os.killpg(process.pid, signal.SIGTERM)
     try:
-        process.wait(timeout=10)
+        process.wait(timeout=20)  # a lab gives its hosts 5 s, and is then taken down
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
