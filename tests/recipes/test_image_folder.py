@@ -64,7 +64,7 @@ def test_evaluation_gives_the_files_normalised_and_mixed(pictures: Path) -> None
     images, _ = data.on_after_batch_transfer((pixels, labels), 0)
     assert images.dtype == torch.float32
     assert images.is_contiguous(memory_format=torch.channels_last)
-    expected = Counter()
+    expected: Counter[bytes] = Counter()
     for file in (pictures / "test").glob("*/*.jpg"):
         with Image.open(file) as picture:
             expected[np.asarray(picture).tobytes()] += 1
