@@ -165,7 +165,7 @@ def _described(strategy: dict[str, Any]) -> str:
 
 
 def _silence_known_messages() -> None:
-    # Data is in memory: worker processes would only take cores away.
+    # Small data are in memory, without workers; image folders have as many as there are cores for.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # In evaluation, equal numbers of batches are wanted: DDP synchronises buffers in every forward pass.
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")

@@ -66,10 +66,16 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
     assert GQSGDStrategy(preset="cd_adam", **given).gqsgd_config == PRESETS["cd_adam"].config
 
 
-@pytest.mark.parametrize("group", ["logger", "model", "hardware", "trainer", "data"])
+#: Networks take their shape from data of their kind.
+COMPANIONS = {"model=deepfwfm": "data=criteo", "data=criteo": "model=deepfwfm"}
+
+
+@pytest.mark.parametrize("group", ["logger", "model", "task", "hardware", "trainer", "data"])
 def test_every_choice_composes(composed: Compose, group: str) -> None:
     for choice in _choices(group):
-        assert OmegaConf.to_container(composed(f"{group}={choice}"), resolve=True)
+        override = f"{group}={choice}"
+        others = [COMPANIONS[override]] if override in COMPANIONS else []
+        assert OmegaConf.to_container(composed(override, *others), resolve=True)
 
 
 @pytest.mark.parametrize("task", _choices("task"))
