@@ -167,7 +167,8 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
-        raise DataError(f"{path} cannot be read ({error}); is it complete?") from error
+        reason = " ".join(str(error).split())  # tarfile says why in several lines
+        raise DataError(f"{path} cannot be read ({reason}); is it complete?") from error
 
 
 def _members(archive: Path) -> list[str]:

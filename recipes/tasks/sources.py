@@ -78,7 +78,8 @@ def unreachable(url: str, timeout: float) -> str | None:
 
     def ask() -> None:
         try:
-            request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": USER_AGENT})  # noqa: S310  (constants)
+            headers = {"User-Agent": USER_AGENT}
+            request = urllib.request.Request(url, method="HEAD", headers=headers)  # noqa: S310  (callers pass constants)
             with urllib.request.urlopen(request, timeout=timeout):  # noqa: S310
                 outcome[0] = None
         except (OSError, urllib.error.URLError) as error:

@@ -67,7 +67,10 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
 
 
 #: Networks take their shape from data of their kind.
-COMPANIONS = {"model=deepfwfm": "data=criteo", "data=criteo": "model=deepfwfm"}
+_PAIRS = (("deepfwfm", "criteo"), ("transformer_small", "wikitext"), ("transformer_xl_base", "wikitext"))
+COMPANIONS = {f"model={model}": f"data={data}" for model, data in _PAIRS} | {
+    f"data={data}": f"model={model}" for model, data in reversed(_PAIRS)
+}
 
 
 @pytest.mark.parametrize("group", ["logger", "model", "task", "hardware", "trainer", "data"])

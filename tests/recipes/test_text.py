@@ -1,0 +1,497 @@
+"""Language modelling: tokenizers, windows, sources, the transformer and its runs."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import http.server
+import io
+import json
+import math
+import os
+import subprocess
+import tarfile
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.run import train
+from recipes.tasks import corpus, wikitext
+from recipes.tasks.building import build
+from recipes.tasks.download import download
+from recipes.tasks.language_model import Perplexity
+from recipes.tasks.metrics import PERPLEXITY
+from recipes.tasks.sources import DataError
+from recipes.tasks.text import Windows
+from recipes.tasks.tokenizers import Vocabulary, splitter
+from recipes.tasks.transformer import Transformer
+from recipes.tasks.wikitext import FALLBACK, WikiTextData
+
+TRAIN = " = Title = \n the cat sat on the mat . \n the dog sat . \n" * 20
+VALID = " the cat sat on the zebra . \n" * 20
+
+#: A run of some seconds: 20 steps of 256 tokens.
+TINY = (
+    "+exp=transformer_wikitext",
+    "data.download=false",
+    "data.vocabulary_size=500",
+    "data.sequence_length=16",
+    "data.batch_size=8",
+    "data.train_samples=320",
+    "data.valid_samples=64",
+    "model.layers=1",
+    "model.width=32",
+    "model.heads=2",
+    "model.inner=64",
+    "trainer.max_epochs=1",
+    "trainer.log_every_n_steps=1",
+    "threads=1",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with both splits under the names of the archive."""
+    root = tmp_path / "texts"
+    root.mkdir()
+    (root / "wiki.train.tokens").write_text(TRAIN)
+    (root / "wiki.valid.tokens").write_text(VALID)
+    return root
+
+
+def _data(tmp_path: Path, **settings: Any) -> WikiTextData:
+    defaults: dict[str, Any] = {
+        "name": "wikitext-2",
+        "batch_size": 2,
+        "tokenizer": "word",
+        "vocabulary_size": 100,
+        "sequence_length": 5,
+        "download": False,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    return WikiTextData(**{**defaults, **settings})
+
+
+def _ready(data: WikiTextData) -> WikiTextData:
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def _transformer(**settings: Any) -> Transformer:
+    torch.manual_seed(0)
+    defaults: dict[str, Any] = {
+        "vocabulary_size": 50,
+        "max_length": 8,
+        "layers": 2,
+        "width": 16,
+        "heads": 4,
+        "inner": 32,
+    }
+    return Transformer(**{**defaults, **settings})
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def test_words_are_what_whitespace_separates_and_lines_end() -> None:
+    assert splitter("word", raw=False)(" a <unk> 's @-@ b \n\n c") == [
+        "a",
+        "<unk>",
+        "'s",
+        "@-@",
+        "b",
+        *["<eos>"] * 2,
+        "c",
+    ]
+
+
+def test_raw_words_leave_their_punctuation() -> None:
+    assert splitter("word", raw=True)("It's 3.5 (é)\n") == ["It", "'", "s", "3", ".", "5", "(", "é", ")", "<eos>"]
+
+
+@pytest.mark.parametrize(("tokenizer", "text"), [("word", "b a a é \n c \n"), ("char", "Ünder a\tline\nb\n")])
+def test_round_trip(tokenizer: str, text: str) -> None:
+    tokens = splitter(tokenizer, raw=False)(text)
+    vocabulary = Vocabulary(Counter(tokens), 100)
+    assert vocabulary.decode(vocabulary.encode(tokens)) == tokens
+    joined = (" " if tokenizer == "word" else "").join(tokens).replace("<eos>", "\n")
+    assert joined.split() == text.split()
+    assert tokenizer == "word" or joined == text
+
+
+def test_vocabulary_keeps_the_most_frequent_and_the_rest_is_unknown() -> None:
+    counts = Counter({"d": 1, "c": 2, "b": 2, "a": 9, "<unk>": 50, "<eos>": 3})
+    vocabulary = Vocabulary(counts, 5)
+    assert vocabulary.tokens == ("<unk>", "<eos>", "a", "b", "c")
+    assert vocabulary.encode(["c", "d", "<eos>", "<unk>", "never"]).tolist() == [4, 0, 1, 0, 0]
+    assert len(Vocabulary(counts, 1000)) == 6
+
+
+def test_numbers_take_two_bytes_while_they_fit() -> None:
+    assert Vocabulary(Counter("a"), 65_536).encode(["a"]).dtype == np.uint16
+    assert Vocabulary(Counter("a"), 65_537).encode(["a"]).dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokenizer": "bpe"}, r"data\.tokenizer='bpe' is not one of word, char"),
+        ({"vocabulary_size": 2}, r"data\.vocabulary_size=2 must be at least 3"),
+        ({"sequence_length": 0}, r"data\.sequence_length=0 must be at least 1"),
+        ({"collection": "wikitext-3"}, r"data\.collection='wikitext-3' is not one of"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        _data(tmp_path, **settings)
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+
+
+def test_targets_are_the_next_inputs_and_each_token_is_predicted_once() -> None:
+    windows = Windows(np.arange(24, dtype=np.uint16), 5)
+    assert len(windows) == 4  # the last three tokens do not fill a window
+    inputs, targets = windows.__getitems__([2, 0, 3, 1])
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (4, 5)
+    assert torch.equal(targets, inputs + 1)
+    assert sorted(targets.flatten().tolist()) == list(range(1, 21))
+    assert torch.equal(windows[2][0], inputs[:1])
+
+
+def test_an_epoch_serves_every_window_in_another_order(folder: Path, tmp_path: Path) -> None:
+    data = _ready(_data(tmp_path, root=str(folder)))
+    ids = data.text.train
+    assert data.train_count == (len(ids) - 1) // 5 == 67
+    torch.manual_seed(0)
+    batches = list(data.train_dataloader())
+    assert len(batches) == 33  # the last half batch is dropped in training
+    inputs = torch.cat([batch[0] for batch in batches])
+    in_order = torch.from_numpy(ids[: 66 * 5].astype(np.int64)).view(-1, 5)
+    assert not torch.equal(inputs, in_order)
+    assert sum(len(batch[1]) for batch in data.val_dataloader()) == (len(data.text.valid) - 1) // 5 == 31
+
+
+def test_parts_are_counted_in_windows(folder: Path, tmp_path: Path) -> None:
+    data = _ready(_data(tmp_path, root=str(folder), train_samples=7, valid_samples=3))
+    assert data.train_count == 7
+    assert len(data.text.valid) == 3 * 5 + 1
+    with pytest.raises(DataError, match=r"data\.valid_samples=99 is out of range: 1 to 31"):
+        _ready(_data(tmp_path, root=str(folder), valid_samples=99))
+    with pytest.raises(DataError, match=r"train text has 340 tokens.*lower data\.sequence_length=1000"):
+        _ready(_data(tmp_path, root=str(folder), sequence_length=1000))
+    with pytest.raises(DataError, match="setup"):
+        _ = _data(tmp_path).text
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+def test_folders_archives_and_usual_names_give_the_same_text(folder: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    (renamed / "train.txt").write_text(TRAIN)
+    (renamed / "valid.txt").write_text(VALID)
+    packed, tarred = tmp_path / "texts.zip", tmp_path / "texts.tar.gz"
+    with zipfile.ZipFile(packed, "w") as archive:
+        for file in folder.iterdir():
+            archive.write(file, f"wikitext-2/{file.name}")
+        archive.writestr("../wiki.escaped.tokens", "oops")
+    with tarfile.open(tarred, "w:gz") as archive:
+        archive.add(folder, "below/wikitext-2")
+    roots = (folder, folder.parent / "texts", renamed, packed, tarred)
+    texts = [_ready(_data(tmp_path, root=str(root))).text for root in roots]
+    words = sorted(set(TRAIN.split()))
+    assert texts[0].train.max() == len(words) + 1
+    assert (texts[0].valid == 0).sum() == 20  # the zebra
+    for text in texts[1:]:
+        assert np.array_equal(text.train, texts[0].train)
+        assert np.array_equal(text.valid, texts[0].valid)
+    assert not list(tmp_path.rglob("*escaped*"))
+
+
+def test_named_files_replace_the_folders_and_are_part_of_the_name(folder: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("one two three \n" * 9)
+    data = _ready(_data(tmp_path, root=str(folder), train_file=str(mine)))
+    assert data.data_name == data.text.name == "wikitext-2 (trained on mine.txt)"
+    assert len(data.text.train) == 36
+    with pytest.raises(DataError, match=r"there is no valid text: add data\.valid_file=FILE or data\.root=PATH"):
+        _data(tmp_path, train_file=str(mine)).prepare_data()
+    with pytest.raises(DataError, match=r"data\.train_file=.*absent\.txt is no file"):
+        _data(tmp_path, train_file=str(tmp_path / "absent.txt"), valid_file=str(mine)).prepare_data()
+
+
+def test_folder_without_a_training_text_names_the_command(tmp_path: Path) -> None:
+    for name in ("test.txt", "valid.txt"):
+        (tmp_path / name).write_text(VALID)
+    command = f"data.train_file={tmp_path}/test.txt data.valid_file={tmp_path}/valid.txt"
+    with pytest.raises(DataError, match=f"holds no train text .*{command}"):
+        _data(tmp_path, root=str(tmp_path)).prepare_data()
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "file.txt", "broken.zip", "broken.tar"])
+def test_a_root_that_is_nothing_known_is_an_error_whatever_fallback_says(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for file in ("file.txt", "broken.zip", "broken.tar"):
+        (tmp_path / file).write_bytes(b"no archive")
+    with pytest.raises(DataError, match=r"data\.root=.*name it with data\.root|cannot be read .*is it complete\?"):
+        _data(tmp_path, root=str(tmp_path / name), fallback=True).prepare_data()
+
+
+def test_damaged_or_ambiguous_files_are_refused(folder: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "texts.zip"
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in folder.iterdir():
+            archive.write(file)
+    damaged = bytearray(packed.read_bytes())
+    damaged[100:110] = bytes(10)
+    packed.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"texts\.zip cannot be read .*is it complete\?"):
+        _data(tmp_path, root=str(packed)).prepare_data()
+    (folder / "wiki.valid.tokens").write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(DataError, match=r"wiki\.valid\.tokens is no UTF-8"):
+        _data(tmp_path, root=str(folder)).prepare_data()
+    (folder / "again").mkdir()
+    (folder / "again" / "wiki.train.tokens").write_text(TRAIN)
+    with pytest.raises(DataError, match="holds several"):
+        _data(tmp_path, root=str(folder)).prepare_data()
+
+
+def test_encoding_happens_once_until_a_file_changes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    original = corpus.encode
+
+    def counting(train: Any, *rest: Any) -> Any:
+        encoded.append(train.name)
+        return original(train, *rest)
+
+    monkeypatch.setattr(corpus, "encode", counting)
+    first, second = (_ready(_data(tmp_path, root=str(folder))).text for _ in range(2))
+    assert len(encoded) == 1
+    assert np.array_equal(first.train, second.train)
+    _ready(_data(tmp_path, root=str(folder), vocabulary_size=5))
+    assert len(encoded) == 2
+    os.utime(folder / "wiki.train.tokens", (1, 1))
+    _ready(_data(tmp_path, root=str(folder)))
+    assert len(encoded) == 3
+    for cached in (tmp_path / "cache").iterdir():
+        cached.write_bytes(cached.read_bytes()[:100])
+    with pytest.raises(DataError, match="delete it"):
+        _ready(_data(tmp_path, root=str(folder)))
+
+
+# --- download and fallback -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[tuple[str, str]]:
+    """URL of an archive on a server of this process that refuses urllib's own name, and its SHA-256."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for file in folder.iterdir():
+            archive.write(file, f"wikitext-2/{file.name}")
+    contents = buffer.getvalue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            refused = self.headers["User-Agent"].startswith("Python")
+            self.send_response(403 if refused else 200)
+            self.send_header("Content-Length", str(len(contents)))
+            self.end_headers()
+            if self.command == "GET" and not refused:
+                self.wfile.write(contents)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/wikitext-2-v1.zip", hashlib.sha256(contents).hexdigest()
+    server.shutdown()
+    server.server_close()
+
+
+def test_download_is_verified_and_kept(
+    served: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, sha256 = served
+    monkeypatch.setitem(wikitext.COLLECTIONS, "wikitext-2", (url, "0" * 64))
+    wrong = _data(tmp_path, download=True)
+    wrong.prepare_data()
+    assert wrong.data_name == FALLBACK
+    assert f"has SHA-256 {sha256}, not {'0' * 64}" in capsys.readouterr().err
+    assert not any(file.is_file() for file in tmp_path.glob("cache/*"))
+    monkeypatch.setitem(wikitext.COLLECTIONS, "wikitext-2", (url, sha256))
+    data = _ready(_data(tmp_path, download=True, fallback=False))
+    assert data.text.name == "wikitext-2"
+    assert len(data.text.train) == 340
+    _ready(_data(tmp_path, download=False, fallback=False))  # what an earlier run has downloaded
+    with pytest.raises(OSError, match="refused|URL|404"):
+        download("http://127.0.0.1:1/absent.zip", sha256, tmp_path / "absent.zip", timeout=5)
+    assert not list(tmp_path.glob("*absent*"))
+
+
+def test_without_text_the_fallback_says_so_or_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = _ready(_data(tmp_path, vocabulary_size=5000))
+    message = capsys.readouterr().err
+    assert "WikiText is not here" in message
+    assert FALLBACK in message
+    assert "data.root=PATH" in message
+    assert data.data_name == data.text.name == FALLBACK
+    assert len(data.text.train) > 50_000
+    assert len(data.text.valid) > 5_000
+    other = _data(tmp_path, vocabulary_size=5000)
+    other.setup()  # a process that did not prepare
+    assert other.data_name == FALLBACK
+    with pytest.raises(DataError, match=r"there is no WikiText: .*data\.download is off; name it with data\.root=PATH"):
+        _data(tmp_path, fallback=False).prepare_data()
+    with pytest.raises(DataError, match="there is no WikiText"):
+        _data(tmp_path, fallback=False).setup()
+
+
+# --- network and metric ----------------------------------------------------------------------------------------------
+
+
+def test_no_output_knows_later_tokens() -> None:
+    network = _transformer().eval()
+    ids = torch.randint(50, (2, 8))
+    before = network(ids)
+    assert before.shape == (2, 8, 50)
+    for position in range(8):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 1) % 50
+        after = network(changed)
+        assert torch.allclose(after[:, :position], before[:, :position], atol=1e-6)
+        # Every later output does, and not only through its own token.
+        assert ((after[:, position:] - before[:, position:]).abs().amax(-1) > 1e-6).all()
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    network = _transformer()
+    assert sum(p.shape == (50, 16) for p in network.parameters()) == 1
+    block = 4 * 16 * 16 + 4 * 16 + 2 * 16 * 32 + 32 + 16 + 4 * 16
+    assert sum(p.numel() for p in network.parameters()) == 50 * 16 + 8 * 16 + 2 * block + 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("model", "vocabulary", "millions"),
+    [
+        ("transformer_small", 5000, 2.76),
+        ("transformer_small", 33278, 8.20),
+        ("transformer_xl_base", 267735, 148.2),
+    ],
+)
+def test_models_have_the_size_that_their_files_say(
+    composed: Callable[..., DictConfig], model: str, vocabulary: int, millions: float
+) -> None:
+    cfg = composed("+exp=transformer_wikitext", f"model={model}", f"data.vocabulary_size={vocabulary}")
+    with torch.device("meta"):
+        network = build(cfg.model, leave_out=("name",))
+    assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 3}, r"model\.width=16 is not divisible by model\.heads=3"),
+        ({"layers": 0}, "must be at least 1"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0 is out of range"),
+    ],
+)
+def test_impossible_networks_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _transformer(**settings)
+
+
+def test_too_long_sequences_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"9 tokens is longer than model\.max_length=8"):
+        _transformer()(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_perplexity_of_a_uniform_predictor_is_the_vocabularys_size() -> None:
+    metric = Perplexity()
+    for size in (3, 1):
+        metric.update(torch.full((size, 5, 70), 2.5), torch.randint(70, (size, 5)))
+    assert float(metric.compute()) == pytest.approx(70, rel=1e-6)
+
+
+def test_perplexity_weighs_tokens_and_survives_hopeless_logits() -> None:
+    metric = Perplexity()
+    logits, targets = torch.zeros(2, 1, 2), torch.zeros(2, 1, dtype=torch.int64)
+    logits[1, 0, 1] = 200  # the probability of the target is zero in float32
+    metric.update(logits, targets)
+    assert float(metric.compute()) == pytest.approx(math.exp((math.log(2) + 200) / 2), rel=1e-5)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def _perplexities(folder: Path) -> list[float]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[PERPLEXITY.val]) for row in csv.DictReader(file) if row[PERPLEXITY.val]]
+
+
+@pytest.mark.usefixtures("clean_process")
+def test_learns_more_than_how_frequent_words_are(
+    composed: Callable[..., DictConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learning = ("data.train_samples=2400", "trainer.max_epochs=2", "optimizer.lr=0.01", "trainer.log_every_n_steps=50")
+    cfg = composed(*TINY, *learning, "trainer.devices=1", f"data.cache_dir={tmp_path / 'cache'}")
+    OmegaConf.resolve(cfg)
+    result = train(cfg, tmp_path / "run")
+    first, last = _perplexities(tmp_path / "run")
+    data = _ready(_data(tmp_path, vocabulary_size=500, sequence_length=16, valid_samples=64))
+    frequency = (np.bincount(data.text.train, minlength=500) + 1) / (len(data.text.train) + 500)
+    unigram = float(np.exp(-np.log(frequency[data.text.valid[1:]]).mean()))
+    assert result == pytest.approx(last)
+    assert last < first
+    assert last < 0.75 * unigram < 500
+    output = capsys.readouterr()
+    assert "WikiText is not here" in output.err
+    assert f"transformer_wikitext on {FALLBACK}" in output.out
+    facts = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (facts["data"], facts["metric"]) == (FALLBACK, "perplexity")
+    assert FALLBACK in (tmp_path / "run" / "hparams.yaml").read_text()
+    assert (tmp_path / "run" / "perplexity.png").stat().st_size > 10_000
+
+
+def test_two_processes_with_gqsgd(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    folder, cache = tmp_path / "run", tmp_path / "cache"
+    arguments = (*TINY, "strategy=gqsgd", "optimizer.lr=0.01", f"data.cache_dir={cache}", f"hydra.run.dir={folder}")
+    finished = script("run.py", *arguments, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    facts = json.loads((folder / "result.json").read_text())
+    assert (facts["processes"], facts["steps"], facts["samples"]) == (2, 20, 320)
+    assert facts["data"] == FALLBACK
+    assert facts["bits_per_coordinate"] < 10
+    assert facts["metrics"][PERPLEXITY.test] < 400  # 500 before
+    assert f"transformer_wikitext on {FALLBACK}" in finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("GQSGD_DATA" not in os.environ, reason="needs the real data: set GQSGD_DATA")
+def test_two_processes_on_real_text(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    root, folder = Path(os.environ["GQSGD_DATA"]) / "wikitext2", tmp_path / "run"
+    files = (f"data.train_file={root / 'test.txt'}", f"data.valid_file={root / 'valid.txt'}")
+    own = (f"data.cache_dir={tmp_path / 'cache'}", f"hydra.run.dir={folder}")
+    finished = script("run.py", *TINY, *files, *own, "strategy=gqsgd", "optimizer.lr=0.01", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    facts = json.loads((folder / "result.json").read_text())
+    assert facts["data"] == "wikitext-2 (trained on test.txt)"
+    assert facts["metrics"][PERPLEXITY.test] < 250  # 500 before
