@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recipes.comparison.dashboard import publish
 from recipes.comparison.plan import Plan, PlanError, make_plan
 from recipes.comparison.plots import save_curves, save_family, save_step_times
 from recipes.comparison.results import (
@@ -104,6 +105,7 @@ def _report(plan: Plan, failed: set[Path], console: Console) -> None:
         family.unlink(missing_ok=True)  # of an earlier comparison with more variants
     for file in files:
         console.print(f"{'plot' if file.suffix == '.png' else 'table'}: {file}", highlight=False)
+    publish(plan, metric, title, files, console)
 
 
 #: Columns that go first where there is no room for all, by number in `headings`.

@@ -118,7 +118,10 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     folder = Path(settings.output).absolute() / _slug(name)
     launch = {"launcher": settings.launcher, **({"hosts": settings.hosts, "rate": settings.rate} if shaped else {})}
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cells = [_cell([*choice, *fixed], _swept(passed), launch, folder / "cells") for choice in _choices(passed)]
+        cells = [
+            _cell([*choice, *fixed], _swept(passed), launch, folder / "cells", group=f"compare-{folder.name}")
+            for choice in _choices(passed)
+        ]
     _check_distinct(cells)
     _check_target(settings.target, target_of(cells[0].config["task"]).metric)
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
@@ -168,13 +171,16 @@ def _choices(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     return list(itertools.product(*columns))
 
 
-def _cell(overrides: Sequence[str], swept: Sequence[str], launch: dict[str, Any], folder: Path) -> Cell:
+def _cell(overrides: Sequence[str], swept: Sequence[str], launch: dict[str, Any], folder: Path, group: str) -> Cell:
     try:
         composed = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
     except Exception as error:  # Hydra and OmegaConf have several families of errors; all of them name the key
         raise PlanError(f"{' '.join(overrides)}: {error}") from error
     assert isinstance(composed, dict)
     config = {str(key): value for key, value in composed.items()}
+    if "group" in config["logger"] and config["logger"]["group"] is None:
+        config["logger"]["group"] = group
+        overrides = [*overrides, f"logger.group={group}"]
     seed, name = config["seed"], config["strategy"]["name"]
     details = [_last_part(override) for override in overrides if _key(override) in swept]
     variant = " ".join([name, *(detail for detail in details if detail)])
