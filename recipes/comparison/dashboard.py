@@ -15,7 +15,7 @@ from rich.console import Console
 
 from recipes.comparison.plan import Cell, Plan
 from recipes.comparison.workspace import PLOTS, TABLE, Definition, WorkspaceError, save_workspace
-from recipes.tasks.loggers import start_wandb, wandb_mode
+from recipes.tasks.loggers import Labels, start_wandb, wandb_mode
 from recipes.tasks.metrics import Metric
 
 JOB_TYPE = "comparison"
@@ -40,40 +40,38 @@ def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], conso
     if wandb_mode() == "disabled":
         console.print("W&B: WANDB_MODE=disabled, nothing is logged", highlight=False)
         return
-    folder = plan.folder / "wandb"
-    _clear(folder)
-    try:
-        url = _log(plan, cells[0], title, files)
-    except Exception as error:  # W&B and its transports have several families of errors
-        console.print(f"W&B: the table is not logged: {_first_line(error)}", style="yellow", markup=False)
-        url = None
-    if url:
-        console.print(f"W&B: {url}", highlight=False)
-    if _gather(folder, cells):
-        console.print(f"W&B: upload what is offline with: {_sync_command(folder)}", highlight=False, markup=False)
-    logger = cells[0].config["logger"]
-    plots = tuple(file.stem for file in files if file.suffix == ".png")
-    definition = Definition(
-        logger["group"], metric.key, logger["project"], logger["entity"], grouping([c.config for c in cells]), plots
-    )
-    _workspace(definition, plan.folder / WORKSPACE_FILE, console)
+    for step in (
+        lambda: _log(plan.folder, cells[0].config, title, files),
+        lambda: _gather(plan.folder, cells),
+        lambda: _workspace(plan.folder, cells, metric, files),
+    ):
+        try:
+            lines = step()
+        except Exception as error:  # W&B and its transports have several families of errors
+            console.print(f"W&B: {_sentence(error)}", style="yellow", markup=False, highlight=False)
+            continue
+        for line in lines:
+            console.print(f"W&B: {line}", markup=False, highlight=False)
 
 
 def grouping(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Keys of the configuration that tell variants apart: strategy.name, then what else differs, seeds left out.
+    """Keys whose values tell variants apart: strategy.name, and what else differs between runs of one seed.
 
-    A group of the configuration that has a name stands for all that is in it.
+    Names of groups go first, so that a key which follows from one, like the size of a model, is not needed.
     """
-    flat = [dict(_flattened(config)) for config in configs]
-    keys = list(dict.fromkeys(key for one in flat for key in one))
-    differing = [key for key in keys if len({repr(one.get(key)) for one in flat}) > 1]
-    named = {key.removesuffix("name") for key in differing if key.endswith(".name")}
-    rest = [key for key in differing if key.endswith(".name") or not any(key.startswith(name) for name in named)]
-    return ("strategy.name", *(key for key in rest if key not in ("strategy.name", "run_root", *SEEDS)))
-
-
-#: What follows from the seed.
-SEEDS = ("seed", "data.seed")
+    runs = [dict(_flattened(config)) for config in configs]
+    keys = list(dict.fromkeys(key for run in runs for key in run))
+    chosen = ["strategy.name"]
+    for key in sorted(keys, key=lambda one: not one.endswith(".name")):
+        alike = [[repr(run.get(one)) for one in ("seed", *chosen)] for run in runs]
+        values = [repr(run.get(key)) for run in runs]
+        if any(
+            alike[one] == alike[other] and values[one] != values[other]
+            for one in range(len(runs))
+            for other in range(one)
+        ):
+            chosen.append(key)
+    return tuple(chosen)
 
 
 def _flattened(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -86,25 +84,33 @@ def _flattened(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]
     return pairs
 
 
-def _log(plan: Plan, cell: Cell, title: str, files: Sequence[Path]) -> str | None:
-    """The comparison's run: table, pictures, and all files as an artifact; returns its URL, None offline."""
+def _log(folder: Path, config: dict[str, Any], title: str, files: Sequence[Path]) -> list[str]:
+    """The comparison's run: table, pictures, and all files as an artifact; returns where it is, nothing offline.
+
+    What an earlier comparison has left in ``folder`` to upload is taken away: it was of other files and cells.
+    """
     import wandb
 
-    settings = cell.config["logger"]
+    _clear(folder / "wandb")
+    # Where W&B keeps copies for a later upload; else they would go to the home directory.
+    os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
+    settings = config["logger"]
+    hardware = {"hardware": config["hardware"]} if config.get("hardware") else {}
+    labels = Labels(title, settings["group"], config["title"], JOB_TYPE, hardware.get("hardware", {}).get("name"))
     run = start_wandb(
-        str(plan.folder),
+        str(folder),
         silent=True,
         project=settings["project"],
         entity=settings["entity"],
-        name=title,
-        group=settings["group"],
+        name=labels.name,
+        group=labels.group,
         job_type=JOB_TYPE,
-        tags=list(dict.fromkeys([cell.config["title"], JOB_TYPE, *settings["tags"]])),
+        tags=list(dict.fromkeys([*labels.tags, *settings["tags"]])),
         # A workspace groups by the strategy's name: the comparison's run gets one as well.
-        config={"title": cell.config["title"], "compare": cell.config["compare"], "strategy": {"name": JOB_TYPE}},
+        config={"title": config["title"], "compare": config["compare"], "strategy": {"name": JOB_TYPE}, **hardware},
     )
     try:
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", settings["group"], flags=re.ASCII), type=JOB_TYPE)
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", labels.group, flags=re.ASCII), type=JOB_TYPE)
         # Copies: an artifact of an offline run is read when it is uploaded, and a later comparison writes new files.
         kept = Path(run.dir).parent / JOB_TYPE
         kept.mkdir()
@@ -117,7 +123,7 @@ def _log(plan: Plan, cell: Cell, title: str, files: Sequence[Path]) -> str | Non
             }
         )
         run.log_artifact(artifact)
-        return str(run.url) if run.url else None
+        return [] if run.offline else [str(run.url)]
     finally:
         run.finish()
 
@@ -140,41 +146,46 @@ def _numbers(column: Sequence[str]) -> list[Any]:
 
 
 def _clear(folder: Path) -> None:
-    """Take away what an earlier comparison has left to upload: it was of other files and cells."""
-    for old in folder.glob("offline-run-*"):
+    for old in (*folder.glob("offline-run-*"), *folder.glob("artifacts")):
         if old.is_symlink():
             old.unlink()
         else:
             shutil.rmtree(old)
 
 
-def _gather(folder: Path, cells: Sequence[Cell]) -> bool:
-    """Link the cells' offline runs into ``folder``; returns whether there is any offline run in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _gather(folder: Path, cells: Sequence[Cell]) -> list[str]:
+    """Link the cells' offline runs into ``folder``/wandb; returns the command that uploads all, if there are any."""
+    together = folder / "wandb"
+    together.mkdir(exist_ok=True)
     for cell in cells:
         for run in (cell.folder / "wandb").glob("offline-run-*"):
-            link = folder / run.name
-            if not link.exists():
-                link.symlink_to(os.path.relpath(run, folder))
-    return any(folder.glob("offline-run-*"))
+            (together / run.name).symlink_to(os.path.relpath(run, together))
+    if not any(together.glob("offline-run-*")):
+        return []
+    return [f"upload what is offline with: wandb sync {shlex.quote(str(together))}/offline-run-*"]
 
 
-def _sync_command(folder: Path) -> str:
-    return f"wandb sync {shlex.quote(str(folder))}/offline-run-*"
-
-
-def _workspace(definition: Definition, file: Path, console: Console) -> None:
+def _workspace(folder: Path, cells: Sequence[Cell], metric: Metric, files: Sequence[Path]) -> list[str]:
+    """Create the workspace, or write its file; returns where it is, and how to create it later."""
+    logger = cells[0].config["logger"]
+    definition = Definition(
+        logger["group"],
+        metric.key,
+        logger["project"],
+        logger["entity"],
+        by=grouping([cell.config for cell in cells]),
+        plots=tuple(file.stem for file in files if file.suffix == ".png"),
+    )
+    file = folder / WORKSPACE_FILE
     try:
         url = save_workspace(definition, file)
-    except Exception as error:  # a comparison never fails because of its dashboard
-        reason = str(error) if isinstance(error, WorkspaceError) else f"workspace: {_first_line(error)}"
-        console.print(f"W&B: {reason}; again with: {definition.command}", style="yellow", markup=False)
-        return
-    console.print(f"W&B workspace: {url or file}", highlight=False, markup=False)
-    if url is None:
-        console.print(f"W&B: create it after `wandb login` with: {definition.command}", highlight=False, markup=False)
+    except WorkspaceError as error:
+        raise WorkspaceError(f"{error}; again with: {definition.command}") from error
+    if url:
+        return [f"workspace {url}"]
+    return [f"workspace {file}", f"create the workspace after `wandb login` with: {definition.command}"]
 
 
-def _first_line(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

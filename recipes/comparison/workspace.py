@@ -136,7 +136,7 @@ def _workspace(definition: Definition, entity: str) -> Any:
         ),
     ]
     runs = ws.RunsetSettings(
-        filters=[ws.Metric("Group") == _expressible(definition.group)],
+        filters=ws.And(ws.Metric("Group") == _expressible(definition.group)),
         groupby=[ws.Config(key) for key in definition.by],
         group_colors=dict(COLOURS) if definition.by[:1] == ("strategy.name",) else {},
     )

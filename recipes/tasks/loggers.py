@@ -143,13 +143,13 @@ def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
 
     Args:
         folder: an existing one.
-        silent: W&B says nothing on the console.
+        silent: nothing is said on the console, except that W&B cannot be reached.
         **arguments: of ``wandb.init``.
     """
     import wandb
 
     mode = wandb_mode()
-    if mode == "offline" and os.environ.get("WANDB_MODE") != "offline":
+    if mode == "offline" and os.environ.get("WANDB_MODE") != "offline" and not silent:
         _say("no W&B key is configured: this run is logged offline; `wandb login`, then `wandb sync`, uploads it")
     settings = wandb.Settings(console="off", init_timeout=30, silent=silent)
     try:
