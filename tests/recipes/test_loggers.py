@@ -91,10 +91,11 @@ def test_wandb_that_cannot_be_reached_is_logged_offline(monkeypatch: pytest.Monk
     monkeypatch.setattr(loggers, "wandb_mode", lambda: "online")
     labels = Labels("name", "group", "digits", "ddp", hardware="laptop")
     logger = loggers.wandb_logger(str(tmp_path), labels, ACCURACY, "project", tags=["mine", "ddp"])
-    logger.experiment.finish()
+    run = logger.experiment
+    run.finish()
     assert modes == ["online", "offline"]
-    run = read_run(tmp_path).run
-    assert (run.display_name, run.run_group, run.job_type, run.project) == ("name", "group", "ddp", "project")
+    assert run.offline
+    assert (run.name, run.group, run.job_type, run.project) == ("name", "group", "ddp", "project")
     assert sorted(run.tags) == ["ddp", "digits", "laptop", "mine"]
 
 
