@@ -91,6 +91,11 @@ def _report(plan: Plan, failed: set[Path], command: str, console: Console) -> No
     for file in files:
         kind = {".png": "plot", ".html": "page"}.get(file.suffix, "table")
         console.print(f"{kind}: {file}", highlight=False)
+    if any(cell.config["logger"]["name"] == "wandb" for cell in plan.cells):
+        # Here, not above: W&B's loggers are Lightning's, which takes seconds to import.
+        from recipes.comparison.dashboard import publish
+
+        publish(plan, sections[0].lines[0].metric, _title(plan, sections[0].variants, None), files, console)
 
 
 def _results(plan: Plan, failed: set[Path]) -> dict[str | None, dict[str, list[Run]]]:

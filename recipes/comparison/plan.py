@@ -121,7 +121,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = [(choice, _composed(choice)) for choice in _choices(passed)]
     folder = Path(settings.output).absolute() / _slug("-".join([experiment, *_hardware([one for _, one in composed])]))
-    cells = [_cell(choice, config, swept, folder / "cells") for choice, config in composed]
+    cells = [_cell(choice, config, swept, folder) for choice, config in composed]
     _check_distinct(cells)
     _check_target(settings.target, METRICS[cells[0].config["task"]["metric"]])
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
@@ -225,11 +225,16 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     return {str(key): value for key, value in composed.items()}
 
 
-def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], folder: Path) -> Cell:
+def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], comparison: Path) -> Cell:
+    """The run of one choice, below the folder of its comparison."""
+    if "group" in config["logger"] and config["logger"]["group"] is None:
+        config["logger"]["group"] = group = f"compare-{comparison.name}"
+        overrides = [*overrides, f"logger.group={group}"]
     seed, name = config["seed"], config["strategy"]["name"]
     details = [_last_part(override) for override in overrides if _key(override) in swept]
     variant = " ".join([name, *(detail for detail in details if detail)])
-    return Cell(variant, seed, tuple(overrides), config, folder / f"{_slug(variant)}-seed{seed}")
+    folder = comparison / "cells" / f"{_slug(variant)}-seed{seed}"
+    return Cell(variant, seed, tuple(overrides), config, folder)
 
 
 def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@ import netrc
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,29 @@ from recipes.tasks.metrics import Metric
 from recipes.tasks.ranks import is_rank_zero
 
 METRICS_FILE = "metrics.csv"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a run is called, and what it can be found by.
+
+    Attributes:
+        name: of this run.
+        group: what it belongs to: a comparison, or all runs with its title.
+        experiment, strategy: names from the configuration.
+        hardware: name of the hardware profile, if there is one.
+    """
+
+    name: str
+    group: str
+    experiment: str
+    strategy: str
+    hardware: str | None = None
+
+    @property
+    def tags(self) -> list[str]:
+        """Experiment, strategy and hardware."""
+        return [self.experiment, self.strategy, *([self.hardware] if self.hardware else [])]
 
 
 class ContinuedCSVLogger(CSVLogger):
@@ -77,15 +101,14 @@ class TimedTensorBoardLogger(TensorBoardLogger):
                     self.experiment.add_scalar(f"time/{name.replace('/', '_')}", metrics[name], milliseconds)
 
 
-def tensorboard_logger(folder: str, run_name: str, group: str, metric: Metric) -> TimedTensorBoardLogger:
+def tensorboard_logger(folder: str, labels: Labels, metric: Metric) -> TimedTensorBoardLogger:
     """Event files in ``folder``/tensorboard."""
     return TimedTensorBoardLogger(folder, metric)
 
 
 def wandb_logger(
     folder: str,
-    run_name: str,
-    group: str,
+    labels: Labels,
     metric: Metric,
     project: str,
     entity: str | None = None,
@@ -98,18 +121,15 @@ def wandb_logger(
     """
     if not is_rank_zero():
         return WandbLogger(project=project, save_dir=folder)  # never makes a run: only rank zero does
-    import wandb
-
-    mode = wandb_mode()
-    settings = wandb.Settings(console="off", init_timeout=30)
-    arguments: dict[str, Any] = {"project": project, "entity": entity, "tags": tags, "name": run_name, "group": group}
-    try:
-        run = wandb.init(dir=folder, mode=mode, settings=settings, **arguments)
-    except wandb.errors.Error as error:
-        if mode != "online":
-            raise
-        _say(f"W&B cannot be reached ({error}); this run is logged offline")
-        run = wandb.init(dir=folder, mode="offline", settings=settings, **arguments)
+    run = start_wandb(
+        folder,
+        project=project,
+        entity=entity,
+        tags=list(dict.fromkeys([*labels.tags, *(tags or [])])),
+        name=labels.name,
+        group=labels.group,
+        job_type=labels.strategy,
+    )
     run.define_metric(names.TRAIN_TIME)
     for name in names.against_time(metric):
         of_metric = name in (metric.train, metric.val, metric.test)
@@ -118,16 +138,35 @@ def wandb_logger(
     return WandbLogger(project=project, save_dir=folder, experiment=run)
 
 
+def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
+    """A new W&B run that writes below ``folder``/wandb, in the mode of `wandb_mode`, or offline if that fails.
+
+    Args:
+        folder: an existing one.
+        silent: nothing is said on the console, except that W&B cannot be reached.
+        **arguments: of ``wandb.init``.
+    """
+    import wandb
+
+    mode = wandb_mode()
+    if mode == "offline" and os.environ.get("WANDB_MODE") != "offline" and not silent:
+        _say("no W&B key is configured: this run is logged offline; `wandb login`, then `wandb sync`, uploads it")
+    settings = wandb.Settings(console="off", init_timeout=30, silent=silent)
+    try:
+        return wandb.init(dir=folder, mode=mode, settings=settings, **arguments)
+    except wandb.errors.Error as error:
+        if mode != "online":
+            raise
+        _say(f"W&B cannot be reached ({error}); this run is logged offline")
+        return wandb.init(dir=folder, mode="offline", settings=settings, **arguments)
+
+
 def wandb_mode() -> Any:
     """``"online"`` if a key is configured, else ``"offline"``; WANDB_MODE decides among what is possible."""
     wanted = os.environ.get("WANDB_MODE", "online")
     if wanted == "disabled":
         return "disabled"
-    if wanted in ("online", "shared") and _has_key():
-        return "online"
-    if wanted in ("online", "shared"):
-        _say("no W&B key is configured: this run is logged offline; `wandb login`, then `wandb sync`, uploads it")
-    return "offline"
+    return "online" if wanted in ("online", "shared") and _has_key() else "offline"
 
 
 def _has_key() -> bool:

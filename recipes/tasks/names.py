@@ -18,11 +18,16 @@ STEP_S = "perf/step_s"  # seconds of one training step
 EXPOSED_S = "perf/exposed_s"  # seconds of a step in which backward waited for communication
 MB_SENT = "comm/mb_sent"  # 10^6 bytes of gradients sent by this process since the start
 
+# Lightning's own, beside each row; in the CSV the step is called "step", in TensorBoard it is the step of the event.
+EPOCH = "epoch"
+GLOBAL_STEP = "trainer/global_step"
+
 BYTES_SENT = "gqsgd/bytes_sent"
 MESSAGE_BITS = "gqsgd/bits_per_coordinate"  # of one rank's messages
 ENCODE_S = "gqsgd/encode_s"
 DECODE_S = "gqsgd/decode_s"
 REL_L2 = "gqsgd/rel_l2"
+NONFINITE_BLOCKS = "gqsgd/nonfinite_blocks"
 GQSGD = (
     BYTES_SENT,
     MESSAGE_BITS,
@@ -31,7 +36,7 @@ GQSGD = (
     DECODE_S,
     "gqsgd/exposed_s",
     REL_L2,
-    "gqsgd/nonfinite_blocks",
+    NONFINITE_BLOCKS,
 )
 
 

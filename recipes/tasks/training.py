@@ -24,7 +24,8 @@ from recipes.tasks.errors import RecipeError
 from recipes.tasks.exposed import ExposedCommunication
 from recipes.tasks.hardware import described
 from recipes.tasks.launch import local_processes, set_threads
-from recipes.tasks.loggers import METRICS_FILE, ContinuedCSVLogger
+from recipes.tasks.loggers import METRICS_FILE, ContinuedCSVLogger, Labels
+from recipes.tasks.machine import machine_facts
 from recipes.tasks.metrics import Metric
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.progress import PlainProgress
@@ -138,7 +139,7 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
 def _loggers(
     cfg: DictConfig, config: dict[str, Any], folder: Path, name: str, metric: Metric, checkpoint: str | None
 ) -> list[Logger]:
-    """The CSV logger, always, and the chosen one; both know the whole configuration."""
+    """The CSV logger, always, and the chosen one; both know the whole configuration and the machine."""
     if checkpoint:
         step = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
         csv = ContinuedCSVLogger(folder, Path(checkpoint).parents[1] / METRICS_FILE, before_step=step)
@@ -146,10 +147,11 @@ def _loggers(
         csv = ContinuedCSVLogger(folder)
     loggers: list[Logger] = [csv]
     if "_target_" in cfg.logger:
-        arguments = {"folder": str(folder), "run_name": name, "group": cfg.title, "metric": metric}
-        loggers.append(build(cfg.logger, leave_out=("name",), **arguments))
+        labels = Labels(name, cfg.logger.get("group") or cfg.title, cfg.title, cfg.strategy.name, cfg.hardware.name)
+        loggers.append(build(cfg.logger, leave_out=("name", "group"), folder=str(folder), labels=labels, metric=metric))
+    recorded = {**config, "machine": machine_facts(cfg.trainer.accelerator)}
     for logger in loggers:
-        logger.log_hyperparams(config)
+        logger.log_hyperparams(recorded)
     return loggers
 
 

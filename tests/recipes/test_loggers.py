@@ -1,21 +1,21 @@
 from __future__ import annotations
 
 import csv
-import json
 import netrc
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.tasks import loggers, names
-from recipes.tasks.loggers import ContinuedCSVLogger, wandb_mode
+from recipes.tasks.loggers import ContinuedCSVLogger, Labels, wandb_mode
 from recipes.tasks.metrics import ACCURACY
 from recipes.tasks.training import train
+from tests.recipes.wandb_files import read_run
 
 Tiny = Callable[..., DictConfig]
 
@@ -28,64 +28,31 @@ def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
 
 
-def _records(file: Path) -> Iterator[Any]:
-    """Records of a .wandb file: LevelDB's log format, blocks of 32 KiB, after a header of 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    contents = file.read_bytes()
-    assert contents[:4] == b":W&B"
-    place, record = 7, b""
-    while place + 7 <= len(contents):
-        left = 2**15 - place % 2**15
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", contents, place)
-        part = contents[place + 7 : place + 7 + length]
-        place += 7 + length
-        record = part if kind in (1, 2) else record + part  # 1: whole, 2: first, 3: middle, 4: last
-        if kind in (1, 4):
-            message = Record()
-            message.ParseFromString(record)
-            yield message
-
-
 @pytest.mark.usefixtures("clean_process", "no_key")
-def test_wandb_without_a_key_is_offline_and_plots_against_training_time(tiny: Tiny, tmp_path: Path) -> None:
+def test_wandb_without_a_key_is_offline_and_plots_against_training_time(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tiny("logger=wandb", "seed=3"), tmp_path)
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    records = list(_records(file))
-
-    steps = {record.metric.name: record.metric.step_metric for record in records if record.HasField("metric")}
-    assert {steps[name] for name in names.against_time(ACCURACY)} == {names.TRAIN_TIME}
-    assert not any(record.metric.glob_name for record in records)
-
-    rows = [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.HasField("history")
-    ]
-    validations = [row for row in rows if ACCURACY.val in row]
+    written = read_run(tmp_path)
+    assert {written.step_metrics[name] for name in names.against_time(ACCURACY)} == {names.TRAIN_TIME}
+    assert not written.globs
+    validations = [row for row in written.rows if ACCURACY.val in row]
     assert len(validations) == 2
     for row in validations:
         assert {names.TRAIN_TIME, names.VAL_LOSS, names.SAMPLES, names.MB_SENT} <= set(row)
-    assert any(ACCURACY.test in row and names.TRAIN_TIME in row for row in rows)
-
-    (run,) = [record.run for record in records if record.HasField("run")]
-    assert run.display_name == "quickstart on digits, ddp, seed 3"
-    assert run.run_group == "quickstart"
+    assert any(ACCURACY.test in row and names.TRAIN_TIME in row for row in written.rows)
+    assert written.run.display_name == "quickstart on digits, ddp, seed 3"
+    assert written.run.run_group == "quickstart"
 
     with open(tmp_path / "metrics.csv", newline="") as lines:
-        written = [float(row[ACCURACY.val]) for row in csv.DictReader(lines) if row[ACCURACY.val]]
-    assert [row[ACCURACY.val] for row in validations] == pytest.approx(written)
+        in_csv = [float(row[ACCURACY.val]) for row in csv.DictReader(lines) if row[ACCURACY.val]]
+    assert [row[ACCURACY.val] for row in validations] == pytest.approx(in_csv)
+    assert "no W&B key is configured" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_key")
-def test_wandb_mode_never_needs_a_key_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_mode_never_needs_a_key_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode() == "offline"
-    assert "no W&B key is configured" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_MODE", "online")
     assert wandb_mode() == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -122,19 +89,36 @@ def test_wandb_that_cannot_be_reached_is_logged_offline(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(wandb, "init", unreachable)
     monkeypatch.setattr(loggers, "wandb_mode", lambda: "online")
-    logger = loggers.wandb_logger(str(tmp_path), "name", "group", ACCURACY, "project")
-    logger.experiment.finish()
+    labels = Labels("name", "group", "digits", "ddp", hardware="laptop")
+    logger = loggers.wandb_logger(str(tmp_path), labels, ACCURACY, "project", tags=["mine", "ddp"])
+    run = logger.experiment
+    run.finish()
     assert modes == ["online", "offline"]
+    assert run.offline
+    assert (run.name, run.group, run.job_type, run.project) == ("name", "group", "ddp", "project")
+    assert sorted(run.tags) == ["ddp", "digits", "laptop", "mine"]
+
+
+@pytest.mark.usefixtures("clean_process", "no_key")
+def test_only_rank_zero_makes_a_wandb_run(tmp_path: Path) -> None:
+    rank_zero_only.rank = 1
+    logger = loggers.wandb_logger(str(tmp_path), Labels("name", "group", "digits", "ddp"), ACCURACY, "project")
+    logger.log_metrics({ACCURACY.val: 0.5}, step=0)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("clean_process")
 def test_tensorboard_has_tags_against_training_time(tiny: Tiny, tmp_path: Path) -> None:
-    train(tiny("logger=tensorboard"), tmp_path)
+    train(tiny("logger=tensorboard", "strategy=gqsgd"), tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert {ACCURACY.val, names.TRAIN_TIME, "time/val_acc", "time/test_acc"} <= set(events.Tags()["scalars"])
+    tags = set(events.Tags()["scalars"])
+    assert {ACCURACY.val, names.TRAIN_TIME, *names.GQSGD, "time/val_acc", "time/test_acc"} <= tags
     with open(tmp_path / "metrics.csv", newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row[ACCURACY.val]]
+        every = list(csv.DictReader(lines))
+    # The CSV has the same names; what is an event's step in TensorBoard is a column there.
+    assert {tag for tag in tags if not tag.startswith("time/")} == set(every[0]) - {"step"}
+    rows = [row for row in every if row[ACCURACY.val]]
     for event, row in zip(events.Scalars("time/val_acc"), rows, strict=True):
         assert event.step == int(1000 * float(row[names.TRAIN_TIME]))
         assert event.value == pytest.approx(float(row[ACCURACY.val]))

@@ -14,6 +14,7 @@ import pytest
 from recipes.tasks import names
 from recipes.tasks.metrics import ACCURACY
 from tests.recipes.conftest import ROOT, TINY, run_ranks
+from tests.recipes.wandb_files import read_run
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -42,20 +43,25 @@ def test_two_processes(script: Script, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_processes_of_an_outside_launcher_share_one_folder(tmp_path: Path) -> None:
+def test_processes_of_an_outside_launcher_share_one_folder_and_one_wandb_run(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     hardware = ("hardware=multi_node", "hardware.accelerator=cpu", "hardware.devices=1")
-    overrides = (*TINY, "data.batch_size=16", *hardware, "strategy=ddp_bf16")
+    overrides = (*TINY, "data.batch_size=16", *hardware, "strategy=ddp_bf16", "logger=wandb")
     run_ranks(
         [str(ROOT / "recipes" / "run.py"), *overrides],
         [{"LOCAL_RANK": "0", "GROUP_RANK": str(node)} for node in range(2)],
         cwd=tmp_path,
         timeout=150,
         OMP_NUM_THREADS="1",
+        WANDB_MODE="offline",
+        WANDB_CACHE_DIR=str(tmp_path_factory.mktemp("wandb")),
     )
     (result,) = tmp_path.rglob("result.json")
     assert result.parent.parent == tmp_path / "outputs" / "quickstart" / "ddp_bf16-seed0"
     assert [path.name for path in result.parent.parent.iterdir()] == [result.parent.name]
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+    assert read_run(result.parent).run.job_type == "ddp_bf16"
     facts = json.loads(result.read_text())
     assert (facts["processes"], facts["nodes"], facts["threads"]) == (2, 2, 1)
     assert facts["bits_per_coordinate"] == 16

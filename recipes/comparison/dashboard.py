@@ -1,0 +1,207 @@
+"""A comparison in W&B: a run with its table and plots, a workspace, and one folder with all that is still offline."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from recipes.comparison.plan import Cell, Plan
+from recipes.comparison.workspace import PLOTS, TABLE, Definition, WorkspaceError, save_workspace
+from recipes.tasks.loggers import Labels, start_wandb, wandb_mode
+from recipes.tasks.metrics import Metric
+
+JOB_TYPE = "comparison"
+WORKSPACE_FILE = "workspace.json"
+
+
+def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], console: Console) -> None:
+    """Log a comparison whose cells were logged to W&B; prints where it is, or how to upload it. Else nothing happens.
+
+    The comparison's files are only read. Whatever W&B does, there is one line about it and no exception.
+
+    Args:
+        plan: whose finished cells belong together.
+        metric: of the task.
+        title: of the comparison's run.
+        files: its tables and pictures; ``table.csv`` is among them.
+        console: where the lines go.
+    """
+    cells = [cell for cell in plan.cells if cell.config["logger"]["name"] == "wandb" and cell.is_finished()]
+    if not cells:
+        return
+    if wandb_mode() == "disabled":
+        console.print("W&B: WANDB_MODE=disabled, nothing is logged", highlight=False)
+        return
+    for step in (
+        lambda: _log(plan.folder, cells[0].config, title, files),
+        lambda: _gather(plan.folder, cells),
+        lambda: _workspace(plan.folder, cells, metric, files),
+    ):
+        try:
+            lines = step()
+        except Exception as error:  # W&B and its transports have several families of errors
+            console.print(f"W&B: {_sentence(error)}", style="yellow", markup=False, highlight=False)
+            continue
+        for line in lines:
+            console.print(f"W&B: {line}", markup=False, highlight=False)
+
+
+def grouping(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Keys whose values tell variants apart: strategy.name, and what else differs between runs of one seed.
+
+    Names of groups go first, so that a key which follows from one, like the size of a model, is not needed.
+    """
+    runs = [dict(_flattened(config)) for config in configs]
+    keys = list(dict.fromkeys(key for run in runs for key in run))
+    chosen = ["strategy.name"]
+    for key in sorted(keys, key=lambda one: not one.endswith(".name")):
+        alike = [[repr(run.get(one)) for one in ("seed", *chosen)] for run in runs]
+        values = [repr(run.get(key)) for run in runs]
+        if any(
+            alike[one] == alike[other] and values[one] != values[other]
+            for one in range(len(runs))
+            for other in range(one)
+        ):
+            chosen.append(key)
+    return tuple(chosen)
+
+
+def _flattened(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            pairs += _flattened(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
+
+
+def _log(folder: Path, config: dict[str, Any], title: str, files: Sequence[Path]) -> list[str]:
+    """The comparison's run: table, pictures, and all files as an artifact; returns where it is, nothing offline.
+
+    What an earlier comparison has left in ``folder`` to upload is taken away: it was of other files and cells.
+    """
+    import wandb
+
+    _clear(folder / "wandb")
+    # Where W&B keeps copies for a later upload; else they would go to the home directory.
+    os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
+    settings = config["logger"]
+    labels = Labels(title, settings["group"], config["title"], JOB_TYPE, config["hardware"]["name"])
+    run = start_wandb(
+        str(folder),
+        silent=True,
+        project=settings["project"],
+        entity=settings["entity"],
+        name=labels.name,
+        group=labels.group,
+        job_type=JOB_TYPE,
+        tags=list(dict.fromkeys([*labels.tags, *settings["tags"]])),
+        # A workspace groups by the strategy's name: the comparison's run gets one as well.
+        config={"title": config["title"], "strategy": {"name": JOB_TYPE}, "hardware": config["hardware"]},
+    )
+    try:
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", labels.group, flags=re.ASCII), type=JOB_TYPE)
+        # Copies: an artifact of an offline run is read when it is uploaded, and a later comparison writes new files.
+        kept = Path(run.dir).parent / JOB_TYPE
+        for file in files:
+            name = file.relative_to(folder)
+            (kept / name).parent.mkdir(parents=True, exist_ok=True)
+            copy = str(shutil.copy(file, kept / name))
+            artifact.add_file(copy, name=str(name), policy="immutable", skip_cache=True)
+        tables = {
+            name: _table(file) for name, file in zip(_tables(folder, files), _named(files, "table.csv"), strict=True)
+        }
+        pictures = {f"{PLOTS}/{name}": wandb.Image(str(folder / f"{name}.png")) for name in _plots(folder, files)}
+        run.log({**tables, **pictures})
+        run.log_artifact(artifact)
+        return [] if run.offline else [str(run.url)]
+    finally:
+        run.finish()
+
+
+def _named(files: Sequence[Path], name: str) -> list[Path]:
+    return [file for file in files if file.name == name]
+
+
+def _tables(folder: Path, files: Sequence[Path]) -> tuple[str, ...]:
+    """Name of each ``table.csv``: of one in a folder for a link, with the link."""
+    places = [file.parent.relative_to(folder) for file in _named(files, "table.csv")]
+    return tuple("/".join([TABLE, *place.parts]) for place in places)
+
+
+def _plots(folder: Path, files: Sequence[Path]) -> tuple[str, ...]:
+    """Each picture below ``folder``, without its suffix."""
+    return tuple(str(file.relative_to(folder).with_suffix("")) for file in files if file.suffix == ".png")
+
+
+def _table(file: Path) -> Any:
+    """``table.csv`` as a W&B table: numbers where a column holds nothing else."""
+    import wandb
+
+    with open(file, newline="") as lines:
+        head, *rows = csv.reader(lines)
+    columns = [_numbers(column) for column in zip(*rows, strict=True)]
+    return wandb.Table(columns=head, data=[list(row) for row in zip(*columns, strict=True)])
+
+
+def _numbers(column: Sequence[str]) -> list[Any]:
+    try:
+        return [float(value) for value in column]
+    except ValueError:
+        return list(column)
+
+
+def _clear(folder: Path) -> None:
+    for old in (*folder.glob("offline-run-*"), *folder.glob("artifacts")):
+        if old.is_symlink():
+            old.unlink()
+        else:
+            shutil.rmtree(old)
+
+
+def _gather(folder: Path, cells: Sequence[Cell]) -> list[str]:
+    """Link the cells' offline runs into ``folder``/wandb; returns the command that uploads all, if there are any."""
+    together = folder / "wandb"
+    together.mkdir(exist_ok=True)
+    for cell in cells:
+        for run in (cell.folder / "wandb").glob("offline-run-*"):
+            (together / run.name).symlink_to(os.path.relpath(run, together))
+    if not any(together.glob("offline-run-*")):
+        return []
+    return [f"upload what is offline with: wandb sync {shlex.quote(str(together))}/offline-run-*"]
+
+
+def _workspace(folder: Path, cells: Sequence[Cell], metric: Metric, files: Sequence[Path]) -> list[str]:
+    """Create the workspace, or write its file; returns where it is, and how to create it later."""
+    logger = cells[0].config["logger"]
+    definition = Definition(
+        logger["group"],
+        metric.key,
+        logger["project"],
+        logger["entity"],
+        by=grouping([cell.config for cell in cells]),
+        plots=_plots(folder, files),
+        tables=_tables(folder, files),
+    )
+    file = folder / WORKSPACE_FILE
+    try:
+        url = save_workspace(definition, file)
+    except WorkspaceError as error:
+        raise WorkspaceError(f"{error}; again with: {definition.command}") from error
+    if url:
+        return [f"workspace {url}"]
+    return [f"workspace {file}", f"create the workspace after `wandb login` with: {definition.command}"]
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

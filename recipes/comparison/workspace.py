@@ -1,0 +1,176 @@
+"""The W&B workspace of a comparison: panels, filter and grouping, made in code."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.comparison.plots import COLOURS
+from recipes.tasks import names
+from recipes.tasks.loggers import wandb_mode
+from recipes.tasks.metrics import METRICS
+
+#: Names of the comparison's own run: table, and plots by their file names.
+TABLE = "comparison"
+PLOTS = "plots"
+
+AXES = {
+    names.TRAIN_TIME: "training seconds",
+    names.GLOBAL_STEP: "steps",
+    names.SAMPLES: "samples",
+    names.EPOCH: "epochs",
+    names.MB_SENT: "MB sent by process 0",
+}
+STEP_TIMES = {
+    names.STEP_S: "step (s)",
+    names.EXPOSED_S: "exposed communication (s)",
+    names.ENCODE_S: "encode (s)",
+    names.DECODE_S: "decode (s)",
+}
+CODEC = {
+    names.MESSAGE_BITS: "bits per coordinate",
+    names.REL_L2: "relative L2 error",
+    names.NONFINITE_BLOCKS: "non-finite blocks",
+}
+
+
+class WorkspaceError(RuntimeError):
+    """A workspace that cannot be made as asked; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a workspace shows.
+
+    Attributes:
+        group: W&B group of its runs.
+        metric: key of the task's metric, see `METRICS`.
+        project, entity: where the runs are; entity None: the default one of the key.
+        by: keys of the configuration whose values make one line each.
+        plots, tables: names of what the comparison's run has logged.
+    """
+
+    group: str
+    metric: str
+    project: str
+    entity: str | None = None
+    by: tuple[str, ...] = ("strategy.name",)
+    plots: tuple[str, ...] = ()
+    tables: tuple[str, ...] = (TABLE,)
+
+    @property
+    def command(self) -> str:
+        """The command line that makes it."""
+        words = ["python", "recipes/workspace.py", "--group", self.group, "--metric", self.metric]
+        words += ["--project", self.project, *(["--entity", self.entity] if self.entity else [])]
+        for flag, values in (("--by", self.by), ("--plot", self.plots), ("--table", self.tables)):
+            words += [word for value in values for word in (flag, value)]
+        return shlex.join(words)
+
+
+def save_workspace(definition: Definition, file: Path) -> str | None:
+    """Create the workspace if a key is configured, and write it to ``file`` in any case; returns its URL if it has one.
+
+    A file that knows the URL of the same definition is left as it is, and nothing is created again.
+
+    Raises:
+        WorkspaceError: a group that the filter cannot express, an unknown metric, or W&B refuses or cannot be reached;
+            in the last two cases the file is written first.
+    """
+    known = _known_url(definition, file)
+    if known:
+        return known
+    workspace = _workspace(definition, definition.entity or "")
+    _write(definition, workspace, file, url=None)
+    if wandb_mode() != "online":
+        return None
+    import wandb
+
+    try:
+        # The key is checked here, with a time limit; saving has none of its own.
+        entity = definition.entity or wandb.Api(timeout=10).default_entity
+        workspace = _workspace(definition, entity)
+        workspace.save()
+        url = str(workspace.url)
+    except Exception as error:  # W&B, its transports and its models have several families of errors
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WorkspaceError(f"W&B has not taken the workspace: {reason.rstrip('.')}; it is in {file}") from error
+    _write(definition, workspace, file, url)
+    return url
+
+
+def _workspace(definition: Definition, entity: str) -> Any:
+    """The definition as an object of wandb-workspaces."""
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
+
+    if definition.metric not in METRICS:
+        raise WorkspaceError(f"metric {definition.metric!r} is not one of {', '.join(METRICS)}")
+    metric = METRICS[definition.metric]
+
+    def lines(x: str, plotted: dict[str, str]) -> list[Any]:
+        return [wr.LinePlot(title=title, x=x, y=[y], title_x=AXES[x], title_y=title) for y, title in plotted.items()]
+
+    against = [
+        wr.LinePlot(title=f"{metric.label} against {label}", x=x, y=[metric.val], title_x=label, title_y=metric.label)
+        for x, label in AXES.items()
+    ]
+    sections = [
+        ws.Section(name=f"{metric.label} against time, steps, samples, epochs, MB", panels=against, is_open=True),
+        ws.Section(
+            name="step time: step, exposed, encode, decode", panels=lines(names.GLOBAL_STEP, STEP_TIMES), is_open=True
+        ),
+        ws.Section(
+            name="gqsgd: bits, relative L2 error, non-finite blocks",
+            panels=lines(names.GLOBAL_STEP, CODEC),
+            is_open=True,
+        ),
+        ws.Section(
+            name="table and plots",
+            panels=[
+                *(wr.WeavePanelSummaryTable(table_name=table) for table in definition.tables),
+                *(wr.MediaBrowser(title=plot, media_keys=[f"{PLOTS}/{plot}"]) for plot in definition.plots),
+            ],
+        ),
+    ]
+    runs = ws.RunsetSettings(
+        filters=ws.And(ws.Metric("Group") == _expressible(definition.group)),
+        groupby=[ws.Config(key) for key in definition.by],
+        group_colors=dict(COLOURS) if definition.by[:1] == ("strategy.name",) else {},
+    )
+    return ws.Workspace(
+        entity=entity,
+        project=definition.project,
+        name=definition.group,
+        sections=sections,
+        settings=ws.WorkspaceSettings(x_axis=names.TRAIN_TIME, max_runs=100),
+        runset_settings=runs,
+    )
+
+
+def _expressible(group: str) -> str:
+    """The group, if a filter compares with just this text: wandb-workspaces rewrites operators in strings, too."""
+    wrong = sorted(set("=<>'\"\\") & set(group))
+    if wrong:
+        raise WorkspaceError(f"group {group!r} holds {' '.join(wrong)}, which filters of a workspace cannot express")
+    return group
+
+
+def _write(definition: Definition, workspace: Any, file: Path, url: str | None) -> None:
+    spec = json.loads(workspace._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    contents = {"definition": asdict(definition), "url": url, "spec": spec}
+    file.write_text(json.dumps(contents, indent=2) + "\n")
+
+
+def _known_url(definition: Definition, file: Path) -> str | None:
+    """URL of a workspace that ``file`` says was made from the same definition."""
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    same = known.get("definition") == json.loads(json.dumps(asdict(definition)))
+    return known.get("url") if same else None
