@@ -149,7 +149,7 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for link, cell in itertools.product(settings.links, reversed(first.values())):
             own = {**short, "hardware.rate": link}
-            kept = [override for override in cell.overrides if _key(override) not in own]
+            kept = [one for one in cell.overrides if _key(one) not in own and not _key(one).startswith("logger.")]
             choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
             folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
             probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))

@@ -73,7 +73,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device() -> None:
     ("arguments", "message"),
     [
         (["+exp=quickstart", "strategy=ddp,all"], "strategy=ddp,all: 'all' includes the others; take strategy=all"),
-        (["strategy=ddp"], r"\+exp=NAME, one of quickstart, resnet_cifar"),
+        (["strategy=ddp"], r"\+exp=NAME, one of deeplight_criteo, quickstart, resnet_cifar"),
         (["+exp=quickstart", "strategy=dpp"], "dpp"),
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
         (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
@@ -81,6 +81,10 @@ def test_all_is_every_preset_and_the_baselines_of_every_device() -> None:
         (["+exp=quickstart", "hardware=slurm"], r"hardware=slurm: .* take python recipes/run\.py"),
         (["+exp=quickstart", "hardware=netlab", "hardware.nodes=2,1"], r"hardware\.nodes=1 must be at least 2"),
         (["+exp=quickstart", "hardware=netlab", "hardware.rate=fast"], "rate 'fast' is not a number and a unit"),
+        (["+exp=quickstart", "links=1gbit"], "links=1gbit needs hardware=netlab"),
+        (["+exp=quickstart", "hardware=netlab", "links=fast"], "links=fast: rate 'fast' is not a number and a unit"),
+        (["+exp=quickstart", "hardware=netlab", "hardware.rate=1gbit", "links=1gbit"], "leave hardware.rate out"),
+        (["+exp=quickstart", "hardware=netlab", "links=1gbit", "probe_steps=2"], "probe_steps=2 is out of range: 8"),
         (["+exp=quickstart", "strategy=ddp,ddp"], "list every strategy and seed once"),
         (["+exp=quickstart", "model.blocks=[1"], "cannot read"),
     ],
@@ -94,19 +98,35 @@ def test_hardware_is_part_of_configuration_and_names() -> None:
     arguments = ["+exp=resnet_cifar", "strategy=ddp", "hardware=netlab", "hardware.nodes=3"]
     plan = make_plan([*arguments, "hardware.rate=100mbit"])
     (cell,) = plan.cells
-    assert plan.folder.name == "resnet_cifar-netlab-100mbit"
+    assert plan.folder.name == "resnet_cifar-netlab-3-hosts-100mbit"
     assert (cell.config["trainer"]["num_nodes"], cell.config["trainer"]["devices"]) == (3, 1)
     assert command(cell)[:2] == [sys.executable, str(ROOT / "recipes" / "run.py")]
     assert {"hardware=netlab", "hardware.nodes=3", "hardware.rate=100mbit"} < set(command(cell))
-    (other,) = make_plan([*arguments[:-1], "hardware.nodes=2", "hardware.rate=100mbit"]).cells
-    assert other.folder == cell.folder
-    assert other.config != cell.config
+    other = make_plan([*arguments[:-1], "hardware.nodes=2", "hardware.rate=100mbit"])
+    assert other.folder.name == "resnet_cifar-netlab-2-hosts-100mbit"
     assert make_plan(["+exp=quickstart", "hardware=pcie"]).folder.name == "quickstart-pcie"
+
+
+def test_links_are_probed_with_trainings_that_they_share() -> None:
+    arguments = ["+exp=resnet_cifar", "strategy=ddp,gqsgd", "seed=0,1", "hardware=netlab", "logger=wandb"]
+    plan = make_plan([*arguments, "links=100mbit,1gbit", "probe_steps=12"])
+    assert [cell.config["hardware"]["rate"] for cell in plan.cells] == ["none"] * 4
+    assert plan.cells == make_plan([*arguments, "hardware.rate=none"]).cells
+    assert [(probe.link, probe.variant, probe.seed) for probe in plan.probes] == [
+        *(("100mbit", "ddp", 0), ("100mbit", "gqsgd", 0)),
+        *(("1gbit", "ddp", 0), ("1gbit", "gqsgd", 0)),
+    ]
+    for probe in plan.probes:
+        config = probe.config
+        assert (config["hardware"]["rate"], config["trainer"]["max_steps"]) == (probe.link, 12)
+        assert (config["logger"]["name"], config["test"], config["checkpoint"]) == ("csv", False, False)
+    folders = {cell.folder for cell in (*plan.cells, *plan.probes)}
+    assert len(folders) == 8
 
 
 def test_rates_are_a_sweep_like_others(tmp_path: Path) -> None:
     plan = make_plan(["+exp=quickstart", "strategy=ddp,gqsgd", "hardware=netlab", "hardware.rate=100mbit,1gbit"])
-    assert plan.folder.name == "quickstart-netlab"
+    assert plan.folder.name == "quickstart-netlab-2-hosts"
     assert [cell.variant for cell in plan.cells] == [
         "ddp rate=100mbit",
         "ddp rate=1gbit",

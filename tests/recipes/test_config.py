@@ -68,8 +68,9 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
 
 #: Networks take their shape from data of their kind.
 _PAIRS = (("deepfwfm", "criteo"), ("transformer_small", "wikitext"), ("transformer_xl_base", "wikitext"))
-COMPANIONS = {f"model={model}": f"data={data}" for model, data in _PAIRS} | {
-    f"data={data}": f"model={model}" for model, data in reversed(_PAIRS)
+_TASKS = {"criteo": "click_prediction", "wikitext": "language_model"}
+COMPANIONS = {f"model={model}": (f"data={data}", f"task={_TASKS[data]}") for model, data in _PAIRS} | {
+    f"data={data}": (f"model={model}", f"task={_TASKS[data]}") for model, data in reversed(_PAIRS)
 }
 
 
@@ -77,8 +78,7 @@ COMPANIONS = {f"model={model}": f"data={data}" for model, data in _PAIRS} | {
 def test_every_choice_composes(composed: Compose, group: str) -> None:
     for choice in _choices(group):
         override = f"{group}={choice}"
-        others = [COMPANIONS[override]] if override in COMPANIONS else []
-        assert OmegaConf.to_container(composed(override, *others), resolve=True)
+        assert OmegaConf.to_container(composed(override, *COMPANIONS.get(override, ())), resolve=True)
 
 
 @pytest.mark.parametrize("task", _choices("task"))

@@ -69,7 +69,7 @@ def test_cells_belong_to_the_comparison(compared: Compared) -> None:
     for strategy in ("ddp", "gqsgd"):
         cell = read_run(compared.cell(f"{strategy}-seed0"))
         assert (cell.run.run_group, cell.run.job_type) == (GROUP, strategy)
-        assert sorted(cell.run.tags) == sorted(["quickstart", strategy, "mine"])
+        assert sorted(cell.run.tags) == sorted(["quickstart", strategy, "cpu", "mine"])
         assert cell.config["strategy"]["name"] == strategy
         assert cell.config["optimizer"]["lr"] == 0.1
         assert cell.config["machine"]["cores"] >= 1
@@ -101,7 +101,7 @@ def test_the_comparison_is_a_run_with_table_plots_and_artifact(compared: Compare
     (file,) = folder.glob("*.wandb")
     run = WandbFile(file)
     assert (run.run.run_group, run.run.job_type) == (GROUP, "comparison")
-    assert sorted(run.run.tags) == ["comparison", "mine", "quickstart"]
+    assert sorted(run.run.tags) == ["comparison", "cpu", "mine", "quickstart"]
     assert run.config["strategy"] == {"name": "comparison"}
 
     (row,) = run.rows
@@ -118,7 +118,9 @@ def test_the_comparison_is_a_run_with_table_plots_and_artifact(compared: Compare
     (artifact,) = [artifact for artifact in run.artifacts if artifact.type == "comparison"]
     assert artifact.name == GROUP
     files = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
-    assert set(files) == {path.name for path in compared.folder.iterdir() if path.suffix in (".png", ".md", ".csv")}
+    assert set(files) == {
+        path.name for path in compared.folder.iterdir() if path.suffix in (".png", ".md", ".csv", ".html")
+    }
     assert all(file.read_bytes() == (compared.folder / name).read_bytes() for name, file in files.items())
     # What a later upload needs lies in the one folder, and nothing in the home directory.
     local = [Path(entry.local_path) for one in run.artifacts for entry in one.manifest.contents]
@@ -204,9 +206,9 @@ def test_group_of_a_comparison() -> None:
     assert cell.overrides[-1] == f"logger.group={GROUP}"
     (own,) = make_plan(["+exp=quickstart", "strategy=ddp", "logger=wandb", "logger.group=mine"]).cells
     assert own.config["logger"]["group"] == "mine"
-    shaped = ["launcher=netlab", "hosts=2", "rate=1gbit"]
+    shaped = ["hardware=netlab", "hardware.rate=1gbit"]
     (netlab,) = make_plan(["+exp=quickstart", "strategy=ddp", "logger=wandb", *shaped]).cells
-    assert netlab.overrides[-1] == "logger.group=compare-quickstart-netlab-1gbit"
+    assert netlab.overrides[-1] == "logger.group=compare-quickstart-netlab-2-hosts-1gbit"
     (plain,) = make_plan(["+exp=quickstart", "strategy=ddp"]).cells
     assert "group" not in plain.config["logger"]
 
