@@ -77,9 +77,9 @@ class Transformer(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
         # Every block adds twice to the same sum, which would grow with their number.
-        for block in self.blocks:
-            for last in (block.project, block.shrink):
-                nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("project.weight", "shrink.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5)
 
 
 class _Block(nn.Module):
