@@ -64,16 +64,16 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
     assert GQSGDStrategy(preset="cd_adam", **given).gqsgd_config == PRESETS["cd_adam"].config
 
 
-#: Networks take their shape from data of their kind.
-COMPANIONS = {"model=deepfwfm": "data=criteo", "data=criteo": "model=deepfwfm"}
+#: Networks and tasks take their sizes from data of their kind; those that are not named here are of images.
+CLICKS = ("data=criteo", "model=deepfwfm", "task=click_prediction")
+COMPANIONS = dict.fromkeys(CLICKS, CLICKS)
 
 
-@pytest.mark.parametrize("group", ["logger", "model", "trainer", "data"])
+@pytest.mark.parametrize("group", ["logger", "model", "task", "trainer", "data"])
 def test_every_choice_composes(composed: Compose, group: str) -> None:
     for choice in _choices(group):
         override = f"{group}={choice}"
-        others = [COMPANIONS[override]] if override in COMPANIONS else []
-        assert OmegaConf.to_container(composed(override, *others), resolve=True)
+        assert OmegaConf.to_container(composed(*COMPANIONS.get(override, (override,))), resolve=True)
 
 
 def test_experiments_are_added_not_overridden(composed: Compose) -> None:
