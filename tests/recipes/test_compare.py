@@ -138,9 +138,9 @@ def test_rates_are_a_sweep_like_others(tmp_path: Path) -> None:
     assert [cell.variant for cell in both.cells] == ["ddp hardware=cpu", "ddp hardware=netlab"]
     run = _run(tmp_path, [0.5])
     run.facts.update(data="digits", model="small", processes=2)
-    assert _title(plan, {"ddp": [run]}) == "quickstart on digits: small, 2 processes, netlab 100mbit / 1gbit"
+    assert _title(plan, {"ddp": [run]}, None) == "quickstart on digits: small, 2 processes, netlab 100mbit / 1gbit"
     plain = make_plan(["+exp=quickstart", "strategy=ddp"])
-    assert _title(plain, {"ddp": [run]}) == "quickstart on digits: small, 2 processes"
+    assert _title(plain, {"ddp": [run]}, None) == "quickstart on digits: small, 2 processes"
 
 
 def _finish(cell: Cell, folder: Path) -> Cell:
