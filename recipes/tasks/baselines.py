@@ -82,7 +82,7 @@ class BaselineDDPStrategy(DDPStrategy):
         if sparse and self.root_device.type != "cpu":
             raise StrategyError(
                 f"{min(sparse)} has sparse gradients, which are exchanged on CPU only, this is "
-                f"{self.root_device.type}: NCCL does not add sparse tensors. Take model.sparse=false, or trainer=cpu"
+                f"{self.root_device.type}: NCCL does not add sparse tensors. Take model.sparse=false, or hardware=cpu"
             )
         if self._hook == "bf16":
             model.register_comm_hook(None, default_hooks.bf16_compress_hook)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import lzma
-import os
 import tarfile
 import zipfile
 import zlib
@@ -22,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from recipes.tasks.sources import DataError
+from recipes.tasks.sources import DataError, store_arrays
 from recipes.tasks.tokenizers import Ids, Vocabulary, splitter
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -112,7 +111,8 @@ def load_cached(
     """
     cached = cache_dir / f"text-{_fingerprint((train, valid), tokenizer, vocabulary_size)}.npz"
     if not cached.exists():
-        _store(cached, *encode(train.read(), valid.read(), tokenizer, vocabulary_size))
+        ids = encode(train.read(), valid.read(), tokenizer, vocabulary_size)
+        store_arrays(cached, train=ids[0], valid=ids[1])
     try:
         with np.load(cached, allow_pickle=False) as arrays:
             return arrays["train"], arrays["valid"]
@@ -204,16 +204,3 @@ def _fingerprint(files: tuple[TextFile, ...], tokenizer: str, vocabulary_size: i
         status = file.path.stat()
         digest.update(f"\n{file.path.resolve()} {file.member} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
-
-
-def _store(cached: Path, train: Ids, valid: Ids) -> None:
-    temporary = cached.with_name(f".{cached.name}.{os.getpid()}")
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            np.savez(file, train=train, valid=valid)
-        os.replace(temporary, cached)  # whole or not at all, also when two nodes share the folder
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        remedy = "set data.cache_dir to a folder with space"
-        raise DataError(f"cannot write the cache {cached} ({error}); {remedy}") from error

@@ -19,9 +19,10 @@ from torchvision.transforms import v2
 
 from recipes.tasks.data import TaskData
 from recipes.tasks.digits import load_digits
-from recipes.tasks.images import Labels, stratified
+from recipes.tasks.images import Labels
 from recipes.tasks.launch import cores
 from recipes.tasks.sources import DataError, announce_fallback
+from recipes.tasks.splits import stratified
 
 TRAIN = "train"
 EVALUATION = ("val", "validation", "test")  # the first that is there

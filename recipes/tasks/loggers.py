@@ -151,7 +151,8 @@ def start_wandb(folder: str, silent: bool = False, **arguments: Any) -> Any:
     mode = wandb_mode()
     if mode == "offline" and os.environ.get("WANDB_MODE") != "offline" and not silent:
         _say("no W&B key is configured: this run is logged offline; `wandb login`, then `wandb sync`, uploads it")
-    settings = wandb.Settings(console="off", init_timeout=30, silent=silent)
+    # A run that cannot upload ends all the same; what is left lies in the folder.
+    settings = wandb.Settings(console="off", init_timeout=30, finish_timeout=300, silent=silent)
     try:
         return wandb.init(dir=folder, mode=mode, settings=settings, **arguments)
     except wandb.errors.Error as error:
