@@ -194,10 +194,10 @@ def _title(plan: Plan, variants: dict[str, list[Run]], link: str | None) -> str:
 
 
 def _hardware(plan: Plan) -> list[str]:
-    """All profiles and rates, e.g. ``["netlab 100mbit / 1gbit"]``; nothing where all is cpu."""
+    """All profiles and limits, e.g. ``["netlab 100mbit / 1gbit"]``; nothing where all is cpu."""
     profiles = [cell.config["hardware"] for cell in plan.cells]
     names = _joined(profile["name"] for profile in profiles)
-    rates = _joined(str(profile["rate"]) for profile in profiles if "rate" in profile)
+    rates = _joined(str(profile["rate"]) for profile in profiles if profile.get("rate", "none") != "none")
     return [] if names == "cpu" else [f"{names} {rates}".strip()]
 
 

@@ -222,16 +222,16 @@ def test_the_launchers_processes_have_to_be_those_of_the_profile(
 def test_of_sweeps_with_several_processes_only_slurms_are_let_through(
     check: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(run.RunError, match="recipes/compare.py"):
+    with pytest.raises(run.LaunchError, match="recipes/compare.py"):
         check(mode="MULTIRUN")
     check("trainer.devices=1", mode="MULTIRUN")
     # Inside the job.
     for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}.items():
         monkeypatch.setenv(name, value)
     check("hardware=slurm", "hardware.accelerator=cpu", mode="MULTIRUN")
-    with pytest.raises(run.RunError, match="recipes/compare.py"):
+    with pytest.raises(run.LaunchError, match="recipes/compare.py"):
         check("hardware=slurm", "hardware.accelerator=cpu", "hydra/launcher=basic", mode="MULTIRUN")
-    with pytest.raises(run.RunError, match="recipes/compare.py"):
+    with pytest.raises(run.LaunchError, match="recipes/compare.py"):
         check("hardware=cpu", "hardware.devices=4", mode="MULTIRUN")
 
 

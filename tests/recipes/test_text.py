@@ -23,7 +23,6 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.run import train
 from recipes.tasks import corpus, wikitext
 from recipes.tasks.building import build
 from recipes.tasks.download import download
@@ -32,6 +31,7 @@ from recipes.tasks.metrics import PERPLEXITY
 from recipes.tasks.sources import DataError
 from recipes.tasks.text import Windows
 from recipes.tasks.tokenizers import Vocabulary, splitter
+from recipes.tasks.training import train
 from recipes.tasks.transformer import Transformer
 from recipes.tasks.wikitext import FALLBACK, WikiTextData
 
