@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.theory import bits_at
@@ -393,9 +393,11 @@ def _logarithmic(axes: Axes, low: float, high: float) -> None:
     """A logarithmic scale with plain numbers, which begins and ends just outside the values."""
     axes.set_yscale("log")
     axes.set_ylim(low / 1.06, high * 1.06)
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    # Less than a decade has few round powers: equal steps then.
+    narrow = high < 5 * low
+    axes.yaxis.set_major_locator(MaxNLocator(8) if narrow else LogLocator(10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _spread_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> None:
