@@ -113,6 +113,7 @@ def test_a_conflict_is_refused_before_anything_is_set() -> None:
     assert environment == {"NCCL_P2P_DISABLE": "0"}
 
 
+@pytest.mark.slow
 def test_processes_inherit_the_environment_from_their_start(script: Script, tmp_path: Path) -> None:
     # Runs in every interpreter before anything else: rank 1 must find the variable there already.
     (tmp_path / "site").mkdir()
@@ -285,6 +286,7 @@ def test_without_the_extra_or_the_cluster(monkeypatch: pytest.MonkeyPatch) -> No
     assert environment == {}
 
 
+@pytest.mark.slow
 def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: Path) -> None:
     profile = ("hardware=slurm", "hardware.accelerator=cpu", "hardware.gpus_per_node=null", "hardware.devices=2")
     asked = (
