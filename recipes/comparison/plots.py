@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import IO, Any, Literal
 
 import matplotlib
@@ -88,6 +89,9 @@ STYLE: Any = {
 SIZE = (6.0, 3.8)
 DPI = 150
 
+#: Characters that fit into a line of a title: over curves, over the family, and beside the names of step times.
+CURVES_TITLE, FAMILY_TITLE, STEPS_TITLE = 66, 100, 54
+
 
 def colours(variants: Sequence[str]) -> dict[str, str]:
     """A colour for each variant: that of its strategy, or the next of the others."""
@@ -145,7 +149,7 @@ def _draw_together(
     _finish_progress_axis(axes, variants, axis, ticks=7)
     axes.set_xlabel(LABELS[axis])
     axes.set_ylabel(f"validation {metric.label}")
-    axes.set_title(title)
+    axes.set_title(fill(title, CURVES_TITLE))
     if len(variants) > 1:
         axes.legend(loc="best", title=_seeds(variants), title_fontsize=7.5, alignment="left")
     return figure
@@ -220,7 +224,7 @@ def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
             "message bits per coordinate (one rank's gradient, scales and uncompressed parameters included)"
         )
         axes.set_ylabel("relative L2 error of the gradients' mean, r")
-        axes.set_title(title)
+        axes.set_title(fill(title, FAMILY_TITLE))
         axes.grid(visible=False, axis="x")
         _label_family(figure, axes, known, chosen, _family_legend(axes, known))
         figure.savefig(file, dpi=DPI)
@@ -328,7 +332,7 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[
         axes.grid(visible=False, axis="y")
         axes.set_xlim(0, widest * 1.42)
         axes.set_xlabel("median training step (ms)")
-        axes.set_title(title)
+        axes.set_title(fill(title, STEPS_TITLE))
         _save(figure, file)
 
 
