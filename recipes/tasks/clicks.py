@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.tasks import criteo
 from recipes.tasks.click_features import field_ids
 from recipes.tasks.criteo import FIELDS, ClickLog
-from recipes.tasks.data import TaskData
+from recipes.tasks.data import TaskData, whole_batches
 from recipes.tasks.sources import DataError, announce_fallback, default_cache_dir
 from recipes.tasks.splits import split, stratified
 from recipes.tasks.synthetic_clicks import TRUE_AUC, synthetic_clicks
@@ -58,10 +57,6 @@ class _Rows(Dataset[ClickBatch]):
     def __getitems__(self, indices: list[int]) -> ClickBatch:
         rows = np.asarray(indices, dtype=np.int64)
         return torch.from_numpy(self._ids[rows]).long(), torch.from_numpy(self._labels[rows]).float()
-
-
-def _as_is(batch: ClickBatch) -> ClickBatch:
-    return batch
 
 
 class ClickData(TaskData):
@@ -183,12 +178,9 @@ class ClickData(TaskData):
             raise DataError(f"there is no Criteo: data.root is not set; {REMEDY}")
 
     def _loader(self, ids: NDArray[np.int32], labels: NDArray[np.int8], train: bool) -> DataLoader[ClickBatch]:
-        # No worker processes: a batch is one indexing operation, and they would compete with training for the cores.
-        # Lightning puts a DistributedSampler in place of the default one.
         size = self.batch_size if train else max(self.batch_size, 1024)
-        rows: Any = _Rows(ids, labels)
-        as_is: Any = _as_is
-        return DataLoader(rows, batch_size=size, shuffle=train, drop_last=train, collate_fn=as_is)
+        rows = _Rows(ids, labels)
+        return whole_batches(rows, size, train)
 
 
 def _file(root: Path) -> Path:

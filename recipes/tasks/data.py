@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
 
 from recipes.tasks.sources import DataError
 
@@ -59,3 +62,16 @@ class TaskData(LightningDataModule):
                 f"process {self.trainer.global_rank} has found {found} (name, training and test samples), "
                 f"process 0 {first}; put the same data at data.root on every machine"
             )
+
+
+def whole_batches(rows: Any, size: int, train: bool) -> DataLoader[Any]:
+    """Batches of a dataset in memory whose ``__getitems__`` gives a whole batch by one indexing operation.
+
+    Without worker processes, which would compete with training for the cores. Lightning puts a DistributedSampler in
+    place of the default one.
+    """
+    return DataLoader(rows, batch_size=size, shuffle=train, drop_last=train, collate_fn=_as_is)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.tasks.augmentation import augment
-from recipes.tasks.data import TaskData
+from recipes.tasks.data import TaskData, whole_batches
 from recipes.tasks.sources import DataError
 from recipes.tasks.splits import stratified
 
@@ -68,10 +67,6 @@ class _Rows(Dataset[IndexedBatch]):
     def __getitems__(self, indices: list[int]) -> IndexedBatch:
         rows = np.asarray(indices, dtype=np.int64)
         return torch.from_numpy(self._images[rows]), torch.from_numpy(self._labels[rows]), torch.from_numpy(rows)
-
-
-def _as_is(batch: IndexedBatch) -> IndexedBatch:
-    return batch
 
 
 class ImageDataModule(TaskData):
@@ -167,9 +162,6 @@ class ImageDataModule(TaskData):
         return scaled.permute(0, 3, 1, 2), labels
 
     def _loader(self, images: Images, labels: Labels, train: bool) -> DataLoader[IndexedBatch]:
-        # No worker processes: a batch is one indexing operation, and they would compete with training for the cores.
-        # Lightning puts a DistributedSampler in place of the default one.
         size = self.batch_size if train else max(self.batch_size, 256)
-        rows: Any = _Rows(images, labels)
-        as_is: Any = _as_is
-        return DataLoader(rows, batch_size=size, shuffle=train, drop_last=train, collate_fn=as_is)
+        rows = _Rows(images, labels)
+        return whole_batches(rows, size, train)

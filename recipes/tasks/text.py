@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.tasks.data import TaskData
+from recipes.tasks.data import TaskData, whole_batches
 from recipes.tasks.sources import DataError
 from recipes.tasks.tokenizers import TOKENIZERS, Ids
 
@@ -52,10 +51,6 @@ class Windows(Dataset[TextBatch]):
         starts = np.asarray(indices, dtype=np.int64) * self._length
         tokens = torch.from_numpy(self._ids[starts[:, None] + self._offsets].astype(np.int64))
         return tokens[:, :-1], tokens[:, 1:]
-
-
-def _as_is(batch: TextBatch) -> TextBatch:
-    return batch
 
 
 class TextDataModule(TaskData):
@@ -155,8 +150,5 @@ class TextDataModule(TaskData):
         return Windows(ids, self.sequence_length)
 
     def _loader(self, ids: Ids, train: bool) -> DataLoader[TextBatch]:
-        # No worker processes: a batch is one indexing operation, and they would compete with training for the cores.
-        # Lightning puts a DistributedSampler in place of the default one.
-        windows: Any = self._windows(ids)
-        as_is: Any = _as_is
-        return DataLoader(windows, batch_size=self.batch_size, shuffle=train, drop_last=train, collate_fn=as_is)
+        windows = self._windows(ids)
+        return whole_batches(windows, self.batch_size, train)
