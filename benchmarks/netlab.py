@@ -301,6 +301,12 @@ def _copy_lines(prefix: str, process: subprocess.Popen[str]) -> None:
         sys.stdout.flush()
 
 
+def exit_on_signals() -> None:
+    """From now on SIGTERM and SIGHUP end this process by an exception, which takes down the lab of a `with`."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.netlab", description=__doc__.split("\n")[0])
@@ -314,9 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if bool(command) == options.check:
         parser.error("give a command after --, or --check")
-    # A signal has to reach the `with` as an exception.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit)
+    exit_on_signals()
     try:
         hosts = max(options.hosts, 2) if options.check else options.hosts
         with NetLab(hosts, options.rate, options.ranks_per_host) as lab:

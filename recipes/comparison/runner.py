@@ -21,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from rich.table import Column
 
 from recipes.comparison.plan import CELL_FILE, RESULT_FILE, Cell
+from recipes.tasks.launch import folder_argument
 from recipes.tasks.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +59,7 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
 
 def command(cell: Cell) -> list[str]:
     """Command line of one cell."""
-    quoted = str(cell.folder).replace("\\", "\\\\").replace("'", "\\'")
-    return [sys.executable, str(ROOT / "recipes" / "run.py"), *cell.overrides, f"hydra.run.dir='{quoted}'"]
+    return [sys.executable, str(ROOT / "recipes" / "run.py"), *cell.overrides, folder_argument(cell.folder)]
 
 
 def _run(cell: Cell, say: Callable[[str], None]) -> Failure | None:

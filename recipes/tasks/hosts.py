@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
-from benchmarks.netlab import NetLab, run_everywhere
+from benchmarks.netlab import NetLab, exit_on_signals, run_everywhere
+from recipes.tasks.launch import folder_argument
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
@@ -21,18 +20,11 @@ def run_on_hosts(hosts: int, rate: str, ranks_per_host: int, arguments: Sequence
     Raises:
         NetLabError: no lab can be had here.
     """
-    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     # This process has written the configuration into the folder.
-    own = [f"hydra.run.dir='{quoted}'", "hydra.output_subdir=null"]
-    # A signal has to reach the `with` as an exception.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit)
+    own = [folder_argument(folder), "hydra.output_subdir=null"]
+    exit_on_signals()
     try:
         with NetLab(hosts, rate, ranks_per_host) as lab:
             return run_everywhere(lab, [sys.executable, str(RUN), *arguments, *own], plain_rank=0)
     except KeyboardInterrupt:
         return 130
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -6,6 +6,7 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -77,6 +78,12 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
         return []
     named = any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments)
     return ["hydra.output_subdir=null", "hydra/job_logging=none", *([] if named else ["hydra.run.dir=."])]
+
+
+def folder_argument(folder: Path) -> str:
+    """Hydra's override that makes ``folder`` the folder of a run, whatever signs its name has."""
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return f"hydra.run.dir='{quoted}'"
 
 
 def set_threads(threads: int | None, local_processes: int, environment: MutableMapping[str, str]) -> int:
