@@ -37,6 +37,7 @@ class TrainerMixin(_Base):
     """
 
     _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
+    _pl_static_graph_delay_done: bool  # Lightning's
 
     def __init__(
         self,

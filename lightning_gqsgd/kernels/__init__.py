@@ -1,18 +1,49 @@
-"""The inner loops: `reference` (PyTorch, any device, the truth) and `cpu` (Numba), with the same functions."""
+"""The inner loops: `reference` (PyTorch, any device, the truth), `cpu` (Numba) and `cuda` (Triton), with the same
+functions."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
 
+from lightning_gqsgd.config import ConfigError
+
+#: Attributes of constants, which the kernels use.
+MIN_TRITON = (3, 4)
+
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The fastest module whose functions take tensors on ``device``."""
+    """The fastest module whose functions take tensors on ``device``.
+
+    Raises:
+        ConfigError: the device is a GPU, and Triton is missing or too old.
+    """
     if device.type == "cpu":
         from lightning_gqsgd.kernels import cpu
 
         return cpu
+    if device.type == "cuda":
+        _check_triton()
+        from lightning_gqsgd.kernels import cuda
+
+        return cuda
     from lightning_gqsgd.kernels import reference
 
     return reference
+
+
+@lru_cache(maxsize=1)
+def _check_triton() -> None:
+    try:
+        found = import_module("triton").__version__
+    except ImportError:
+        found = "none"
+    if found == "none" or tuple(int(part) for part in found.split(".")[:2]) < MIN_TRITON:
+        wanted = ".".join(map(str, MIN_TRITON))
+        raise ConfigError(
+            f"gradients on a GPU need Triton {wanted} or newer, found {found}: it comes with PyTorch 2.8 and newer for "
+            "Linux; upgrade torch, or keep this model on plain DDP"
+        )

@@ -333,6 +333,21 @@ def _flip(values, u):
 
 
 @_inline
+def _turn(values, k, blocks, keys, inverse, roots, s):
+    """Turn the coordinates of block k; see `reference.rotate`. ``roots``: 2^(-e/2) for each exponent e."""
+    _dither(keys[0, 0], keys[0, 1], blocks[k, PARAMETER], blocks[k, INDEX], values.size, _FIRST, s.u)
+    if not inverse:
+        _flip(values, s.u)
+    start = 0
+    for exponent in range(roots.size - 1, -1, -1):
+        if values.size & (1 << exponent):
+            _rotated(values[start : start + (1 << exponent)], roots[exponent])
+            start += 1 << exponent
+    if inverse:
+        _flip(values, s.u)
+
+
+@_inline
 def _combine(one, other, k0, k1, parameter, index, bits, magnitudes):
     """Replace exponential codes by those of sums; see `reference.combine`."""
     a, b = _block_keys(k0, k1, parameter, index)
@@ -627,19 +642,9 @@ def _moments_kernel(x, blocks, lanes, out):
 @_kernel
 def _rotate_kernel(x, blocks, keys, inverse, roots, s):
     for k in range(blocks.shape[0]):
-        if blocks[k, RAW]:
-            continue
-        values = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
-        _dither(keys[0, 0], keys[0, 1], blocks[k, PARAMETER], blocks[k, INDEX], values.size, _FIRST, s.u)
-        if not inverse:
-            _flip(values, s.u)
-        start = 0
-        for exponent in range(roots.size - 1, -1, -1):
-            if values.size & (1 << exponent):
-                _rotated(values[start : start + (1 << exponent)], roots[exponent])
-                start += 1 << exponent
-        if inverse:
-            _flip(values, s.u)
+        if not blocks[k, RAW]:
+            values = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
+            _turn(values, k, blocks, keys, inverse, roots, s)
 
 
 @_kernel
@@ -655,7 +660,7 @@ def _combine_kernel(mine, theirs, blocks, base, keys, c, s):
 
 
 @_kernel
-def _encode_kernel(x, x_bits, blocks, base, maxima, keys, c, s, w):
+def _encode_kernel(x, x_bits, blocks, base, maxima, keys, rotation, roots, c, s, w):
     for k in range(blocks.shape[0]):
         start, n = blocks[k, START], blocks[k, LENGTH]
         if blocks[k, RAW]:
@@ -663,9 +668,14 @@ def _encode_kernel(x, x_bits, blocks, base, maxima, keys, c, s, w):
         elif c.kind == _TOP_K:
             _write_largest(x[start : start + n], x_bits[start : start + n], k, blocks, base, c, w)
         else:
-            largest, zeros = _maximum_and_zeros(x_bits[start : start + n], c.mask)
+            values, bits = x[start : start + n], x_bits[start : start + n]
+            if rotation.shape[0]:
+                _copy(values, s.mean)
+                values, bits = s.mean[:n], s.mean_bits[:n]
+                _turn(values, k, blocks, rotation, False, roots, s)
+            largest, zeros = _maximum_and_zeros(bits, c.mask)
             scale_bits = int64(maxima[k]) if maxima.size else _rounded_up(int64(largest), c)
-            _write(x[start : start + n], zeros, scale_bits, k, blocks, base, keys[0, 0], keys[0, 1], c, s, w)
+            _write(values, zeros, scale_bits, k, blocks, base, keys[0, 0], keys[0, 1], c, s, w)
 
 
 @_kernel
@@ -695,12 +705,16 @@ def _reduce_kernel(w, stride, blocks, base, keys, out_keys, c, s, w_out):
 
 
 @_kernel
-def _decode_kernel(w, stride, blocks, base, x, keys, c, s):
+def _decode_kernel(w, stride, blocks, base, x, keys, rotation, roots, c, s):
     bad = 0
     for k in range(blocks.shape[0]):
         mean = x[blocks[k, START] : blocks[k, START] + blocks[k, LENGTH]]
         _average(k, blocks, base, stride, keys, c, s, w, mean)
-        bad += not _is_finite(mean[: mean.size if blocks[k, RAW] else 1])  # decoded: NaN in all places or in none
+        turned = rotation.shape[0] > 0 and not blocks[k, RAW]
+        if turned:
+            _turn(mean, k, blocks, rotation, True, roots, s)
+        # What was decoded, and not turned, is NaN in all places or in none.
+        bad += not _is_finite(mean[: mean.size if turned or blocks[k, RAW] else 1])
     return bad
 
 
@@ -751,12 +765,10 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     return out
 
 
-def rotate(x: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> None:
+def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """See `reference.rotate`."""
-    longest = int(blocks[:, LENGTH].max()) if len(blocks) else 1
-    roots = (2.0 ** (-0.5 * np.arange(longest.bit_length()))).astype(_real(x.dtype))
-    scratch = _scratch(_ANY._replace(block_size=longest), x.dtype)
-    _rotate_kernel(x.numpy(), blocks.numpy(), _keys([key]), inverse, roots, scratch)
+    scratch = _scratch(_ANY._replace(block_size=block_size), x.dtype)
+    _rotate_kernel(x.numpy(), blocks.numpy(), _keys([key]), inverse, _roots(block_size, x.dtype), scratch)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, base: int, key: Key, q: Quantiser) -> None:
@@ -774,12 +786,14 @@ def encode(
     q: Quantiser,
     maxima: Tensor | None = None,
     base: int = 0,
+    rotation: Key | None = None,
 ) -> None:
     """See `reference.encode`."""
     given = (torch.empty(0, dtype=torch.int32) if maxima is None else maxima).numpy()
     constants, scratch, message = _constants(q, x.dtype), _scratch(q, x.dtype), _messages(wire, x.dtype)
+    turns = _keys([] if rotation is None else [rotation]), _roots(q.block_size, x.dtype)
     with _widened(x, blocks) as (values, bits, table):
-        _encode_kernel(values, bits, table, base, given, _keys([key]), constants, scratch, message)
+        _encode_kernel(values, bits, table, base, given, _keys([key]), *turns, constants, scratch, message)
 
 
 def reduce(
@@ -798,11 +812,20 @@ def reduce(
     _reduce_kernel(w, wires.shape[1], blocks.numpy(), base, _keys(keys), _keys([out_key]), constants, scratch, w_out)
 
 
-def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser, base: int = 0) -> int:
+def decode(
+    wires: Tensor,
+    blocks: Tensor,
+    x: Tensor,
+    keys: Sequence[Key],
+    q: Quantiser,
+    base: int = 0,
+    rotation: Key | None = None,
+) -> int:
     """See `reference.decode`."""
     w, constants, scratch = _messages(wires, x.dtype), _constants(q, x.dtype, len(keys)), _scratch(q, x.dtype)
+    turns = _keys([] if rotation is None else [rotation]), _roots(q.block_size, x.dtype)
     with _widened(x, blocks, write=True) as (values, _, table):
-        return _decode_kernel(w, wires.shape[1], table, base, values, _keys(keys), constants, scratch)
+        return _decode_kernel(w, wires.shape[1], table, base, values, _keys(keys), *turns, constants, scratch)
 
 
 def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
@@ -858,7 +881,12 @@ def _messages(wire: Tensor, dtype: torch.dtype) -> _Messages:
 
 
 def _keys(keys: Sequence[Key]) -> np.ndarray:
-    return np.array(keys, dtype=np.uint32)
+    return np.array(keys, dtype=np.uint32).reshape(-1, 2)
+
+
+def _roots(block_size: int, dtype: torch.dtype) -> np.ndarray:
+    """2^(-k/2) for each power of two up to ``block_size``."""
+    return (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(_real(dtype))
 
 
 def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants:

@@ -59,26 +59,14 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     return total
 
 
-def rotate(x: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> None:
+def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """Turn each block that is not raw, in place, by H D, or back by D H: D random signs, H orthonormal Hadamard.
 
-    ``x`` is fp32 or fp64. A block whose length is no power of two is turned in parts: the largest power of two first.
+    ``x`` is fp32 or fp64; no block is longer than ``block_size``. A block whose length is no power of two is turned in
+    parts: the largest power of two first.
     """
     coded = blocks[blocks[:, RAW] == 0]
-    if not len(coded):
-        return
-    width = int(coded[:, LENGTH].max())
-    signs = torch.where(_dither(coded, key, width) < 0.5, -1, 1).to(x.dtype)
-    values = _gather(x, coded, width)
-    values = values if inverse else values * signs
-    start = torch.zeros_like(coded[:, LENGTH])
-    for power in (1 << k for k in reversed(range(width.bit_length()))):
-        some = (coded[:, LENGTH] & power) != 0
-        places = (start[some, None] + torch.arange(power, device=x.device)[None], some.nonzero())
-        part = values[places[1], places[0]]
-        values[places[1], places[0]] = _hadamard(part) * torch.tensor(power**-0.5, dtype=x.dtype)
-        start = start + some * power
-    _scatter(values * signs if inverse else values, coded, x)
+    _scatter(_turned(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
 
 
 def encode(
@@ -89,13 +77,19 @@ def encode(
     q: Quantiser,
     maxima: Tensor | None = None,
     base: int = 0,
+    rotation: Key | None = None,
 ) -> None:
     """Write every block's record: its scale (where the table has a place for it) and codes, or its raw coordinates.
 
     ``maxima``: scales to use, bits as from `block_maxima`, coordinates beyond are clipped; None takes each block's
-    own, rounded up to the wire's format. ``base``: byte of the message at which ``wire`` starts.
+    own, rounded up to the wire's format. ``base``: byte of the message at which ``wire`` starts. ``rotation``: key by
+    which blocks are turned first, as by `rotate`; ``x`` stays as it is.
     """
-    _encode(_gather(x, blocks, q.block_size), blocks, wire, key, q, maxima, base)
+    values = _gather(x, blocks, q.block_size)
+    if rotation is not None:
+        coded = blocks[:, RAW] == 0
+        values[coded] = _turned(values[coded], blocks[coded], rotation)
+    _encode(values, blocks, wire, key, q, maxima, base)
 
 
 def reduce(
@@ -121,10 +115,23 @@ def reduce(
     _encode(mean, blocks, out, out_key, q, None, base)
 
 
-def decode(wires: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser, base: int = 0) -> int:
+def decode(
+    wires: Tensor,
+    blocks: Tensor,
+    x: Tensor,
+    keys: Sequence[Key],
+    q: Quantiser,
+    base: int = 0,
+    rotation: Key | None = None,
+) -> int:
     """Write the mean of the decoded messages ``wires`` [sources, bytes] into ``x``; return the number of non-finite
-    blocks. ``base``: byte of the whole message at which each starts."""
-    return _scatter(_mean(wires, blocks, base, keys, q, x.dtype), blocks, x)
+    blocks. ``base``: byte of the whole message at which each starts. ``rotation``: key by which the mean is turned
+    back."""
+    mean = _mean(wires, blocks, base, keys, q, x.dtype)
+    if rotation is not None:
+        coded = blocks[:, RAW] == 0
+        mean[coded] = _turned(mean[coded], blocks[coded], rotation, inverse=True)
+    return _scatter(mean, blocks, x)
 
 
 def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
@@ -343,6 +350,21 @@ def _words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
     a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
     b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
     return _finish(_start((a[:, None] + places) & _MASK) ^ b[:, None])
+
+
+def _turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> Tensor:
+    """What `rotate` makes of the coordinates of blocks, [B, width]; the padding stays zero."""
+    width = values.shape[1]
+    signs = torch.where(_dither(blocks, key, width) < 0.5, -1, 1).to(values.dtype)
+    values = values.clone() if inverse else values * signs
+    start = torch.zeros_like(blocks[:, LENGTH])
+    for power in (1 << k for k in reversed(range(width.bit_length()))):
+        some = (blocks[:, LENGTH] & power) != 0
+        places = (start[some, None] + torch.arange(power, device=values.device)[None], some.nonzero())
+        part = values[places[1], places[0]]
+        values[places[1], places[0]] = _hadamard(part) * torch.tensor(power**-0.5, dtype=values.dtype)
+        start = start + some * power
+    return values * signs if inverse else values
 
 
 def _hadamard(values: Tensor) -> Tensor:

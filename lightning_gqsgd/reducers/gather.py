@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels import elias, kernels_for
+from lightning_gqsgd.kernels import elias
 from lightning_gqsgd.layout import place
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
@@ -39,7 +39,6 @@ class Gather:
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        kernels, blocks, q = kernels_for(x.device), self.layout.blocks, self.link.quantiser
         work = working_copy(x, self.link)
         sent = torch.empty(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
         outgoing = Outgoing(self.link, work, self.layout.whole, keys.rotation, store)
@@ -48,8 +47,7 @@ class Gather:
         outgoing.encode(sent, keys.up[rank])
         received = yield from self._gather_compressed(sent) if self.compresses else self._gather(sent)
 
-        bad = kernels.decode(received, blocks, work, keys.up, q)
-        self.link.restore(work, self.layout.whole, keys.rotation, store)
+        bad = self.link.decode(received, self.layout.whole, work, keys.up, keys.rotation, store)
         outgoing.commit(work)
         if work is not x:
             x.copy_(work)

@@ -7,6 +7,8 @@ that overflows on one rank leaves no trace on any.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,9 +46,38 @@ class Link:
         return self.memory is None and self.own_maximum
 
     @property
+    def fuses(self) -> bool:
+        """Whether a rotation is part of encoding and decoding: where nothing else needs the turned coordinates."""
+        return self.config.rotation and self.plain and self.scales_travel and self.config.scale != "global"
+
+    @property
     def needs_copy(self) -> bool:
         """Whether a sender changes its input, in the compute type."""
-        return self.memory is not None or self.config.rotation
+        return self.memory is not None or (self.config.rotation and not self.fuses)
+
+    def decode(
+        self,
+        wires: Tensor,
+        part: Part,
+        x: Tensor,
+        keys: Sequence[Key],
+        rotation: Key,
+        store: MemoryStore | None,
+        base: int = 0,
+    ) -> int:
+        """Write the mean that messages stand for into ``x``; return the number of non-finite blocks.
+
+        Args:
+            wires: uint8 [sources, bytes], which start at byte ``base`` of the whole messages.
+            part: the blocks in them, counting from ``x``.
+            keys: dither keys of the sources.
+            rotation, store: see `Outgoing`.
+        """
+        turn = rotation if self.fuses else None
+        bad = kernels_for(x.device).decode(wires, part.blocks, x, keys, self.quantiser, base, turn)
+        if not self.fuses:
+            self.restore(x, part, rotation, store)
+        return bad
 
     def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore | None) -> None:
         """Finish what the kernels decoded: turn it back, and add, and move, the mean of the references."""
@@ -63,7 +94,7 @@ class Link:
     def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
         if self.config.rotation:
-            kernels_for(decoded.device).rotate(decoded, blocks, rotation, inverse=True)
+            kernels_for(decoded.device).rotate(decoded, blocks, rotation, self.config.block_size, inverse=True)
 
 
 def working_copy(x: Tensor, *links: Link) -> Tensor:
@@ -90,8 +121,8 @@ class Outgoing:
         self._link, self._part, self._rotation, self._store = link, part, rotation, store
         self._error = self._reference = self._target = self._decoded = x  # what a memory needs, if there is one
         self._input = self._compensated(x)
-        if link.config.rotation:
-            kernels_for(x.device).rotate(self._input, part.blocks, rotation)
+        if link.config.rotation and not link.fuses:
+            kernels_for(x.device).rotate(self._input, part.blocks, rotation, link.config.block_size)
         self.scales = None if link.own_maximum else scales_of(self._input, part.blocks, link.config)
 
     def find_scales(self) -> Tensor:
@@ -105,7 +136,8 @@ class Outgoing:
         link, kernels, scales = self._link, kernels_for(wire.device), self.scales
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
-        kernels.encode(self._input, self._part.blocks, wire, key, link.quantiser, scales, base)
+        turn = self._rotation if link.fuses else None
+        kernels.encode(self._input, self._part.blocks, wire, key, link.quantiser, scales, base, turn)
         if link.memory is None:
             return
         self._decoded = torch.zeros_like(self._input)

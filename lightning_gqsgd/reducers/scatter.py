@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import place_alike
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
@@ -41,7 +40,7 @@ class Scatter:
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """Replace this rank's shard by its mean over ranks; see `reducers.base.Reducer.steps`."""
-        kernels, layout, q = kernels_for(x.device), self.layout, self.link.quantiser
+        layout = self.layout
         work = working_copy(x, self.link)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
@@ -51,8 +50,7 @@ class Scatter:
 
         part = layout.parts[rank]
         messages, base = received.view(self.ranks, -1), rank * layout.shard_bytes
-        bad = kernels.decode(messages, part.blocks, work, keys.up, q, base)
-        self.link.restore(work, part, keys.rotation, store)
+        bad = self.link.decode(messages, part, work, keys.up, keys.rotation, store, base)
         if work is not x:
             x.copy_(work)
         return bad

@@ -54,14 +54,12 @@ class TwoShot:
             kernels.reduce(messages, owned, base, shard, keys.up, keys.down, q, work.dtype)
         else:
             mean = torch.zeros(work.shape, dtype=COMPUTE_DTYPES[x.dtype], device=x.device)
-            kernels.decode(messages, owned, mean, keys.up, q, base)
-            self.up.restore(mean, layout.parts[rank], keys.rotation, store)
+            self.up.decode(messages, layout.parts[rank], mean, keys.up, keys.rotation, store, base)
             returning = Outgoing(self.down, mean, layout.parts[rank], keys.rotation, store)
             returning.encode(shard, keys.down, base)
         yield (Exchange("all_gather", sent, shard),)
 
-        bad = kernels.decode(sent.view(1, -1), layout.blocks, work, (keys.down,), q)
-        self.down.restore(work, layout.whole, keys.rotation, store)
+        bad = self.down.decode(sent.view(1, -1), layout.whole, work, (keys.down,), keys.rotation, store)
         for one in (outgoing, returning):
             if one is not None:
                 one.commit(work)

@@ -44,9 +44,9 @@ def layout_of(segments: list[Segment], q: Quantiser, dtype: torch.dtype, shards:
     )
 
 
-def message(kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantiser, *maxima: Tensor) -> Tensor:
+def message(kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantiser, *maxima: Tensor, **turn) -> Tensor:
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    kernels.encode(x, layout.blocks, wire, key, q, *maxima)
+    kernels.encode(x, layout.blocks, wire, key, q, *maxima, **turn)
     return wire
 
 
@@ -106,15 +106,15 @@ def norms(kernels, x: Tensor, blocks: Tensor) -> Tensor:
     return (maxima - 1).clamp(min=0) << form.shift
 
 
-def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scales=None) -> None:
-    """Encode, reduce, decode, with both kernels."""
+def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scales=None, both=BOTH, **turn) -> None:
+    """Encode, reduce, decode, with both kernels. ``turn``: ``rotation``, if blocks are to be turned."""
     ranks, dtype = len(xs), xs[0].dtype
     keys = KEYS[:ranks]
     results = []
-    for kernels in BOTH:
+    for kernels in both:
         layout = layout_of(segments, q, dtype, shards=ranks)
         maxima = [() if scales is None else (scales(kernels, x, layout.blocks),) for x in xs]
-        wires = [message(kernels, x, layout, key, q, *m) for x, key, m in zip(xs, keys, maxima, strict=True)]
+        wires = [message(kernels, x, layout, key, q, *m, **turn) for x, key, m in zip(xs, keys, maxima, strict=True)]
         shards = []
         for rank in range(ranks):
             received = torch.stack([wire.view(ranks, -1)[rank] for wire in wires])
@@ -122,18 +122,49 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
             base = rank * layout.shard_bytes
             kernels.reduce(received, layout.shard(rank), base, shards[-1], keys, KEYS[3], q, dtype)
         two_shot, gathered = torch.zeros_like(xs[0]), torch.zeros_like(xs[0])
-        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, KEYS[3:], q)
+        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, KEYS[3:], q, **turn)
         whole = layout_of(segments, q, dtype)
-        wires += [message(kernels, x, whole, key, q, *m) for x, key, m in zip(xs, keys, maxima, strict=True)]
-        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, keys, q)
+        wires += [message(kernels, x, whole, key, q, *m, **turn) for x, key, m in zip(xs, keys, maxima, strict=True)]
+        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, keys, q, **turn)
         assert bad == 0
         results.append([*wires, *shards, two_shot, gathered])
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
 
 
+@settings(max_examples=80, deadline=None)
+@given(cases)
+def test_both_kernels_give_the_same_bits_with_a_rotation(case: dict) -> None:
+    segments, xs = drawn(case)
+    try:
+        q = quantiser(case["bits"], case["dither"], case["block"])
+    except ConfigError:
+        return
+    check_messages(segments, xs, q, rotation=(3, 4))
+
+
+def test_a_rotation_within_encoding_is_that_of_rotate() -> None:
+    for kernels in BOTH:
+        q, x = quantiser(8, "subtractive", 64), torch.randn(300)
+        layout = layout_of([Segment(0, 250, False), Segment(1, 50, True)], q, x.dtype)
+        turned = x.clone()
+        kernels.rotate(turned, layout.blocks, (3, 4), 64)
+        wire = message(kernels, x, layout, (1, 2), q, rotation=(3, 4))
+        assert torch.equal(wire, message(kernels, turned, layout, (1, 2), q))
+        y, z = torch.zeros(300), torch.zeros(300)
+        kernels.decode(wire[None], layout.blocks, y, [(1, 2)], q, rotation=(3, 4))
+        kernels.decode(wire[None], layout.blocks, z, [(1, 2)], q)
+        kernels.rotate(z, layout.blocks, (3, 4), 64, inverse=True)
+        assert torch.equal(y, z)
+
+
 @settings(max_examples=100, deadline=None)
 @given(cases)
 def test_both_kernels_give_the_same_sums(case: dict) -> None:
+    check_sums(case)
+
+
+def check_sums(case: dict, both=BOTH) -> None:
+    """Sums of codes, with both kernels."""
     dtype, ranks = case["dtype"], case["ranks"]
     segments, xs = drawn(case)
     keys = KEYS[:ranks]
@@ -142,7 +173,7 @@ def test_both_kernels_give_the_same_sums(case: dict) -> None:
     except ConfigError:
         return
     results = []
-    for kernels in BOTH:
+    for kernels in both:
         layout = layout_of(segments, q, dtype)
         maxima = torch.stack([kernels.block_maxima(x, layout.blocks) for x in xs]).amax(0)
         lane = torch.uint8 if 8 % q.bits == 0 else torch.int64
@@ -306,19 +337,25 @@ def test_dither_is_uniform_and_independent() -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases)
 def test_both_kernels_give_the_same_moments_and_rotations(case: dict) -> None:
+    check_moments_and_rotations(case)
+
+
+def check_moments_and_rotations(case: dict, both=BOTH) -> None:
+    """Largest magnitudes, sums, and rotations there and back, with both kernels."""
     segments, (x, *_) = drawn(case)
     blocks = torch.from_numpy(cut(segments, case["block"]))
-    assert torch.equal(*(kernels.block_moments(x, blocks) for kernels in BOTH))
+    assert torch.equal(*(kernels.block_maxima(x, blocks) for kernels in both))
+    assert torch.equal(*(kernels.block_moments(x, blocks) for kernels in both))
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    turned = [x.clone() for _ in BOTH]
-    for kernels, y in zip(BOTH, turned, strict=True):
-        kernels.rotate(y, blocks, (3, 4))
+    turned = [x.clone() for _ in both]
+    for kernels, y in zip(both, turned, strict=True):
+        kernels.rotate(y, blocks, (3, 4), case["block"])
     assert torch.equal(*turned)
     untouched = torch.cat([torch.full((s.numel,), s.raw) for s in segments])
     assert torch.equal(turned[0][untouched], x[untouched])
     assert torch.allclose(turned[0].double().norm(), x.double().norm(), rtol=1e-5)
-    for kernels, y in zip(BOTH, turned, strict=True):
-        kernels.rotate(y, blocks, (3, 4), inverse=True)
+    for kernels, y in zip(both, turned, strict=True):
+        kernels.rotate(y, blocks, (3, 4), case["block"], inverse=True)
     assert torch.equal(*turned)
     for k in range(len(blocks)):
         part = slice(int(blocks[k, START]), int(blocks[k, START] + blocks[k, LENGTH]))
@@ -342,11 +379,11 @@ def test_rotation_spreads_one_coordinate_over_its_block(kernels) -> None:
     x = torch.zeros(512)
     x[70] = 16.0
     blocks = torch.from_numpy(cut([Segment(0, 512, False)], 256))
-    kernels.rotate(x, blocks, (1, 2))
+    kernels.rotate(x, blocks, (1, 2), 256)
     assert torch.equal(x.abs(), torch.cat([torch.ones(256), torch.zeros(256)]))
     y = torch.ones(256)
-    kernels.rotate(y, blocks[:1], (1, 2))
-    kernels.rotate(z := torch.ones(256), blocks[:1], (1, 3))
+    kernels.rotate(y, blocks[:1], (1, 2), 256)
+    kernels.rotate(z := torch.ones(256), blocks[:1], (1, 3), 256)
     assert float(y.abs().max()) < 6  # without signs, all would go to one place
     assert not torch.equal(y, z)
 
@@ -459,12 +496,17 @@ def test_combine_adds_powers_of_two() -> None:
 @given(st.integers(0, 2**32), st.integers(2, 8), st.integers(1, 300))
 @example(0, 3, 41)  # 17 bytes in bit planes, 16 in lanes for sums
 def test_both_kernels_combine_alike(seed: int, bits: int, numel: int) -> None:
+    check_combined(seed, bits, numel)
+
+
+def check_combined(seed: int, bits: int, numel: int, both=BOTH) -> None:
+    """Sums of exponential codes, with both kernels."""
     generator = torch.Generator().manual_seed(seed)
     q = ExponentialCodec(bits).quantiser(64)
     layout = layout_of([Segment(3, numel, False)], q, torch.float32)
     pair = torch.randint(256, (2, layout.message_bytes), dtype=torch.uint8, generator=generator)
     results = []
-    for kernels in BOTH:
+    for kernels in both:
         mine, theirs = pair.clone()
         kernels.combine(mine, theirs, layout.blocks, 0, (seed % 2**32, 2), q)
         results.append(reference._unpack(mine, layout.blocks, 0, q))

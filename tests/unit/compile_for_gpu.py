@@ -1,0 +1,99 @@
+"""Compiles some kernels for a GPU that need not be there, and prints what came out: JSON, the last line.
+
+TRITON_INTERPRET=0 python tests/unit/compile_for_gpu.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from lightning_gqsgd.codecs import ExponentialCodec, LinearCodec
+from lightning_gqsgd.kernels import cuda
+from lightning_gqsgd.kernels.wire import scale_format
+from lightning_gqsgd.layout import Segment, cut, place
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Hopper:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Compiled:
+    """Takes the place of `cuda._launch`, and keeps what would have been run."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, int]] = {}
+        self.case = ""
+
+    def __call__(self, kernel: Any, blocks: Tensor, c: Any, *arguments: Any, **modes: Any) -> None:
+        made = kernel.warmup(*arguments, grid=(1,), c=c, **cuda.launch_options(c), **modes)
+        ptx = made.asm["ptx"]
+        self.found[f"{self.case} {kernel.fn.__name__}"] = {
+            "v4 loads": len(re.findall(r"ld\.global\.v4", ptx)),
+            "v4 stores": len(re.findall(r"st\.global\.v4", ptx)),
+            "inexact divisions": ptx.count("div.full") + ptx.count("div.approx"),
+            "contracted": ptx.count("fma.rn") - self.wanted(kernel, ptx),
+            "registers": registers(made.asm["cubin"]),
+        }
+
+    @staticmethod
+    def wanted(kernel: Any, ptx: str) -> int:
+        """Products and sums that are contracted because we say so, exactly: of the dither and the level at zero."""
+        return ptx.count("fma.rn") if kernel.fn.__name__ in ("_decode_kernel", "_reduce_kernel") else 0
+
+
+def registers(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"REG:(\d+)", text)[0])
+
+
+def main() -> None:
+    driver.set_active(Hopper())
+    cuda._launch = compiled = Compiled()
+    linear = LinearCodec(8, "adaptive").quantiser(256)
+    cases = {
+        "8 bit, fp32": (linear, torch.float32, None),
+        "4 bit, bf16": (LinearCodec(4, "adaptive").quantiser(256), torch.bfloat16, None),
+        "3 bit, fp32": (LinearCodec(3, "stochastic").quantiser(256), torch.float32, None),
+        "exponential, fp16": (ExponentialCodec(8).quantiser(256), torch.float16, None),
+        "8 bit, fp32, rotated": (linear, torch.float32, (1, 2)),
+    }
+    for compiled.case, (q, dtype, rotation) in cases.items():
+        x, form = torch.ones(8192).to(dtype), scale_format(dtype)
+        table = cut([Segment(0, 8192, False)], 256)
+        layout = place(table, q, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes)
+        wires = torch.zeros(2, layout.message_bytes, dtype=torch.uint8)
+        cuda.encode(x, layout.blocks, wires[0], (1, 2), q, rotation=rotation)
+        cuda.decode(wires[:1], layout.blocks, x, [(1, 2)], q, rotation=rotation)
+        if compiled.case.startswith("8 bit, fp32") and rotation is None:
+            cuda.reduce(wires, layout.blocks, 0, wires[0], [(1, 2), (3, 4)], (5, 6), q, dtype)
+    print(json.dumps(compiled.found))
+
+
+if __name__ == "__main__":
+    main()
