@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -202,11 +200,6 @@ def test_sums_of_exponential_codes(bits: int, dtype: torch.dtype) -> None:
     assert differences(_tree(kernels_for(DEVICE), DEVICE, xs, q), _tree(reference, CPU, xs, q)) == {}
 
 
-def _turn(kernels: ModuleType, x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    needs_size = "block_size" in inspect.signature(kernels.rotate).parameters
-    kernels.rotate(x, blocks, key, *((block_size,) if needs_size else ()), inverse=inverse)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=_label)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_maxima_moments_and_rotations(block: int, dtype: torch.dtype) -> None:
@@ -217,9 +210,9 @@ def test_maxima_moments_and_rotations(block: int, dtype: torch.dtype) -> None:
     def found(kernels: ModuleType, device: torch.device) -> dict[str, Tensor]:
         here, blocks = x.to(device), table.to(device)
         turned = here.to(COMPUTE_DTYPES[dtype], copy=True)
-        _turn(kernels, turned, blocks, (3, 4), block)
+        kernels.rotate(turned, blocks, (3, 4), block)
         back = turned.clone()
-        _turn(kernels, back, blocks, (3, 4), block, inverse=True)
+        kernels.rotate(back, blocks, (3, 4), block, inverse=True)
         maxima, moments = kernels.block_maxima(here, blocks), kernels.block_moments(here, blocks)
         return {"maxima": maxima, "moments": moments, "turned": turned, "turned back": back}
 
@@ -234,12 +227,12 @@ def test_a_rotation_on_the_way_is_one_before_and_one_after(rows: list, block: in
     x = gradient(0, sum(one.numel for one in segments), dtype)
     layout, compute = layout_of(segments, q, dtype), COMPUTE_DTYPES[dtype]
     expected, turned = {}, x.to(compute, copy=True)
-    _turn(reference, turned, layout.blocks, rotation, block)
+    reference.rotate(turned, layout.blocks, rotation, block)
     expected["message"] = torch.zeros(layout.message_bytes, dtype=torch.uint8)
     reference.encode(turned, layout.blocks, expected["message"], key, q)
     mean = torch.zeros(x.shape, dtype=compute)
     reference.decode(expected["message"][None], layout.blocks, mean, [key], q)
-    _turn(reference, mean, layout.blocks, rotation, block, inverse=True)
+    reference.rotate(mean, layout.blocks, rotation, block, inverse=True)
     expected["mean"] = mean.to(dtype)
 
     kernels, blocks = kernels_for(DEVICE), layout.blocks.to(DEVICE)
@@ -288,9 +281,8 @@ def test_a_tensor_that_begins_anywhere(q: Quantiser, offset: int, dtype: torch.d
     expected, mean = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.full((numel + 20,), 7.0, dtype=dtype)
     reference.encode(x, layout.blocks, expected, KEYS[0], q)
     reference.decode(expected[None], layout.blocks, mean[offset : offset + numel], [KEYS[0]], q)
-    assert differences({"message": wire, "mean, and what is around": around}, {"message": expected} | {
-        "mean, and what is around": mean
-    }) == {}  # fmt: skip
+    assert difference(wire, expected) == "", "the message"
+    assert difference(around, mean) == "", "the mean, or what is around it"
 
 
 def test_positions_beyond_31_bits() -> None:
@@ -397,26 +389,22 @@ def test_no_stage_takes_memory(q: Quantiser, dtype: torch.dtype) -> None:
     assert too_much == {}, f"bytes taken beside the buffers, at most {limit} are allowed"
 
 
-def test_any_stream() -> None:
-    """What is encoded on one stream is decoded on another that waits for it."""
-    q = quantiser(8, "adaptive", 256)
-    buffers, expected = _Buffers(q, torch.float32), np.empty(0)
-    streams = [torch.cuda.Stream(DEVICE) for _ in range(2)]
-    for _ in range(2):
-        buffers.y.zero_()
+def test_what_one_stream_encodes_another_decodes() -> None:
+    """The keys that a stage needs on the card are there in every stream's own time."""
+    q, kernels = quantiser(8, "adaptive", 256), kernels_for(DEVICE)
+    buffers = _Buffers(q, torch.float32)
+    here, there = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
+    synchronise()
+    worst = []
+    for step in range(3):
+        with torch.cuda.stream(here):
+            keep_busy()
+            kernels.encode(buffers.x, buffers.blocks, buffers.wire, (step, 1), q)
+        there.wait_stream(here)
+        with torch.cuda.stream(there):
+            kernels.decode(buffers.wire[None], buffers.blocks, buffers.y, [(step, 1)], q)
+        here.wait_stream(there)
         synchronise()
-        for stream, other in zip(streams, reversed(streams), strict=True):
-            stage = "encode" if stream is streams[0] else "decode"
-            stream.wait_stream(other)
-            with torch.cuda.stream(stream):
-                kernels, blocks, key = kernels_for(DEVICE), buffers.blocks, KEYS[0]
-                if stage == "encode":
-                    kernels.encode(buffers.x, blocks, buffers.wire, key, q)
-                else:
-                    kernels.decode(buffers.wire[None], blocks, buffers.y, [key], q)
-        synchronise()
-        worst = float((buffers.y - buffers.x).abs().max())
-        assert worst < 0.1, f"an error of {worst}: decoded before it was encoded, or with other keys"
-        now = buffers.y.cpu().numpy()
-        assert not len(expected) or np.array_equal(now, expected), "another result the second time"
-        expected = now
+        worst.append(float((buffers.y - buffers.x).abs().max()))
+    step_of_codes = 2 * float(buffers.x.abs().max()) * (1 + 2**-7) / (q.levels - 1)
+    assert max(worst) <= step_of_codes, f"errors of {worst}, more than a step: other keys, or decoded too early"

@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import gpu_kernels, kernels, report, roofline
 from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Fact, Target
-from benchmarks.timing import stopwatch
+from benchmarks.timing import EventClock, in_turns, stopwatch
 from lightning_gqsgd.reducers import Setting
 
 CPU = Target(torch.device("cpu"), stopwatch, lambda: None, cache_bytes=40_000)
@@ -83,7 +84,9 @@ def test_every_case_is_measured(
     assert all((one.host_seconds or 0) > 0 for one in facts if one.family != "Global-QSGD")
     roof = facts[0].nbytes / facts[0].seconds
     shares = [one for one in facts if one.family == "Global-QSGD"]
-    assert [one.numel * AUTHORS_BYTES / one.seconds for one in shares] == [roof] * (dtype == torch.float32)
+    assert [one.numel * AUTHORS_BYTES / one.seconds for one in shares] == pytest.approx(
+        [roof] * (dtype == torch.float32)
+    )
     one = gpu_kernels.report_of(facts, CPU, 4, "NVIDIA H100 80GB HBM3")
     one.show()
     one.save("python -m benchmarks.kernels")
@@ -95,6 +98,43 @@ def test_every_case_is_measured(
     assert "![Kernels on NVIDIA H100 80GB HBM3" in (tmp_path / "kernels_cpu_h100.md").read_text()
     assert len(json.loads((tmp_path / "kernels_cpu_h100.json").read_text())["facts"]) == len(facts)
     assert (tmp_path / "kernels_cpu_h100.png").read_bytes().startswith(b"\x89PNG")
+
+
+class _Event:
+    """Of a device that comes to a case while the host still issues it, unless it sleeps long enough before."""
+
+    slept = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return _Event.slept < 3 << 20
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 5.0
+
+
+def test_the_clock_of_a_device_runs_a_case_again_that_came_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: setattr(_Event, "slept", cycles))
+    runs: list[int] = []
+    seconds = in_turns({"case": lambda: runs.append(_Event.slept)}, 2, warmup=1, clock=EventClock())
+    assert runs == [1 << 20, 2 << 20, 4 << 20, 4 << 20, 4 << 20]
+    assert seconds["case"].tolist() == [0.005, 0.005]
+
+
+def test_a_card_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    text = report.gpu_machine(torch.device("cuda"))
+    assert text.startswith("NVIDIA H100 80GB HBM3, 80 GiB, driver unknown, CUDA ")
+    assert f"torch {torch.__version__}" in text
 
 
 def _made_up(dtype: str, megabytes: float, rate: float = 3e12) -> list[Fact]:
