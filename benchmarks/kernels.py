@@ -1,27 +1,33 @@
-"""Speed of encoding and decoding on the CPU, one thread, against a copy of the same tensor.
+"""Speed of encoding and decoding, against a copy of the same tensor: on the CPU, one thread, or on a GPU.
 
     python -m benchmarks.kernels --save
+    python -m benchmarks.kernels --device cuda --save
 
-Also the cast to bf16 and back, which is what torch's own compression hook costs.
+Also the cast to bf16 and back, which is what torch's own compression hook costs. What is measured on a GPU is in
+`benchmarks.gpu_kernels`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_kernels
 from benchmarks.report import Report, present
-from benchmarks.timing import Spread, in_turns, ratio
+from benchmarks.timing import Case, Spread, in_turns, ratio
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import Segment, cut, pieces, place
 
-Case = Callable[[], object]
+#: Options of one device only, with their defaults.
+OF_DEVICE = {
+    "cpu": {"numel": [6_553_600], "bits": [8, 4, 2], "block_size": [256], "dither": ["adaptive"]},
+    "cuda": {"megabytes": gpu_kernels.MEGABYTES, "ranks": 8},
+}
 
 
 def codec_cases(x: Tensor, bits: int, block_size: int, dither: str) -> tuple[Case, Case]:
@@ -50,6 +56,22 @@ def cast_cases(x: Tensor) -> tuple[Case, Case]:
 
 
 def measure(options: argparse.Namespace) -> Report:
+    """Run all cases on the device.
+
+    Raises:
+        SystemExit: there is no such device, or an option is another device's.
+    """
+    for device, defaults in OF_DEVICE.items():
+        for name, default in defaults.items():
+            given = getattr(options, name)
+            if device != options.device and given is not None:
+                option = name.replace("_", "-")
+                raise SystemExit(f"--{option} is for --device {device}, this is {options.device}; leave it out")
+            setattr(options, name, default if given is None else given)
+    return gpu_kernels.measure(options) if options.device == "cuda" else measure_on_cpu(options)
+
+
+def measure_on_cpu(options: argparse.Namespace) -> Report:
     """Run all cases in turns."""
     torch.set_num_threads(1)
     report = Report(
@@ -70,7 +92,7 @@ def measure(options: argparse.Namespace) -> Report:
             "Encoding reads each coordinate twice, for the scale of its block and for its code, but from memory once.",
         ),
     )
-    for dtype in (getattr(torch, name) for name in options.dtype):
+    for dtype in (getattr(torch, name) for name in options.dtype or ["float32"]):
         for numel in options.numel:
             x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
             pairs = {
@@ -109,12 +131,18 @@ def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, re
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
-    parser.add_argument("--numel", type=int, nargs="+", default=[6_553_600], help="sizes (default 6553600, 25 MiB)")
-    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
-    parser.add_argument("--block-size", type=int, nargs="+", default=[256])
-    parser.add_argument("--dither", nargs="+", default=["adaptive"], choices=["adaptive", "subtractive", "stochastic"])
+    parser.add_argument("--device", choices=list(OF_DEVICE), default="cpu")
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, help="default float32; on a GPU, and bfloat16")
     parser.add_argument("--rounds", type=int, default=40)
+    cpu = parser.add_argument_group("with --device cpu")
+    cpu.add_argument("--numel", type=int, nargs="+", help="sizes (default 6553600, 25 MiB)")
+    cpu.add_argument("--bits", type=int, nargs="+", help="default 8 4 2")
+    cpu.add_argument("--block-size", type=int, nargs="+", help="default 256")
+    cpu.add_argument("--dither", nargs="+", choices=["adaptive", "subtractive", "stochastic"], help="default adaptive")
+    cuda = parser.add_argument_group("with --device cuda")
+    cuda.add_argument("--megabytes", type=float, nargs="+", help="of gradient (default 1 25 100 1000)")
+    cuda.add_argument("--ranks", type=int, help="number of messages that are reduced (default 8)")
     present(parser, measure)
 
 

@@ -6,10 +6,13 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ class Report:
         notes: paragraphs under the table: how to read it, what falls short and why.
         rows: one value per column; None is shown as a dash.
         raw: further numbers, for the JSON file only.
+        machine: what it ran on; empty: this machine's processor.
+        draw: writes a picture of the figures to a file, if there is one.
     """
 
     name: str
@@ -43,6 +48,8 @@ class Report:
     notes: Sequence[str] = ()
     rows: list[Sequence[Cell]] = field(default_factory=list)
     raw: dict[str, Any] = field(default_factory=dict)
+    machine: str = ""
+    draw: Callable[[Path], None] | None = None
 
     def show(self) -> None:
         """Print the table."""
@@ -54,19 +61,24 @@ class Report:
         Console(width=None if sys.stdout.isatty() else 140).print(table)
 
     def save(self, program: str) -> None:
-        """Write ``results/NAME.md`` and ``.json``; ``program`` is what was run with this process's arguments."""
-        command = shlex.join([*program.split(), *sys.argv[1:]])
-        lines = [f"# {self.title}", "", f"    {command}", "", f"{machine()}.", ""]
+        """Write ``results/NAME.md``, ``.json`` and, if there is a picture, ``.png``; ``program`` is what was run with
+        this process's arguments."""
+        command, where = shlex.join([*program.split(), *sys.argv[1:]]), self.machine or machine()
+        lines = [f"# {self.title}", "", f"    {command}", "", f"{where}.", ""]
+        if self.draw is not None:
+            lines += [f"![{self.title}]({self.name}.png)", ""]
         lines.append("| " + " | ".join(self.columns) + " |")
         lines.append("| --- |" + " ---: |" * (len(self.columns) - 1))
         lines += ["| " + " | ".join(row) + " |" for row in self._texts()]
         for note in self.notes:
             lines += ["", note]
         RESULTS.mkdir(exist_ok=True)
+        if self.draw is not None:
+            self.draw(RESULTS / f"{self.name}.png")
         (RESULTS / f"{self.name}.md").write_text("\n".join(lines) + "\n")
-        facts = {"command": command, "machine": machine(), "columns": list(self.columns), "rows": self.rows}
+        facts = {"command": command, "machine": where, "columns": list(self.columns), "rows": self.rows}
         (RESULTS / f"{self.name}.json").write_text(json.dumps({**facts, **self.raw}, indent=1) + "\n")
-        print(f"written: {RESULTS / self.name}.md and .json")
+        print(f"written: {RESULTS / self.name}.md and {'.json' if self.draw is None else '.json and .png'}")
 
     def _texts(self) -> list[list[str]]:
         forms = list(self.columns.values())
@@ -92,6 +104,43 @@ def machine() -> str:
     except OSError:
         pass  # no /proc: the platform's name has to do
     return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}, numba {numba.__version__}"
+
+
+def gpu_machine(device: torch.device) -> str:
+    """Name and memory of a CUDA device, driver and versions."""
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, driver {_driver()}, CUDA {torch.version.cuda}, "
+        f"triton {_version('triton')}, torch {torch.__version__}"
+    )
+
+
+def slug(device_name: str) -> str:
+    """A CUDA device's name for files, without maker, memory and socket: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    dull = re.compile(r"nvidia|tesla|geforce|generation|\d+gb|hbm\w*|sxm\w*")
+    return "_".join(word for word in words if not dull.fullmatch(word)) or "unknown"
+
+
+def _driver() -> str:
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.partition("\n")[0].strip() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _text(cell: Cell, form: str) -> str:

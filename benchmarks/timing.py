@@ -1,4 +1,8 @@
-"""Times of several cases in turns, so that slow changes of the machine meet all of them alike."""
+"""Times of several cases in turns, so that slow changes of the machine meet all of them alike.
+
+A *clock* runs a case and returns a function that says how long it took, in seconds; that is called at the end of a
+round, because on a device it waits.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
+
+Case = Callable[[], object]
+Clock = Callable[[Case], Callable[[], float]]
 
 
 class Spread(NamedTuple):
@@ -23,12 +31,52 @@ class Spread(NamedTuple):
         return cls(float(median), float(low), float(high))
 
 
+def stopwatch(case: Case) -> Callable[[], float]:
+    """A clock of this thread."""
+    begun = time.perf_counter()
+    case()
+    elapsed = time.perf_counter() - begun
+    return lambda: elapsed
+
+
+class EventClock:
+    """A clock of the current CUDA stream: from a case's first kernel to the end of its last.
+
+    The stream is kept busy until the host has issued the whole case, so that no kernel waits for the host. How long
+    that takes is found out on the way: a case that came too late runs again, in this and all later rounds after twice
+    the delay, up to `MOST_CYCLES` (about 9 ms).
+    """
+
+    MOST_CYCLES = 1 << 24
+
+    def __init__(self) -> None:
+        self._cycles = 1 << 20
+
+    def __call__(self, case: Case) -> Callable[[], float]:
+        """Run a case, see the module."""
+        while True:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(self._cycles)
+            start.record()
+            case()
+            end.record()
+            if not start.query() or self._cycles >= self.MOST_CYCLES:
+                return lambda: _between(start, end)
+            self._cycles *= 2
+
+
+def _between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def in_turns(
-    cases: Mapping[str, Callable[[], object]],
+    cases: Mapping[str, Case],
     rounds: int,
     *,
     warmup: int = 2,
     before: Callable[[], object] = lambda: None,
+    clock: Clock = stopwatch,
 ) -> dict[str, np.ndarray]:
     """Seconds of every case in every round; a round runs each case once.
 
@@ -37,14 +85,16 @@ def in_turns(
         rounds: number of timed rounds.
         warmup: rounds before them that are not timed.
         before: called before every run of a case, outside its time; a barrier, say.
+        clock: what takes the time.
     """
     seconds = {name: np.empty(rounds) for name in cases}
     for number in range(-warmup, rounds):
+        readings = {}
         for name, case in cases.items():
             before()
-            begun = time.perf_counter()
-            case()
-            elapsed = time.perf_counter() - begun
+            readings[name] = clock(case)
+        for name, reading in readings.items():
+            elapsed = reading()
             if number >= 0:
                 seconds[name][number] = elapsed
     return seconds

@@ -19,6 +19,8 @@ import torch.distributed as dist
 #: Forked from a server that has imported everything, and has no threads: 10 ms instead of 3 s per process.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
+#: New processes, which take seconds each: for a GPU, which a process cannot use if the one that it was forked from did.
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class RankFailed(AssertionError):
@@ -34,21 +36,21 @@ def run(
     collective_timeout: float = 60,
     dies: tuple[int, ...] = (),
     initialise: bool = True,
+    context: Any = _CONTEXT,
 ) -> list[Any]:
     """Results of ``function(rank, *args)`` by rank; None for the ranks that are expected to die.
 
     The process group is initialised before, and destroyed after; ``collective_timeout`` is its timeout in seconds.
-    Without ``initialise``, ranks find torchrun's environment instead.
+    Without ``initialise``, ranks find torchrun's environment instead. ``context``: how processes are started.
     """
     group = None
     if initialise:
         store = f"file://{tmp_path}/store-{time.monotonic_ns()}"
         group = {"init_method": store, "world_size": ranks, "timeout": timedelta(seconds=collective_timeout)}
     environment = _torchrun(ranks)
-    answers: Any = _CONTEXT.Queue()
+    answers: Any = context.Queue()
     processes = [
-        _CONTEXT.Process(target=_main, args=(function, rank, environment, group, answers, args))
-        for rank in range(ranks)
+        context.Process(target=_main, args=(function, rank, environment, group, answers, args)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()

@@ -56,7 +56,7 @@ def fit(run: dict[str, Any], folder: Path) -> tuple[Any, Any]:
     logger = importlib.import_module(f"{FLAVOUR}.loggers").CSVLogger(folder, name="csv") if run.get("csv") else False
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=run.get("accelerator", "cpu"),
         devices=run.get("devices", 2),
         max_epochs=run.get("max_epochs", 1),
         max_steps=run.get("max_steps", -1),

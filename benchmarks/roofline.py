@@ -1,0 +1,205 @@
+"""Picture of kernels under their roof: coordinates per second against bytes per coordinate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from recipes.comparison.plots import COLOURS, DPI, STYLE
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_kernels import Fact
+
+#: Size of the buckets that are shown, in 10^6 bytes, if it was measured.
+MEGABYTES = 100.0
+#: A line below the roof.
+SHARE = 0.85
+
+#: Family -> colour and what it is called.
+FAMILIES = {
+    "gqsgd": (COLOURS["gqsgd"], "gqsgd"),
+    "torch's hooks": (COLOURS["ddp_fp16"], "torch's fp16 and bf16 hooks"),
+    "torch operations": (COLOURS["gqsgd_4bit"], "torch operations"),
+    "torch.compile": (COLOURS["powersgd"], "the same, torch.compile"),
+    "Global-QSGD": (COLOURS["ddp"], "Global-QSGD's code, counted"),
+}
+#: Distance of names, in points, and the lines that lead from them.
+LINE = 10.5
+LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "color": "#999999", "shrinkA": 1, "shrinkB": 3}
+MARKERS = {"encode": "^", "reduce": "o", "decode": "v", "all": "D"}
+
+
+def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
+    """A panel per dtype, of the largest size up to `MEGABYTES` that all have, or else of the smallest.
+
+    Raises:
+        ValueError: dtypes have no size in common.
+    """
+    sizes = common_sizes(facts)
+    if not sizes:
+        raise ValueError("no size was measured in all dtypes, which one picture needs; measure the same sizes in each")
+    megabytes = max((size for size in sizes if size <= MEGABYTES), default=min(sizes))
+    shown = [one for one in facts if one.megabytes == megabytes]
+    dtypes = list(dict.fromkeys(one.dtype for one in shown))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.2 * len(dtypes), 6.2), layout="constrained", dpi=DPI)
+        panels = figure.subplots(1, len(dtypes), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, dtype in zip(panels, dtypes, strict=True):
+            _draw_points(axes, [one for one in shown if one.dtype == dtype and one.stage != "copy_"])
+        roofs = {one.dtype: one.nbytes / one.seconds / 1e9 for one in shown if one.stage == "copy_"}
+        for axes, dtype in zip(panels, dtypes, strict=True):
+            _draw_roof(axes, roofs[dtype])
+            axes.set(title=dtype, xlabel="bytes moved per coordinate")
+        figure.suptitle(
+            f"Kernels on {device}, buckets of {megabytes:g} MB", x=0.01, ha="left", fontsize=11, fontweight="bold"
+        )
+        panels[0].set_ylabel("billions of coordinates per second")
+        _draw_legend(figure, {one.family for one in shown}, {one.stage for one in shown})
+        figure.draw_without_rendering()  # the layout decides where points are
+        figure.set_layout_engine("none")
+        for axes, dtype in zip(panels, dtypes, strict=True):
+            _label(axes, [one for one in shown if one.dtype == dtype and one.stage != "copy_"], roofs[dtype])
+        figure.savefig(file)
+
+
+def common_sizes(facts: Sequence[Fact]) -> set[float]:
+    """Sizes in megabytes that were measured in every dtype."""
+    by_dtype: dict[str, set[float]] = {}
+    for one in facts:
+        by_dtype.setdefault(one.dtype, set()).add(one.megabytes)
+    return set.intersection(*by_dtype.values())
+
+
+def _point(one: Fact) -> tuple[float, float]:
+    return one.nbytes / one.numel, one.numel / one.seconds / 1e9
+
+
+def _draw_points(axes: Axes, facts: Sequence[Fact]) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for one in facts:
+        colour = FAMILIES[one.family][0]
+        face = "white" if one.family == "Global-QSGD" else colour
+        look: dict[str, Any] = {"mfc": face, "mec": colour if face == "white" else "white", "mew": 1.0}
+        axes.plot(*_point(one), ls="", marker=MARKERS[one.stage], ms=7, zorder=4, **look)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.2, y=0.07)
+
+
+def _draw_roof(axes: Axes, bandwidth: float) -> None:
+    """The line that a copy's rate, in GB/s, gives to what moves so many bytes, and one a little below."""
+    left, right = axes.get_xlim()
+    bottom, top = axes.get_ylim()
+    x = np.geomspace(left / 2, right * 2)
+    axes.plot(x, bandwidth / x, color="#555555", lw=1.6, zorder=2)
+    axes.plot(x, SHARE * bandwidth / x, color="#999999", lw=0.8, zorder=2)
+    axes.fill_between(x, bandwidth / x, 10 * top, color="#f0f0f3", lw=0, zorder=0)
+    axes.set(xlim=(left, right), ylim=(bottom, top))
+    axes.text(
+        0.98,
+        0.98,
+        f"roof: copy_, {bandwidth:,.0f} GB/s\nthin line: {SHARE:.0%} of it",
+        transform=axes.transAxes,
+        ha="right",
+        va="top",
+        fontsize=8,
+        color="#555555",
+    )
+
+
+def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
+    """Names with a line to their points: ours on the left of them, others' on the right of the roof, if they fit."""
+    unit = axes.figure.dpi / 72
+    right, to_pixels = axes.get_window_extent().x1, axes.transData
+    named = _merged([(one, to_pixels.transform(_point(one))) for one in facts], 2.5 * unit)
+    ours = [one for one in named if one[1].family == "gqsgd" or one[2][0] + 5 * len(one[0]) * unit > right]
+    others = [one for one in named if one not in ours]
+    for side, on_left in ((ours, True), (others, False)):
+        side = sorted(side, key=lambda one: one[2][1])
+        heights = spread([place[1] for *_, place in side], LINE * unit)
+        roofs = [
+            to_pixels.transform((bandwidth / to_pixels.inverted().transform((0, one))[1], 1))[0] for one in heights
+        ]
+        pairs = [(place[0], roof) for (*_, place), roof in zip(side, roofs, strict=True)]
+        edges = [min(pair) - 16 * unit if on_left else max(pair) + 14 * unit for pair in pairs]
+        if on_left:  # names that touch end at one line, left of all their points
+            edges = [min(_touching(edges, heights, number, LINE * unit)) for number in range(len(edges))]
+        for (name, fact, place), height, edge in zip(side, heights, edges, strict=True):
+            axes.annotate(
+                name,
+                place,
+                (edge, height),
+                xycoords="figure pixels",
+                textcoords="figure pixels",
+                ha="right" if on_left else "left",
+                va="center",
+                fontsize=8,
+                color=FAMILIES[fact.family][0],
+                arrowprops={**LEADER, "relpos": (1.0 if on_left else 0.0, 0.5)},
+                zorder=3,
+            )
+
+
+def _touching(values: Sequence[float], heights: Sequence[float], number: int, step: float) -> Sequence[float]:
+    """The values of those whose heights, in ascending order, follow each other at a step around ``number``."""
+    first = last = number
+    while first and heights[first] - heights[first - 1] < 1.01 * step:
+        first -= 1
+    while last + 1 < len(heights) and heights[last + 1] - heights[last] < 1.01 * step:
+        last += 1
+    return values[first : last + 1]
+
+
+def _merged(facts: Sequence[tuple[Fact, Any]], near: float) -> list[tuple[str, Fact, Any]]:
+    """Name, fact and place in pixels; others' points of one family, stage and (nearly) place are one with all names."""
+    found: list[tuple[str, Fact, Any]] = []
+    for fact, place in facts:
+        for number, (names, other, there) in enumerate(found):
+            same = (other.family, other.stage) == (fact.family, fact.stage)
+            if same and fact.family != "gqsgd" and np.hypot(*(there - place)) < near:
+                found[number] = (f"{names}, {fact.case}", other, there)
+                break
+        else:
+            found.append((fact.case, fact, place))
+    return found
+
+
+def spread(values: Sequence[float], step: float) -> list[float]:
+    """The numbers, in ascending order, moved as little as makes them at least ``step`` apart."""
+    groups: list[tuple[float, int]] = []  # of what touches: mean of the numbers less their steps, and how many
+    for number, value in enumerate(values):
+        mean, count = value - number * step, 1
+        while groups and groups[-1][0] > mean:
+            other, many = groups.pop()
+            mean, count = (mean * count + other * many) / (count + many), count + many
+        groups.append((mean, count))
+    every = [mean for mean, count in groups for _ in range(count)]
+    return [mean + number * step for number, mean in enumerate(every)]
+
+
+def _draw_legend(figure: Figure, families: set[str], stages: set[str]) -> None:
+    """What colours and markers mean, under the panels."""
+    handles = [
+        Line2D([], [], ls="", marker="s", ms=7, color=colour, label=label)
+        for family, (colour, label) in FAMILIES.items()
+        if family in families
+    ]
+    grey: dict[str, Any] = {"ls": "", "ms": 7, "color": "#888888"}
+    names = {stage: stage for stage in MARKERS} | {"all": "encode and decode"}
+    handles += [
+        Line2D([], [], marker=marker, label=names[stage], **grey)
+        for stage, marker in MARKERS.items()
+        if stage in stages
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, handletextpad=0.1)
