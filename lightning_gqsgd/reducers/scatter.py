@@ -41,7 +41,7 @@ class Scatter:
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """Replace this rank's shard by its mean over ranks; see `reducers.base.Reducer.steps`."""
-        kernels, layout, q = kernels_for(x.device), self.layout, self.link.quantiser
+        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.link.quantiser
         work = working_copy(x, self.link)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
