@@ -76,6 +76,7 @@ class Reduction:
         try:
             self._job.future.wait()
         except Exception:
+            self._job.join()
             if self._job.error is None:
                 raise
             raise self._job.error from None

@@ -90,6 +90,11 @@ class Job:
             stream.wait_event(cast("torch.cuda.Event", self._arrived))
             self.tensor.record_stream(stream)
 
+    def join(self) -> None:
+        """Let the current stream wait for all work that has been issued; a future with an error does not."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+
     def on_stream(self) -> AbstractContextManager[object]:
         """Where the job's work is to be issued."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -187,10 +192,15 @@ class StreamRunner:
 
     def __init__(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
         self._streams = cycle(streams)
+        self._broken: dict[Communicator, BaseException] = {}
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """See `Runner.submit`."""
         job.take(next(self._streams))
+        broken = self._broken.get(communicator)
+        if broken is not None:
+            job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
+            return
         left = deque(_pieces_of(job))
         error = None
         try:
@@ -201,12 +211,14 @@ class StreamRunner:
                     left.rotate(-1)
                 else:
                     left.popleft()
-        except Exception as cause:  # reported through the future
+        except Exception as cause:  # reported through the future; the order of collectives is lost
+            self._broken[communicator] = cause
             error = communicator.describe(cause, f"{job.name}, stage {left[0].stage},")
         job.finish(error)
 
     def close(self, communicator: Communicator) -> None:
         """See `Runner.close`: nothing is under way between calls."""
+        self._broken.pop(communicator, None)
 
 
 class Sequencer:

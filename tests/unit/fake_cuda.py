@@ -65,8 +65,10 @@ class FakeCuda:
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self._local.stream = self.current_stream(), stream
-        yield
-        self._local.stream = before
+        try:
+            yield
+        finally:
+            self._local.stream = before
 
     def new_stream(self, _: object = None) -> FakeStream:
         self.made.append(FakeStream(f"own {len(self.made)}"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_gqsgd import staging
+from lightning_gqsgd.functional import Reduction
 from lightning_gqsgd.pipeline import Job, Sequencer, StreamRunner, release, runner_for
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
@@ -130,11 +131,19 @@ def test_exposed_time_runs_from_the_last_bucket_to_its_result(cuda: FakeCuda) ->
 
 def test_an_error_makes_the_result_nan_on_the_job_s_stream(cuda: FakeCuda) -> None:
     wire = Wire(cuda)
-    one = job(wire, 0, fails=True)
-    StreamRunner([cuda.new_stream()]).submit(wire, one)  # type: ignore[arg-type,list-item]
+    one, later, runner = job(wire, 0, fails=True), job(wire, 1), StreamRunner([cuda.new_stream()])  # type: ignore[list-item]
+    runner.submit(wire, one)  # type: ignore[arg-type]
     assert one.tensor.isnan().all()
     assert cuda.results == ["own 0"]
     assert str(one.error) == "bucket, stage 3, broke"
+    with pytest.raises(RuntimeError, match="bucket, stage 3, broke"):
+        Reduction(one, one.tensor, one.tensor).wait()
+    assert cuda.default.waited_for == ["own 0"]  # for the NaN
+    asked = len(wire.done)
+    runner.submit(wire, later)  # type: ignore[arg-type]
+    assert str(later.error) == "bucket, after an earlier failure, broke"
+    assert later.tensor.isnan().all()
+    assert len(wire.done) == asked  # other ranks are elsewhere
 
 
 def test_a_gpu_that_has_failed_completes_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
