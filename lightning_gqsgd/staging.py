@@ -51,11 +51,12 @@ class StagedWork:
             if self._copied is not None:
                 self._copied.synchronize()  # lets other threads run
             self._work = start(self._host, stage)
+            done = self._work.get_future()
         except Exception as error:  # raised by `wait`
             self.fail(error)
             return
         self._begun.set()
-        self._work.get_future().add_done_callback(self._arrived)
+        done.add_done_callback(self._arrived)
 
     def fail(self, error: BaseException) -> None:
         """Complete with an error instead of starting."""
