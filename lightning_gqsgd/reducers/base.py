@@ -154,7 +154,7 @@ class Reducer(Protocol):
 
     @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
-        """How often `steps` yields at most, hence the number of process groups."""
+        """How often `steps` yields at most, which is the number of stages."""
         ...
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
