@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.report import Report, gpu_machine, slug
 from benchmarks.roofline import save_figure
 from benchmarks.timing import Case, Clock, EventClock, Spread, in_turns, ratio
+from lightning_gqsgd.communicator import NCCL_PIECE_NUMEL
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place
@@ -31,8 +32,6 @@ from lightning_gqsgd.reducers import Setting, StepKeys
 
 MEGABYTES = (1, 25, 100, 1000)
 DTYPES = ("float32", "bfloat16")
-#: Coordinates of a piece over NCCL: larger buckets are cut.
-PIECE_NUMEL = 1 << 24
 BLOCK = 256
 STAGES = ("encode", "reduce", "decode")
 
@@ -181,7 +180,7 @@ class Bucket:
 def layouts_of(numel: int, setting: Setting) -> list[tuple[slice, Layout]]:
     """The pieces of a bucket of one parameter, each with its part of the tensor."""
     q, found = setting.codec.quantiser(setting.config.block_size), []
-    for table in pieces(cut([Segment(0, numel, raw=False)], setting.config.block_size), PIECE_NUMEL):
+    for table in pieces(cut([Segment(0, numel, raw=False)], setting.config.block_size), NCCL_PIECE_NUMEL):
         start = int(table[0, START])
         part = slice(start, start + int(table[:, LENGTH].sum()))
         table[:, START] -= start
@@ -446,7 +445,7 @@ def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> R
             f"Three numbers in a cell are of encode (the whole tensor), reduce (a shard: {ranks} messages of 1/{ranks} "
             f"of the tensor) and decode (the whole), as the reducer `two_shot` runs them, with the kernels "
             f"`{kernels_for(target.device).__name__.rpartition('.')[2]}`, blocks of {BLOCK} and pieces of up to "
-            f"{PIECE_NUMEL:,} coordinates. MB are 10^6 bytes of gradient.",
+            f"{NCCL_PIECE_NUMEL:,} coordinates. MB are 10^6 bytes of gradient.",
             "bytes/coordinate is a count: gradient and messages, read or written once, and 64 bytes of table per "
             "block; for torch's operations one by one, what each reads and writes; compiled, what goes in and comes "
             "out. GB/s is this count over the time; of copy_, its share of the copy's in the same round, median over "

@@ -67,7 +67,7 @@ class Bench:
             for same in zip_longest(*every, fillvalue=())
         ]
         self.communicator = Communicator(self.buffer.device, stages=scopes)
-        self.runner = runner_for(self.buffer.device)
+        self.runner = runner_for(self.communicator)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
         self.bytes: dict[str, int] = {}  # sent by each rank
@@ -87,7 +87,7 @@ class Bench:
     def add_reducer(self, case: str, bits: int) -> None:
         config = resolve(case_config(case, bits), self.ranks)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
-        setting = Setting(config, self.ranks, self.buffer.dtype)
+        setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_numel)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
         name = f"{case}, {bits} bit"
         self.cases |= {name: partial(self._run, plan), name + BARE: partial(self._run_bare, plan)}

@@ -1,8 +1,11 @@
 """Process groups of our own, the agreement of all ranks before the first collective, and their end.
 
-Own groups, one for each stage of a piece's way: the order of our collectives then depends on nothing but ours (DDP
-broadcasts buffers, and users reduce metrics, on theirs), and stages need no order between them. Stage 0 is agreement:
-its group waits long, because other ranks may still be compiling kernels.
+Own groups: the order of our collectives then depends on nothing but ours (DDP broadcasts buffers, and users reduce
+metrics, on theirs). Gloo keeps an order only within a group, so that each stage of a piece's way has one, and stages
+need no order between them. NCCL has one for all stages: one thread issues its collectives, in the same order on every
+rank, and NCCL runs them in that order; another would take memory of the GPU and threads, and two that run at once may
+wait for each other for ever. Where ranks of different scopes exchange, a collective starts after the latest of another
+group, on the device. Stage 0 is agreement: it waits long, because other ranks may still be compiling kernels.
 
 The groups are backends made directly, under keys of the store that no other group has had. `new_group` gives names
 again once a group is destroyed (torch 2.5), or by how many groups a process has made (2.15), which may differ among the
@@ -21,10 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, describe_difference
+from lightning_gqsgd.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.staging import Staging
 
 #: How long ranks wait for each other to agree, at least, whatever the timeout of collectives.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
+
+#: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
+#: gain there, and scratch memory of 64 MiB where a bucket is larger.
+NCCL_PIECE_NUMEL = 1 << 24
 
 #: Bytes of what is compared: JSON, padded.
 AGREEMENT_BYTES = 2048
@@ -40,14 +49,16 @@ class Communicator:
     Creating one is a collective: every rank of ``group`` must do it, in the same order.
 
     Args:
+        device: device of the tensors to come: CUDA over NCCL or, through host memory, over Gloo; CPU over Gloo.
         group: process group; None is the default group.
-        device: device of the tensors to come: CPU over Gloo or CUDA over NCCL.
         timeout: of collectives; None takes that of ``group``.
         stages: between whom the exchanges of a piece are, stage by stage after stage 0 (see `reducers.stages`).
 
     Attributes:
         rank: this process's rank in the group.
         size: number of ranks.
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: device of the tensors to come.
 
     Raises:
         ConfigError: there is no process group, or its backend does not go with the device.
@@ -63,27 +74,59 @@ class Communicator:
     ) -> None:
         parent = parent_group(group)
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
+        self.backend, self.device = _backend_for(parent, device), device
         self._ranks = dist.get_process_group_ranks(parent)
-        self._backend = _backend_for(parent, device)
-        self._device = device
         self._groups: dict[tuple[int, Scope], Any] = {}  # backends; torch's type stubs lack their collectives
+        self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
+        self._staging: Staging | None = None
         if self.size > 1:
-            timeout = timeout or _timeout_of(parent, device)
-            key = self._unused_key(parent)
-            for stage, scopes in enumerate([(ALL,), *stages]):
-                long_enough = timeout if stage else max(timeout, AGREEMENT_TIMEOUT)
-                for scope in scopes:
-                    self._groups[stage, scope] = self._new_group(f"{key}/{stage}", scope, long_enough)
+            self._timeout = timeout or _timeout_of(parent, device)
+            self._patience = max(self._timeout, AGREEMENT_TIMEOUT)
+            self._make_groups(self._unused_key(parent), stages)
+            if _needs_staging(self.backend, device):
+                self._staging = Staging(self._start, self._patience)
+
+    @property
+    def piece_numel(self) -> int:
+        """The most coordinates of a piece, about."""
+        return NCCL_PIECE_NUMEL if self.backend == "nccl" else PIECE_NUMEL
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where the messages of an agreement lie."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def start(self, exchange: Exchange, stage: int) -> Any:
-        """Start a collective of a stage: 0 is agreement, the others are a reducer's. Returns torch's `Work`."""
+        """Start a collective of a stage: 0 is agreement, the others are a reducer's. Returns torch's `Work`.
+
+        Its `wait` returns at once over NCCL: the current stream waits.
+        """
+        if self._staging is not None:  # all of them, since they have one order
+            return self._staging.start(exchange, stage)
+        return self._start(exchange, stage)
+
+    def _start(self, exchange: Exchange, stage: int) -> Any:
         kind, output, source, splits, scope = exchange
         group = self._groups[stage, scope]
+        if self.backend == "nccl":
+            self._make_way(group, stage)
         if kind == "all_to_all":
-            return group.alltoall_base(output, source, *(splits or ([], [])))
-        if kind == "all_gather":
-            return group._allgather_base(output.view(-1), source)
-        return group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
+            work = group.alltoall_base(output, source, *(splits or ([], [])))
+        elif kind == "all_gather":
+            work = group._allgather_base(output.view(-1), source)
+        else:
+            work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
+        if self.backend == "nccl" and len(set(self._groups.values())) > 1:
+            self._latest = (group, work)
+        return work
+
+    def _make_way(self, group: Any, stage: int) -> None:
+        """Before a collective over NCCL: let the current stream wait for the latest one of another group, and set the
+        timeout, which a group has one of."""
+        latest, work = self._latest
+        if work is not None and latest is not group:
+            work.wait()
+        group._set_default_timeout(self._timeout if stage else self._patience)
 
     def describe(self, error: BaseException, what: str) -> Exception:
         """An error of this rank with where it happened and what to do; a ConfigError says so itself."""
@@ -91,15 +134,17 @@ class Communicator:
             return error
         return CollectiveError(
             f"gqsgd: {what} failed on rank {self.rank} of {self.size} (global rank {self._ranks[self.rank]}, "
-            f"{self._backend}): {type(error).__name__}: {error}. Look for the first error among all ranks' logs: "
+            f"{self.backend}): {type(error).__name__}: {error}. Look for the first error among all ranks' logs: "
             "a rank that died or fell behind the process group's timeout fails its peers. The result is NaN."
         )
 
     def close(self) -> None:
         """Destroy the groups. Not a collective."""
-        groups, self._groups = self._groups, {}
-        for group in groups.values():
-            if self._backend == "nccl":  # Gloo's end with their last reference
+        if self._staging is not None:
+            self._staging.close()
+        groups, self._groups, self._latest = self._groups, {}, (None, None)
+        for group in dict.fromkeys(groups.values()):
+            if self.backend == "nccl":  # Gloo's end with their last reference
                 (getattr(group, "shutdown", None) or group._shutdown)()  # torch 2.5 has the latter
 
     def _unused_key(self, parent: dist.ProcessGroup) -> str:
@@ -112,8 +157,19 @@ class Communicator:
         count = dist.distributed_c10d._get_default_store().add(key, 1)
         return f"{key}/{(count - 1) // self.size}"
 
+    def _make_groups(self, key: str, stages: Sequence[Sequence[Scope]]) -> None:
+        """A group for each stage and scope; over NCCL, for each scope."""
+        made: dict[tuple[int, Scope], Any] = {}
+        for stage, scopes in enumerate([(ALL,), *stages]):
+            number = 0 if self.backend == "nccl" else stage
+            timeout = self._timeout if stage else self._patience
+            for scope in scopes:
+                if (number, scope) not in made:
+                    made[number, scope] = self._new_group(f"{key}/{number}", scope, timeout)
+                self._groups[stage, scope] = made[number, scope]
+
     def _new_group(self, key: str, scope: Scope, timeout: timedelta) -> Any:
-        make: Any = dist.ProcessGroupGloo if self._backend == "gloo" else dist.ProcessGroupNCCL
+        make: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
         members = scope.members(self.rank, self.size)
         key = f"{key}/{scope.kind}/{members[0]}"
         store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
@@ -126,7 +182,7 @@ class Communicator:
             ConfigError: they differ; raised on every rank.
         """
         if self.size > 1:
-            steps = agreement(facts, self.size, self._device)
+            steps = agreement(facts, self.size, self.control_device)
             for exchanges in steps:
                 for exchange in exchanges:
                     self.start(exchange, stage=0).wait()
@@ -181,18 +237,30 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend of ``group`` for tensors on ``device``."""
-    names = str(dist.get_backend_config(group)) if hasattr(dist, "get_backend_config") else dist.get_backend(group)
-    supported = {"cpu": "gloo", "cuda": "nccl"}
-    backend = supported.get(device.type)
-    if backend is None or backend not in names:
-        raise ConfigError(
-            f"tensors on {device} over the backend {names!r} are not supported; "
-            "use CPU tensors over 'gloo' or CUDA tensors over 'nccl'"
-        )
-    return backend
+    """The backend of ``group`` for tensors on ``device``: NCCL for CUDA, if it has that there; otherwise Gloo."""
+    names = _backends(group)
+    if device.type == "cuda" and names.get("cuda") == "nccl":
+        return "nccl"
+    if device.type in ("cpu", "cuda") and "gloo" in (names.get(device.type), names.get("cpu")):
+        return "gloo"
+    raise ConfigError(
+        f"tensors on {device} over the backend {dist.get_backend_config(group)!r} are not supported; use CUDA tensors "
+        "over 'nccl' or 'gloo', or CPU tensors over 'gloo', e.g. init_process_group('cpu:gloo,cuda:nccl') for both"
+    )
+
+
+def _needs_staging(backend: str, device: torch.device) -> bool:
+    """Whether collectives go through copies in host memory."""
+    return backend == "gloo" and device.type == "cuda"
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of a group for each type of device."""
+    pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
+    return {device: name for device, _, name in pairs}
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    options = getattr(group._get_backend(device), "options", None)
+    known = device if device.type in _backends(group) else torch.device("cpu")
+    options = getattr(group._get_backend(known), "options", None)
     return getattr(options, "_timeout", dist.constants.default_pg_timeout)

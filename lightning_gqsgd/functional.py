@@ -23,11 +23,11 @@ Stages = tuple[tuple[Scope, ...], ...]
 
 
 class _Context:
-    """What all calls on one process group and kind of device share."""
+    """What all calls on one process group and device share."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, stages: Stages) -> None:
         self.communicator = Communicator(device, group, stages=stages)
-        self.runner: Runner = runner_for(device)
+        self.runner: Runner = runner_for(self.communicator)
         self.plans: dict[tuple[GQSGDConfig, int, torch.dtype], Plan] = {}
         self.telemetry = Telemetry()
         self.calls = 0
@@ -43,7 +43,8 @@ class _Context:
         if key not in self.plans:
             compile_kernels(config, x.dtype, x.device, self.communicator.size)
             raw = x.numel() < config.min_numel
-            self.plans[key] = Plan([Segment(0, x.numel(), raw)], Setting(config, self.communicator.size, x.dtype))
+            setting = Setting(config, self.communicator.size, x.dtype, self.communicator.piece_numel)
+            self.plans[key] = Plan([Segment(0, x.numel(), raw)], setting)
         return self.plans[key]
 
     def close(self) -> None:
@@ -52,7 +53,7 @@ class _Context:
         self.communicator.close()
 
 
-_contexts: dict[tuple[dist.ProcessGroup, str, Stages], _Context] = {}
+_contexts: dict[tuple[dist.ProcessGroup, torch.device, Stages], _Context] = {}
 
 
 class Reduction:
@@ -62,7 +63,7 @@ class Reduction:
         self._job, self._flat, self._out = job, flat, out
 
     def done(self) -> bool:
-        """True once the result or an error is there."""
+        """True once the result or an error is there (on a GPU, once all work for it is issued)."""
         return self._job.future.done()
 
     def wait(self) -> Tensor:
@@ -75,6 +76,7 @@ class Reduction:
         try:
             self._job.future.wait()
         except Exception:
+            self._job.join()
             if self._job.error is None:
                 raise
             raise self._job.error from None
@@ -171,7 +173,8 @@ def _start(context: _Context, flat: Tensor, config: GQSGDConfig, step: int) -> J
     if context.communicator.size > 1 and flat.numel():
         facts = {**config.to_dict(), "numel": flat.numel(), "dtype": str(flat.dtype), "step": step}
         starts = context.plan(flat, config).starts(flat, context.communicator.rank, step, counters, telemetry)
-        starts[0] = partial(_after_agreement, facts, starts[0], context.communicator.size, flat.device)
+        communicator = context.communicator
+        starts[0] = partial(_after_agreement, facts, starts[0], communicator.size, communicator.control_device)
     name = f"all_reduce number {step}"
     job = context.latest = Job(flat, starts, name, counters, telemetry, last_of_step=True, first_stage=0)
     if starts:
@@ -190,7 +193,7 @@ def _after_agreement(facts: dict[str, Any], start: Callable[[], Steps], ranks: i
 def _context(device: torch.device, group: dist.ProcessGroup, stages: Stages) -> _Context:
     for known in [key for key, context in _contexts.items() if context.failed or not is_alive(key[0])]:
         _contexts.pop(known).close()
-    key = (group, device.type, stages)
+    key = (group, device, stages)
     if key not in _contexts:
         _contexts[key] = _Context(device, group, stages)
     return _contexts[key]

@@ -84,7 +84,7 @@ class GQSGDState:
             tensor.device, model.process_group, timeout, stages=stages(self.config, ranks)
         )
         self._communicator.agree({**config.to_dict(), "parameters": _digest(self._parameters.values())})
-        self._runner: Runner | None = runner_for(tensor.device)
+        self._runner: Runner | None = runner_for(self._communicator)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._store: MemoryStore | None = None
         if self.config.remembers:
@@ -138,7 +138,8 @@ class GQSGDState:
             check_gradient(x, "a gradient")
             known = [self._parameters[id(p)] for p in parameters]
             segments = [Segment(p.number, p.numel, p.raw or warming_up) for p in known]
-            setting = Setting(self.config, self._communicator.size, x.dtype)
+            communicator = self._communicator
+            setting = Setting(self.config, communicator.size, x.dtype, communicator.piece_numel)
             self._plans[key] = Plan(segments, uncompressed(setting) if warming_up else setting)
             assert self._plans[key].numel == x.numel()
         return self._plans[key]

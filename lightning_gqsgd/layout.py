@@ -11,7 +11,7 @@ A shard's message: block scales, then codes, then uncompressed coordinates, each
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -65,16 +65,24 @@ class Run(NamedTuple):
     numel: int
 
 
-class Part(NamedTuple):
-    """Some blocks, and the runs that they form."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some blocks, and the runs that they form.
+
+    Attributes:
+        blocks: int64 [number of blocks, COLUMNS], on the layout's device.
+        table: the same on the host.
+        block_size: the most coordinates a block has.
+    """
 
     blocks: Tensor
-    runs: list[Run]
+    table: np.ndarray
+    block_size: int
 
-    @classmethod
-    def of(cls, blocks: Tensor, block_size: int) -> Part:
-        """With the longest runs."""
-        return cls(blocks, runs(blocks, block_size))
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The longest runs of blocks that are not raw; only a memory asks for them."""
+        return runs(self.table, self.block_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,16 +90,37 @@ class Layout:
     """Where the blocks of one piece lie, in the flat tensor and in the messages.
 
     Attributes:
-        blocks: int64 [number of blocks, COLUMNS].
+        table: int64 [number of blocks, COLUMNS], on the host.
         first: int64 [shards + 1], the number of the first block of each shard.
         shard_bytes: length of one shard's message in bytes.
         block_size: the most coordinates a block has.
+        device: where ``blocks`` are.
     """
 
-    blocks: Tensor
+    table: np.ndarray
     first: tuple[int, ...]
     shard_bytes: int
     block_size: int
+    device: torch.device = torch.device("cpu")
+
+    def on(self, device: torch.device) -> Layout:
+        """The layout for tensors on a device, whose table is copied there once; `reducers` ask for it in every step."""
+        if device == self.device:
+            return self
+        known = self._copies.setdefault(device, replace(self, device=device))
+        if device.type == "cuda":  # streams take turns, and memory is given back to the one that it was allocated on
+            known.blocks.record_stream(torch.cuda.current_stream(device))
+        return known
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """The table as a tensor on the layout's device. The host waits for the copy to another one, so that every
+        stream finds it done."""
+        return torch.from_numpy(self.table).to(self.device)
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Layout]:
+        return {}
 
     @property
     def shards(self) -> int:
@@ -110,12 +139,13 @@ class Layout:
     @cached_property
     def whole(self) -> Part:
         """All blocks."""
-        return Part.of(self.blocks, self.block_size)
+        return Part(self.blocks, self.table, self.block_size)
 
     @cached_property
     def parts(self) -> list[Part]:
         """Those of each shard."""
-        return [Part.of(self.shard(index), self.block_size) for index in range(self.shards)]
+        bounds = zip(self.first[:-1], self.first[1:], strict=True)
+        return [Part(self.blocks[lo:hi], self.table[lo:hi], self.block_size) for lo, hi in bounds]
 
 
 def code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
@@ -156,21 +186,18 @@ def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
     return np.concatenate(tables) if tables else np.zeros((0, COLUMNS), dtype=np.int64)
 
 
-def runs(blocks: Tensor, block_size: int) -> list[Run]:
+def runs(table: np.ndarray, block_size: int) -> list[Run]:
     """The longest runs of blocks that are not raw, whatever the order of the blocks."""
-    found: list[Run] = []
-    for block in sorted(blocks[blocks[:, RAW] == 0].tolist()):  # by their start
-        one = Run(block[START], block[PARAMETER], block[INDEX] * block_size, block[LENGTH])
-        last = found[-1] if found else None
-        if last is not None and _ends(last) == (one.start, one.parameter, one.offset):
-            found[-1] = last._replace(numel=last.numel + one.numel)
-        else:
-            found.append(one)
-    return found
-
-
-def _ends(run: Run) -> tuple[int, int, int]:
-    return run.start + run.numel, run.parameter, run.offset + run.numel
+    table = table[table[:, RAW] == 0]
+    table = table[np.argsort(table[:, START], kind="stable")]
+    start, parameter, numel = table[:, START], table[:, PARAMETER], table[:, LENGTH]
+    offset = table[:, INDEX] * block_size
+    goes_on = parameter[1:] == parameter[:-1]
+    for at in (start, offset):
+        goes_on = goes_on & (at[1:] == at[:-1] + numel[:-1])
+    first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
+    total = np.add.reduceat(numel, first) if len(first) else numel
+    return [Run(*one) for one in np.stack([start[first], parameter[first], offset[first], total], axis=1).tolist()]
 
 
 def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:
@@ -255,7 +282,7 @@ def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes
     for number, (lo, hi) in enumerate(zip(first[:-1], first[1:], strict=True)):
         table[lo:hi, CODES] += number * shard_bytes
         table[lo:hi, SCALE] += np.where(table[lo:hi, SCALE] >= 0, number * shard_bytes, 0)
-    return Layout(torch.from_numpy(table), tuple(first), shard_bytes, block_size)
+    return Layout(table, tuple(first), shard_bytes, block_size)
 
 
 def _place_shard(table: np.ndarray, raw: np.ndarray, record: np.ndarray, scale_bytes: int) -> int:

@@ -1,22 +1,31 @@
-"""Runs the steps of reducers: over Gloo on one thread that puts them in order, over NCCL on a stream of our own.
+"""Runs the steps of reducers: over Gloo on one thread that puts them in order, over NCCL on streams of our own.
 
 Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
 run on several threads in no order. Here one thread per process starts every collective; callbacks only wake it. Pieces
 are started in the order in which they were submitted, stage by stage, so each group sees the same order on every rank;
 within that, the thread does whatever is ready: encoding, the wire and decoding of different pieces overlap.
+
+NCCL: the thread that hands a bucket over issues all its work at once and waits for none; no collective is issued from a
+callback. CUDA tensors over Gloo take the thread, which issues their work on a stream of its own (see `staging`).
+
+A future of a CUDA tensor completes on the host once all work is issued; whoever waits for it lets the current stream
+wait for the work.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from itertools import cycle
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +33,9 @@ from torch import Tensor
 
 from lightning_gqsgd.communicator import Communicator
 from lightning_gqsgd.reducers.base import Steps
-from lightning_gqsgd.telemetry import BucketCounters, Telemetry
+from lightning_gqsgd.telemetry import BucketCounters, Moment, Telemetry, moment
+
+logger = logging.getLogger(__name__)
 
 #: Pieces under way at once, per communicator: enough to fill the wire, few enough to bound scratch memory.
 MAX_UNDER_WAY = 8
@@ -45,7 +56,6 @@ class Job:
         last_of_step: True for the last bucket of a step.
         first_stage: 0 if the first piece begins with an agreement, otherwise 1; the same for all jobs of a
             communicator.
-        future: completes with the tensor, or with the error.
         error: the error, once complete.
     """
 
@@ -59,26 +69,59 @@ class Job:
 
     def __post_init__(self) -> None:
         devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
-        self._done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        self.future: torch.futures.Future[Tensor] = self._done.then(self._result)
+        self._done: torch.futures.Future[Tensor | None] = torch.futures.Future(devices=devices)
         self.error: BaseException | None = None
         self._submitted = time.perf_counter()
+        self._arrived = moment(self.tensor.device)
+        self._stream: torch.cuda.Stream | None = None
         self.left = len(self.pieces)
+
+    @cached_property
+    def future(self) -> torch.futures.Future[Tensor]:
+        """Completes with the tensor, or with the error."""
+        # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
+        succeeded = self._done.done() and self.error is None
+        return cast("torch.futures.Future[Tensor]", self._done) if succeeded else self._done.then(self._result)
+
+    def take(self, stream: torch.cuda.Stream | None) -> None:
+        """Do all work on this stream, behind what the current one had to do when the job was made; None: on the CPU."""
+        self._stream = stream
+        if stream is not None:
+            stream.wait_event(cast("torch.cuda.Event", self._arrived))
+            self.tensor.record_stream(stream)
+
+    def join(self) -> None:
+        """Let the current stream wait for all work that has been issued; a future with an error does not."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Where the job's work is to be issued."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Complete the future."""
-        elapsed = time.perf_counter() - self._submitted
-        self.counters.latency_s += elapsed
+        self.error = error
+        try:
+            with self.on_stream():
+                if error is not None:
+                    self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
+                self._book(moment(self.tensor.device))
+        except Exception as cause:  # of a GPU that has failed: a future cannot take a tensor from there any more
+            self.error = error or cause
+            logger.critical("gqsgd: %s: the GPU has failed: %s", self.name, cause)
+            self._done.set_result(None)
+            return
+        with self.on_stream():
+            self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream has come so far
+
+    def _book(self, now: Moment) -> None:
+        self.counters.latency_s += time.perf_counter() - self._submitted
         if self.last_of_step:
-            self.telemetry.exposed_s += elapsed
+            self.telemetry.expose(self._arrived, now)
             self.telemetry.end_step()
-        if error is not None:
-            self.error = error
-            self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
-        self._done.set_result(self.tensor)  # on a GPU, complete when the current stream has come so far
 
     def _result(self, _: object) -> Tensor:
-        # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
         if self.error is not None:
             raise self.error
         return self.tensor
@@ -97,15 +140,19 @@ class _Piece:
 
     def resume(self, communicator: Communicator) -> bool:
         """Go on to the next exchange and start it; False if there is none and the piece is through."""
+        with self.job.on_stream():
+            return self._resume(communicator)
+
+    def _resume(self, communicator: Communicator) -> bool:
         begun = time.perf_counter()
         for work in self.works:
-            work.wait()  # on the CPU complete already; raises its error
+            work.wait()  # of Gloo complete already, and raises its error; of NCCL, the stream waits
         try:
             self._steps = self._steps or self._start()
             exchanges = next(self._steps)
         except StopIteration as end:
             self.job.counters.decode_s += time.perf_counter() - begun
-            self.job.counters.nonfinite_blocks += end.value
+            self.job.counters.add_nonfinite(end.value)
             return False
         self.job.counters.encode_s += time.perf_counter() - begun
         # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
@@ -133,37 +180,45 @@ class Runner(Protocol):
 
 
 class StreamRunner:
-    """Runs jobs at once in the caller's thread: on a stream of its own on a GPU, where the host waits for nothing.
+    """Runs jobs at once in the caller's thread: on streams of its own on a GPU, where the host waits for nothing.
 
-    All pieces of a job take one stage before any takes the next, so that a piece is encoded while another is on the
-    wire. On the CPU (for tests) it waits for every exchange.
+    Jobs take the streams in turns, so that a bucket is encoded while its predecessor is on the wire or decoded. All
+    pieces of a job take one stage before any takes the next, for the same reason. On the CPU (for tests) it waits for
+    every exchange.
+
+    Args:
+        streams: to issue work on; None stands for the CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
+        self._streams = cycle(streams)
+        self._broken: dict[Communicator, BaseException] = {}
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """See `Runner.submit`."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(job.tensor.device))
-            job.tensor.record_stream(self._stream)
+        job.take(next(self._streams))
+        broken = self._broken.get(communicator)
+        if broken is not None:
+            job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
+            return
         left = deque(_pieces_of(job))
         error = None
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            try:
-                if left and left[0].stage == 0:
-                    left[0].resume(communicator)
-                while left:
-                    if left[0].resume(communicator):
-                        left.rotate(-1)
-                    else:
-                        left.popleft()
-            except Exception as cause:  # reported through the future
-                error = communicator.describe(cause, f"{job.name}, stage {left[0].stage},")
-            job.finish(error)
+        try:
+            if left and left[0].stage == 0:
+                left[0].resume(communicator)
+            while left:
+                if left[0].resume(communicator):
+                    left.rotate(-1)
+                else:
+                    left.popleft()
+        except Exception as cause:  # reported through the future; the order of collectives is lost
+            self._broken[communicator] = cause
+            error = communicator.describe(cause, f"{job.name}, stage {left[0].stage},")
+        job.finish(error)
 
     def close(self, communicator: Communicator) -> None:
         """See `Runner.close`: nothing is under way between calls."""
+        self._broken.pop(communicator, None)
 
 
 class Sequencer:
@@ -173,6 +228,7 @@ class Sequencer:
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lanes: dict[Communicator, deque[_Piece]] = {}
         self._broken: dict[Communicator, BaseException] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="gqsgd-sequencer", daemon=True)
         self._thread.start()
 
@@ -213,12 +269,21 @@ class Sequencer:
             event()
 
     def _add(self, communicator: Communicator, job: Job) -> None:
+        try:
+            job.take(self._stream_of(job.tensor.device))
+        except Exception as error:  # of a GPU that has failed
+            self._broken.setdefault(communicator, error)
         cause = self._broken.get(communicator)
         if cause is not None:
             job.finish(communicator.describe(cause, f"{job.name}, after an earlier failure,"))
             return
         self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job))
         self._advance(communicator)
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type == "cuda" and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams.get(device)
 
     def _advance(self, communicator: Communicator) -> None:
         """Resume every piece whose exchanges are through and whose turn it is."""
@@ -271,11 +336,16 @@ _users = 0
 _lock = threading.RLock()  # a collection of garbage within `runner_for` may call `release`
 
 
-def runner_for(device: torch.device) -> Runner:
-    """What runs jobs of tensors on a device; give it back with `release`."""
+def runner_for(*communicators: Communicator) -> Runner:
+    """What runs the jobs of communicators on one device; give it back with `release`.
+
+    Over NCCL, on two streams; on one if there are several communicators, so that their collectives never run at once:
+    they might wait for each other for ever.
+    """
     global _shared, _users
-    if device.type != "cpu":
-        return StreamRunner(device)
+    first = communicators[0]
+    if first.backend == "nccl":
+        return StreamRunner([torch.cuda.Stream(first.device) for _ in range(1 if len(communicators) > 1 else 2)])
     with _lock:
         _shared = _shared or Sequencer()
         _users += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import LENGTH, PIECE_NUMEL, START, Segment, cut, pieces
+from lightning_gqsgd.layout import LENGTH, START, Segment, cut, pieces
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers import REDUCERS, Reducer, Setting, StepKeys, Steps, between_nodes, run_virtual
 from lightning_gqsgd.reducers.scatter import Scatter
@@ -110,7 +111,7 @@ class Plan:
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         found = []
-        for table in _tables(segments, self.setting.config):
+        for table in _tables(segments, self.setting):
             part = _span(table)
             table[:, START] -= part.start
             found.append(_Piece(part, REDUCERS[self.setting.config.reducer](table, self.setting), [_middle(part)]))
@@ -139,8 +140,8 @@ class ScatterPlan(Plan):
         ranks, block_size = self.setting.ranks, self.setting.config.block_size
         each, share = len(segments) // ranks, self.numel // ranks
         tables = [cut(segments[rank * each : (rank + 1) * each], block_size) for rank in range(ranks)]
-        whole = self.setting.config.scale_per == "parameter"
-        lengths = [len(table) for table in pieces(tables[0], max(1, PIECE_NUMEL // ranks), whole_parameters=whole)]
+        whole, numel = self.setting.config.scale_per == "parameter", max(1, self.setting.piece_numel // ranks)
+        lengths = [len(table) for table in pieces(tables[0], numel, whole_parameters=whole)]
         found = []
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
             runs = [table[end - length : end] for table in tables]
@@ -163,12 +164,13 @@ class ScatterPlan(Plan):
         return slice(rank, rank + 1)
 
 
-def _tables(segments: Sequence[Segment], config: GQSGDConfig) -> list[np.ndarray]:
+def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:
     """The block tables of all pieces."""
+    config = setting.config
     table = cut(segments, config.block_size)
     if config.reducer == "native":  # takes the tensor whole, so that it gives DDP's bits
         return [table] if len(table) else []
-    return pieces(table, whole_parameters=config.scale_per == "parameter")
+    return pieces(table, setting.piece_numel, whole_parameters=config.scale_per == "parameter")
 
 
 def _booked(steps: Steps, reducer: Reducer, counters: BucketCounters) -> Steps:
@@ -190,8 +192,13 @@ def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
 
 
 def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """Run what ``ranks`` ranks need once on two virtual ones, so that no step waits for a compiler."""
-    if config.reducer == "native" or device.type != "cpu":
+    """Run what ``ranks`` ranks need once on two virtual ones, so that no step waits for a compiler.
+
+    Raises:
+        ConfigError: see `check_device`.
+    """
+    check_device(config, device)
+    if config.reducer == "native" or device.type not in ("cpu", "cuda"):
         return
     segments = [Segment(0, 64, raw=False), Segment(1, 8, raw=True)]
     plain = GQSGDConfig(reducer="two_shot")
@@ -199,5 +206,15 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
         one = between_nodes(one, ranks) if one.reducer == "hierarchical" else one
         one = replace(one, bits=max(one.bits, 2)) if one.reducer == "sum" else one
         stores = [MemoryStore(one, 2, {0: 64}, dtype, device) for _ in range(2)]
-        gradients = [torch.ones(72, dtype=dtype) for _ in range(2)]
-        Plan(segments, Setting(one, ranks=2, dtype=dtype)).average(gradients, 0, stores)
+        gradients = [torch.ones(72, dtype=dtype, device=device) for _ in range(2)]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            Plan(segments, Setting(one, ranks=2, dtype=dtype)).average(gradients, 0, stores)
+
+
+def check_device(config: GQSGDConfig, device: torch.device) -> None:
+    """Raise ConfigError for a configuration that is not for tensors on a device."""
+    if config.coder == "elias" and device.type != "cpu":
+        raise ConfigError(
+            f"coder='elias' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
+            "coder='fixed'"
+        )

@@ -1,23 +1,91 @@
-"""What compression did: bytes, seconds, and the error measured on samples."""
+"""What compression did: bytes, seconds, and the error measured on samples.
+
+Nothing here waits for a GPU during a step: what is only known there is added up there, and fetched when it is read.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.reducers.base import Exchange, Steps
+from lightning_gqsgd.reducers.base import Count, Exchange, Steps
 
 #: Coordinates per piece whose exact mean is computed on sampling steps.
 SAMPLE_NUMEL = 4096
+
+#: Measurements on a GPU that have not ended yet, at most; older ones are left out.
+MAX_MEASURING = 64
+
+#: A point in time: seconds of the host's clock, or a timing event on a GPU.
+Moment = float | torch.cuda.Event
+
+
+def moment(device: torch.device) -> Moment:
+    """Now; on a GPU, when the current stream has come so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _Computed(NamedTuple):
+    """A tensor, and the stream that computes it; None on the CPU."""
+
+    tensor: Tensor
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def here(cls, tensor: Tensor) -> _Computed:
+        """By the current stream."""
+        return cls(tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
+
+    def get(self) -> Tensor:
+        """The tensor for the current stream, which waits for the other."""
+        now = _Computed.here(self.tensor).stream
+        if now is not None and self.stream is not None and now != self.stream:
+            now.wait_stream(self.stream)
+            self.tensor.record_stream(now)
+        return self.tensor
+
+
+class Tally:
+    """A sum of numbers and of tensors of one shape, on the tensors' device.
+
+    Each stream adds what it has computed to a sum of its own, so that none waits for another before the sum is read.
+    """
+
+    def __init__(self) -> None:
+        self._number: float = 0
+        self._sums: dict[torch.cuda.Stream | None, _Computed] = {}
+
+    def add(self, value: float | Tensor) -> None:
+        """Add a number, or a tensor that the current stream computes."""
+        if not isinstance(value, Tensor):
+            self._number += value
+            return
+        new = _Computed.here(value)
+        known = self._sums.get(new.stream)
+        self._sums[new.stream] = new if known is None else _Computed(known.tensor + value, new.stream)
+
+    def total(self) -> float | Tensor:
+        """The sum: a tensor for the current stream, which waits for the others, if any was added."""
+        return sum((one.get() for one in list(self._sums.values())), self._number)
 
 
 @dataclass
 class BucketCounters:
     """Totals of one bucket index since the start.
+
+    On a GPU, ``encode_s``, ``decode_s`` and ``latency_s`` are the host's time to issue the work, not that of the work.
 
     Attributes:
         calls: number of times that the bucket was reduced.
@@ -27,7 +95,6 @@ class BucketCounters:
         encode_s: seconds in stages before the last exchange.
         decode_s: seconds after it.
         latency_s: seconds from the hook's call to the result.
-        nonfinite_blocks: blocks whose mean is NaN or infinite.
     """
 
     calls: int = 0
@@ -37,53 +104,102 @@ class BucketCounters:
     encode_s: float = 0.0
     decode_s: float = 0.0
     latency_s: float = 0.0
-    nonfinite_blocks: int = 0
+    _nonfinite: Tally = field(default_factory=Tally, repr=False, compare=False)
+
+    def add_nonfinite(self, blocks: Count) -> None:
+        """Count blocks whose mean is NaN or infinite."""
+        self._nonfinite.add(blocks)
+
+    @property
+    def nonfinite_blocks(self) -> int:
+        """Blocks whose mean is NaN or infinite. Waits for a GPU."""
+        return int(self._nonfinite.total())
 
 
 @dataclass
 class Telemetry:
     """Counters of one process; all are totals since the start.
 
+    Reading ``error``, ``reference``, ``last_rel_l2`` or `totals` waits for a GPU; nothing else does.
+
     Attributes:
         steps: number of reduced steps.
         wait_s: seconds in which pieces were on the wire and the processor had nothing to do for them.
-        exposed_s: seconds from the last bucket's arrival to the last result: what backward waited for.
+        exposed_s: seconds from the last bucket's arrival to the last result: what backward waited for. On a GPU, of the
+            steps that it has finished.
         buckets: counters by bucket index (buckets are rebuilt once after the first step).
-        error, reference: sums of squares of (estimate - mean) and of the mean over all sampled coordinates.
-        last_rel_l2: relative L2 error of the latest sampled step; NaN before the first.
     """
 
     steps: int = 0
     wait_s: float = 0.0
     exposed_s: float = 0.0
     buckets: dict[int, BucketCounters] = field(default_factory=dict)
-    error: float = 0.0
-    reference: float = 0.0
-    last_rel_l2: float = math.nan
-    _step_error: float = 0.0
-    _step_reference: float = 0.0
+    _measuring: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
+        default_factory=lambda: deque(maxlen=MAX_MEASURING), repr=False
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # readers collect, too
+    # Sums of squares, [2]: of (estimate - mean) and of the mean.
+    _of_step: Tally = field(default_factory=Tally, repr=False)
+    _of_last: _Computed | None = field(default=None, repr=False)
+    _of_all: Tally = field(default_factory=Tally, repr=False)
 
     def bucket(self, index: int) -> BucketCounters:
         """Counters of a bucket, made on first use."""
         return self.buckets.setdefault(index, BucketCounters())
 
-    def add_sample(self, error: float, reference: float) -> None:
-        """Add sums of squares over one sample; a non-finite sample is left out."""
-        if math.isfinite(error) and math.isfinite(reference):
-            self._step_error += error
-            self._step_reference += reference
+    def add_sample(self, error: Tensor, reference: Tensor) -> None:
+        """Add sums of squares over one sample, 0-d; a non-finite sample is left out."""
+        sums = torch.stack([error, reference]).double()
+        self._of_step.add(torch.where(sums.isfinite().all(), sums, 0.0))
+
+    def expose(self, since: Moment, until: Moment) -> None:
+        """Book time in which backward waited for a result; of two moments on a GPU, once both have passed."""
+        if isinstance(since, float) and isinstance(until, float):
+            self.exposed_s += until - since
+        elif not isinstance(since, float) and not isinstance(until, float):
+            self._measuring.append((since, until))
+        self.collect()
+
+    def collect(self) -> None:
+        """Book what a GPU has finished, without waiting for it."""
+        with self._lock:
+            while self._measuring and self._measuring[0][1].query():
+                since, until = self._measuring.popleft()
+                self.exposed_s += since.elapsed_time(until) / 1e3
 
     def end_step(self) -> None:
         """Close a step."""
         self.steps += 1
-        if self._step_reference > 0:
-            self.last_rel_l2 = math.sqrt(self._step_error / self._step_reference)
-            self.error += self._step_error
-            self.reference += self._step_reference
-        self._step_error = self._step_reference = 0.0
+        self.collect()
+        sums, self._of_step = self._of_step.total(), Tally()
+        if isinstance(sums, Tensor):  # it was sampled
+            before = torch.zeros_like(sums) if self._of_last is None else self._of_last.get()
+            self._of_last = _Computed.here(torch.where(sums[1] > 0, sums, before))
+            self._of_all.add(torch.where(sums[1] > 0, sums, 0.0))
+
+    @property
+    def error(self) -> float:
+        """Sum of squares of (estimate - mean) over all sampled coordinates."""
+        return self._sums()[0]
+
+    @property
+    def reference(self) -> float:
+        """Sum of squares of the mean over all sampled coordinates."""
+        return self._sums()[1]
+
+    @property
+    def last_rel_l2(self) -> float:
+        """Relative L2 error of the latest sampled step; NaN before the first."""
+        error, reference = (0.0, 0.0) if self._of_last is None else self._of_last.get().tolist()
+        return math.sqrt(error / reference) if reference > 0 else math.nan
+
+    def _sums(self) -> list[float]:
+        total = self._of_all.total()
+        return total.tolist() if isinstance(total, Tensor) else [0.0, 0.0]
 
     def totals(self) -> dict[str, float]:
         """All counters as plain numbers: totals over buckets, bits per coordinate, relative L2 error."""
+        self.collect()
         buckets = list(self.buckets.values())
         numel = sum(bucket.numel for bucket in buckets)
         totals = {
@@ -137,5 +253,5 @@ def sampled(steps: Steps, x: Tensor, sample: Sequence[slice], result: slice, ran
     bad = yield from steps
     mean = exact[result]
     estimate = torch.stack([x[part] for part in sample[result]]).to(mean.dtype)
-    telemetry.add_sample(float((estimate - mean).square().sum()), float(mean.square().sum()))
+    telemetry.add_sample((estimate - mean).square().sum(), mean.square().sum())
     return bad

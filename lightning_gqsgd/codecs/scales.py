@@ -59,7 +59,7 @@ class _Norms:
         self._x, self._blocks, self._kernels = x, blocks, kernels_for(x.device)
         self._groups = torch.arange(len(blocks), device=blocks.device)
         if config.scale_per == "parameter":
-            self._groups = torch.unique(blocks[:, PARAMETER], return_inverse=True)[1]
+            self._groups = _numbers(blocks[:, PARAMETER])
 
     @cached_property
     def maximum(self) -> Tensor:
@@ -89,6 +89,15 @@ class _Norms:
 
     def _total(self, values: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add_(0, self._groups, values)[self._groups]
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """The rank of each value among the different ones: int64 [B]. `torch.unique` would wait for a device."""
+    order = values.argsort(stable=True)
+    ascending = values[order]
+    steps = torch.zeros_like(order)
+    steps[1:] = ascending[1:] != ascending[:-1]
+    return torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
 
 
 def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,11 +32,11 @@ from lightning_gqsgd.hook import STATE_SCHEMA, warn_of_difference
 from lightning_gqsgd.integrations.fsdp_modules import ShardedGroup, digest, parameter_bits, row, sharded_groups
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
-from lightning_gqsgd.plan import Plan, ScatterPlan, check_gradient, compile_kernels
+from lightning_gqsgd.plan import Plan, ScatterPlan, check_device, check_gradient, compile_kernels
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import Setting, resolve, stages
 from lightning_gqsgd.reducers.base import uncompressed
-from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.telemetry import Telemetry, moment
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +90,7 @@ class GQSGDFSDPState:
         self._groups = sharded_groups(model, config)
         _check_groups(self._groups, replicate)
         device, shards = self._groups[0].device, self._groups[0].shards
+        check_device(config, device)
         replicas = replicate or self._groups[0].replicas
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
 
@@ -107,7 +107,7 @@ class GQSGDFSDPState:
             self._scatter = _Collective("reduce-scatter", self._shards, scattered, ScatterPlan, rows, before)
         facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
         self._agree({**facts, "place among replicas": self._replica}, {**facts, "shard": self._shards.rank})
-        self._runner: Runner | None = runner_for(device)
+        self._runner: Runner | None = runner_for(*self._communicators())
         self._reductions: defaultdict[str, int] = defaultdict(int)
         self._has_met: set[torch.dtype] = set()
         self._first_of_step: ShardedGroup | None = None
@@ -174,7 +174,7 @@ class GQSGDFSDPState:
         step = self._reductions[name]
         self._reductions[name] += 1
         self._count(group)
-        begun = time.perf_counter()
+        begun = moment(x.device)
         counters = self.telemetry.bucket(collective.first_bucket + group.index)
         starts = []
         if collective.communicator.size > 1 and x.numel():
@@ -186,7 +186,7 @@ class GQSGDFSDPState:
         else:
             job.finish()
         Reduction(job, x, x).wait()
-        self.telemetry.exposed_s += time.perf_counter() - begun
+        self.telemetry.expose(begun, moment(x.device))
 
     def _plan(self, collective: _Collective, group: ShardedGroup, x: Tensor, *, warming_up: bool) -> Plan:
         parameters = group.reduced()
@@ -203,7 +203,8 @@ class GQSGDFSDPState:
                     group.name,
                 )
                 segments = [Segment(0, x.numel() // len(rows), raw=True)] * len(rows)
-            setting = Setting(config, collective.communicator.size, x.dtype)
+            communicator = collective.communicator
+            setting = Setting(config, communicator.size, x.dtype, communicator.piece_numel)
             if warming_up or not known:
                 segments = [replace(segment, raw=True) for segment in segments]
                 setting = uncompressed(setting)
@@ -320,12 +321,14 @@ class GQSGDFSDPState:
         """Stop using threads and process groups. The model cannot be trained any more."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            communicators = [self._shards, *([self._average.communicator] if self._average is not None else [])]
-            for communicator in communicators:
+            for communicator in self._communicators():
                 runner.close(communicator)
             release(runner)
-            for communicator in communicators:
+            for communicator in self._communicators():
                 communicator.close()
+
+    def _communicators(self) -> list[Communicator]:
+        return [self._shards, *([self._average.communicator] if self._average is not None else [])]
 
     def _install(self) -> None:
         for group in self._groups:

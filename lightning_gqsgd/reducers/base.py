@@ -2,8 +2,8 @@
 
 A reducer issues no collective itself. Its `steps` yield the exchanges that they need and are resumed when those are
 done, so that the same objects run over process groups (`pipeline`) and over virtual ranks in one process
-(`run_virtual`). Stage k of a piece is what it yields k-th; every stage has a process group of its own, hence each rank
-issues the same collectives in the same order in each group, however the stages of several pieces interleave.
+(`run_virtual`). Stage k of a piece is what it yields k-th, and on every rank the pieces take a stage in the same order.
+On a GPU, `steps` issue work and wait for none of it: they read no number from there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec, codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels.wire import Key, scale_format
+from lightning_gqsgd.layout import PIECE_NUMEL
 from lightning_gqsgd.memory import MemoryStore
 
 
@@ -62,7 +63,10 @@ class Exchange(NamedTuple):
         return cls(kind, tensor, tensor)
 
 
-Steps = Generator[Sequence[Exchange], None, int]
+#: A number of blocks; where it is only known on a GPU, 0-d and there, so that nothing waits for it.
+Count = int | Tensor
+
+Steps = Generator[Sequence[Exchange], None, Count]
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,13 @@ class Setting:
         config: the configuration; its reducer is not "auto" any more.
         ranks: number of ranks.
         dtype: dtype of the gradients.
+        piece_numel: the most coordinates of a piece, about; results do not depend on it.
     """
 
     config: GQSGDConfig
     ranks: int
     dtype: torch.dtype
+    piece_numel: int = PIECE_NUMEL
 
     @property
     def codec(self) -> Codec:
@@ -148,7 +154,7 @@ class Reducer(Protocol):
 
     @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
-        """How often `steps` yields at most, hence the number of process groups."""
+        """How often `steps` yields at most, which is the number of stages."""
         ...
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
@@ -159,7 +165,8 @@ class Reducer(Protocol):
 
 def side_by_side(*several: Steps) -> Steps:
     """Several parts of a piece at once, stage by stage; returns the sum of what they return."""
-    result, going = 0, list(several)
+    result: Count = 0
+    going = list(several)
     while going:
         exchanges: list[Exchange] = []
         for one in list(going):
@@ -178,12 +185,12 @@ def ring_bytes(message_bytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * message_bytes // ranks
 
 
-def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[int]:
+def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[Count]:
     """Run one piece on virtual ranks in this process, in lock-step; return what each rank's steps returned.
 
     ``only_first``: once rank 0 has its result, which is everyone's, the others' steps are not finished.
     """
-    results: list[int] = []
+    results: list[Count] = []
     pending: list[Sequence[Exchange]] = []
     while not results:
         for one in steps:

@@ -39,15 +39,16 @@ class Gather:
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """See `reducers.base.Reducer.steps`."""
+        layout = self.layout.on(x.device)
         work = working_copy(x, self.link)
-        sent = torch.empty(self.layout.message_bytes, dtype=torch.uint8, device=x.device)
-        outgoing = Outgoing(self.link, work, self.layout.whole, keys.rotation, store)
+        sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
+        outgoing = Outgoing(self.link, work, layout.whole, keys.rotation, store)
         if self.shares_scales:
             yield (Exchange.in_place("max", outgoing.find_scales()),)
         outgoing.encode(sent, keys.up[rank])
         received = yield from self._gather_compressed(sent) if self.compresses else self._gather(sent)
 
-        bad = self.link.decode(received, self.layout.whole, work, keys.up, keys.rotation, store)
+        bad = self.link.decode(received, layout.whole, work, keys.up, keys.rotation, store)
         outgoing.commit(work)
         if work is not x:
             x.copy_(work)

@@ -19,7 +19,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import LENGTH, START
 from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import ALL, Exchange, Scope, Setting, StepKeys, Steps
+from lightning_gqsgd.reducers.base import ALL, Count, Exchange, Scope, Setting, StepKeys, Steps
 from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
 
 
@@ -107,7 +107,8 @@ class Hierarchical:
 
     def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys) -> Steps:
         """Average a shard over nodes, in the same number of stages at every place: they share the groups' order."""
-        between, stages, bad = self.between[place], self.peer_stages, 0
+        between, stages = self.between[place], self.peer_stages
+        bad: Count = 0
         if between is not None:
             steps = between.steps(shard, node, keys)
             while True:

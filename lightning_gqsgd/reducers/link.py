@@ -18,6 +18,7 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Quantiser
 from lightning_gqsgd.layout import Part
 from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.base import Count
 
 
 class Link:
@@ -64,7 +65,7 @@ class Link:
         rotation: Key,
         store: MemoryStore | None,
         base: int = 0,
-    ) -> int:
+    ) -> Count:
         """Write the mean that messages stand for into ``x``; return the number of non-finite blocks.
 
         Args:

@@ -40,7 +40,7 @@ class Scatter:
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """Replace this rank's shard by its mean over ranks; see `reducers.base.Reducer.steps`."""
-        layout = self.layout
+        layout = self.layout.on(x.device)
         work = working_copy(x, self.link)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)

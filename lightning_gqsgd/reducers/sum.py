@@ -31,7 +31,7 @@ class Sum:
         self.layout = place(table[~raw], q, shards=1, scale_bytes=0, raw_bytes=0)
         self.raw = TwoShot(table[raw], uncompressed(setting))
         self.lane = torch.uint8 if 8 % config.bits == 0 else torch.int64
-        maxima_bytes = len(self.layout.blocks) * (8 if setting.dtype == torch.float64 else 4)
+        maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
         self.message_bytes = self.layout.message_bytes + maxima_bytes + self.raw.message_bytes
         self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
 
@@ -49,16 +49,16 @@ class Sum:
         return bad
 
     def _coded(self, work: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
-        kernels, blocks, q = kernels_for(work.device), self.layout.blocks, self.link.quantiser
-        outgoing = Outgoing(self.link, work, self.layout.whole, keys.rotation, store)
+        kernels, layout, q = kernels_for(work.device), self.layout.on(work.device), self.link.quantiser
+        outgoing = Outgoing(self.link, work, layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)
 
-        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=work.device)
+        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=work.device)
         outgoing.encode(codes, keys.up[rank])
         yield (Exchange.in_place("sum", codes.view(self.lane)),)
 
-        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
-        self.link.restore(work, self.layout.whole, keys.rotation, store)
+        bad = kernels.decode_sum(codes, maxima, layout.blocks, work, keys.up, q)
+        self.link.restore(work, layout.whole, keys.rotation, store)
         outgoing.commit(work)
         return bad

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.layout import RAW, place_by_owner
+from lightning_gqsgd.layout import RAW, Layout, place_by_owner
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, side_by_side, uncompressed
 from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
@@ -75,7 +75,7 @@ class Tree:
         # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
         self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0)
         self.raw = TwoShot(table[raw], uncompressed(setting))
-        maxima_bytes = len(self.layout.blocks) * (8 if setting.dtype == torch.float64 else 4)
+        maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
         codes_bytes = self.layout.message_bytes
         self.message_bytes = codes_bytes + maxima_bytes + self.raw.message_bytes
         self.sent_bytes = ring_bytes(maxima_bytes, self.ranks) + self.raw.sent_bytes + ring_bytes(codes_bytes, inner)
@@ -95,22 +95,24 @@ class Tree:
         return bad
 
     def _coded(self, work: Tensor, rank: int, keys: StepKeys) -> Steps:
-        kernels, blocks, q = kernels_for(work.device), self.layout.blocks, self.link.quantiser
-        outgoing = Outgoing(self.link, work, self.layout.whole, keys.rotation, None)
+        kernels, layout, q = kernels_for(work.device), self.layout.on(work.device), self.link.quantiser
+        outgoing = Outgoing(self.link, work, layout.whole, keys.rotation, None)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)
 
-        codes = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=work.device)
+        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=work.device)
         outgoing.encode(codes, keys.up[rank])
-        yield from self._run(codes, rank, keys)
+        yield from self._run(codes, layout, rank, keys)
 
-        bad = kernels.decode_sum(codes, maxima, blocks, work, keys.up, q)
-        self.link.restore(work, self.layout.whole, keys.rotation, None)
+        bad = kernels.decode_sum(codes, maxima, layout.blocks, work, keys.up, q)
+        self.link.restore(work, layout.whole, keys.rotation, None)
         return bad
 
-    def _run(self, codes: Tensor, rank: int, keys: StepKeys) -> Generator[Sequence[Exchange], None, None]:
+    def _run(
+        self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys
+    ) -> Generator[Sequence[Exchange], None, None]:
         """The exchanges of all hops, and what is done with what they bring."""
-        size, first = self.layout.shard_bytes, self.layout.first
+        kernels, size, first = kernels_for(codes.device), layout.shard_bytes, layout.first
         for number, hop in enumerate(hops_of(rank, self.ranks) if size else []):
             sent = codes[hop.gives[0] * size : hop.gives[1] * size]
             mine = codes[hop.takes[0] * size : hop.takes[1] * size]
@@ -118,9 +120,9 @@ class Tree:
             yield (Exchange("all_to_all", received, sent, (self._only(hop, received), self._only(hop, sent))),)
 
             if hop.adds:
-                blocks = self.layout.blocks[first[hop.takes[0]] : first[hop.takes[1]]]
+                blocks = layout.blocks[first[hop.takes[0]] : first[hop.takes[1]]]
                 key = keys.node(number, rank)
-                kernels_for(codes.device).combine(mine, received, blocks, hop.takes[0] * size, key, self.link.quantiser)
+                kernels.combine(mine, received, blocks, hop.takes[0] * size, key, self.link.quantiser)
             else:
                 mine.copy_(received)
 

@@ -39,7 +39,7 @@ class TwoShot:
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        kernels, layout, q = kernels_for(x.device), self.layout, self.up.quantiser
+        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.up.quantiser
         work = working_copy(x, self.up, self.down)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)

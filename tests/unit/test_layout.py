@@ -1,4 +1,5 @@
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from lightning_gqsgd.layout import (
     RAW,
     SCALE,
     START,
+    Run,
     Segment,
     code_bytes,
     cut,
@@ -19,6 +21,7 @@ from lightning_gqsgd.layout import (
     pieces,
     place,
     place_by_owner,
+    runs,
     summable_code_bytes,
 )
 
@@ -117,6 +120,40 @@ def test_owners_depend_on_the_parameter_only(rows: list[Segment], shards: int) -
     assert len(layout.blocks) == len(table)
     for shard in range(shards):
         assert sorted(layout.shard(shard)[:, START].tolist()) == table[owner == shard, START].tolist()
+
+
+@given(segments, st.integers(1, 9), st.booleans())
+def test_runs_are_the_longest_whatever_the_order(rows: list[Segment], shards: int, shuffled: bool) -> None:
+    table = cut(rows, 64)
+    owner = owners(table, shards) if shuffled else np.zeros(len(table), dtype=int)
+    for shard in range(shards):
+        mine = table[owner == shard]
+        covered = [
+            (run.start + k, run.parameter, run.offset + k) for run in runs(mine[::-1], 64) for k in range(run.numel)
+        ]
+        expected = [
+            (row[START] + k, row[PARAMETER], row[INDEX] * 64 + k)
+            for row in mine
+            if not row[RAW]
+            for k in range(row[LENGTH])
+        ]
+        assert covered == expected
+    whole = [Run(sum(r.numel for r in rows[:k]), row.parameter, 0, row.numel) for k, row in enumerate(rows)]
+    assert runs(table, 64) == [one for one, row in zip(whole, rows, strict=True) if row.numel and not row.raw]
+
+
+def test_a_table_is_copied_to_a_device_once() -> None:
+    layout = place(cut([Segment(0, 3000, False)], 64), quantiser(4), shards=3, scale_bytes=2, raw_bytes=4)
+    assert layout.on(torch.device("cpu")) is layout
+    assert np.shares_memory(layout.blocks.numpy(), layout.table)
+    there = layout.on(torch.device("meta"))
+    assert "blocks" not in vars(there)  # not before the first use
+    assert there.blocks.device.type == there.shard(1).device.type == there.parts[2].blocks.device.type == "meta"
+    assert layout.on(torch.device("meta")) is there
+    assert there.on(torch.device("meta")) is there
+    assert (there.first, there.shard_bytes) == (layout.first, layout.shard_bytes)
+    assert there.parts[1].runs == layout.parts[1].runs
+    assert "runs" not in vars(layout.whole)  # only a memory asks for them
 
 
 def test_owners_of_a_real_model_have_about_equal_shares() -> None:

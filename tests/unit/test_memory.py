@@ -40,7 +40,7 @@ def owned(ranks: VirtualRanks, kind: str) -> Tensor:
     for rank, store in enumerate(ranks.stores):
         mine = blocks[torch.from_numpy(owners(blocks.numpy(), len(ranks.stores))) == rank]
         assert store is not None
-        values += store.load(kind, runs(mine, ranks.config.block_size), values)
+        values += store.load(kind, runs(mine.numpy(), ranks.config.block_size), values)
         assert store.row(kind, 0).numel() < 5000
     return values[CODED]
 

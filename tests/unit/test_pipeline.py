@@ -198,15 +198,15 @@ def test_closing_fails_what_is_under_way(sequencer: Sequencer) -> None:
 def test_stream_runner_takes_all_pieces_through_a_stage_before_the_next() -> None:
     wire = FakeCommunicator()
     one = job([piece(number) for number in range(3)])
-    StreamRunner(torch.device("cpu")).submit(wire, one)  # type: ignore[arg-type]
+    StreamRunner([None]).submit(wire, one)  # type: ignore[arg-type]
     assert wire.started == [(stage, number) for stage in (1, 2) for number in range(3)]
     assert torch.equal(one.future.wait(), torch.zeros(3))
     assert one.counters.nonfinite_blocks == 3
     wire = FakeCommunicator()
-    StreamRunner(torch.device("cpu")).submit(wire, agreeing_job(0))  # type: ignore[arg-type]
+    StreamRunner([None]).submit(wire, agreeing_job(0))  # type: ignore[arg-type]
     assert wire.started == [(0, 0), *((stage, number) for stage in (1, 2) for number in range(3))]
     broken = job([piece(0), piece(1, fails_in=1)])
-    StreamRunner(torch.device("cpu")).submit(wire, broken)  # type: ignore[arg-type]
+    StreamRunner([None]).submit(wire, broken)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="stage 2, piece 1 broke"):
         broken.future.wait()
     assert broken.tensor.isnan().all()

@@ -1,0 +1,144 @@
+"""Collectives of CUDA tensors over Gloo, which takes memory of the host only: through pinned copies.
+
+A collective is asked for while its input is still being computed, and must not start before it is there. One thread per
+communicator waits for that, and starts what was asked for in that order, so that it is the order of every rank. The
+thread that asks waits for nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.reducers.base import Exchange
+
+#: How long to wait for the thread when closing, in seconds: it may itself wait for a GPU.
+CLOSE_TIMEOUT_S = 60.0
+
+Start = Callable[[Exchange, int], Any]
+
+
+class StagedWork:
+    """A collective under way, like torch's `Work`.
+
+    Args:
+        exchange: what was asked for; its input is being copied.
+        patience: how long `wait` waits for the collective to start; after that, the collective has its own timeout.
+    """
+
+    def __init__(self, exchange: Exchange, patience: timedelta) -> None:
+        self._output, self._patience = exchange.output, patience
+        source = _to_host(exchange.input)
+        target = source if exchange.output is exchange.input else _host_like(exchange.output)
+        self._host = exchange._replace(output=target, input=source)
+        self._copied = torch.cuda.Event(blocking=True) if exchange.input.is_cuda else None
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(exchange.input.device))
+        self._begun = threading.Event()
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._work: Any = None
+        self._error: BaseException | None = None
+
+    def begin(self, start: Start, stage: int) -> None:
+        """Wait for the input and start the collective; on the staging thread."""
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()  # lets other threads run
+            self._work = start(self._host, stage)
+            done = self._work.get_future()
+        except Exception as error:  # raised by `wait`
+            self.fail(error)
+            return
+        self._begun.set()
+        done.add_done_callback(self._arrived)
+
+    def fail(self, error: BaseException) -> None:
+        """Complete with an error instead of starting."""
+        self._error = error
+        self._begun.set()
+        self._future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """Completes when the collective is through or has failed; `wait` says which."""
+        return self._future
+
+    def wait(self) -> None:
+        """Wait for the result and copy it to the device, where the current stream waits for that.
+
+        Raises:
+            RuntimeError: the collective failed, or the GPU did not come to it in time.
+        """
+        if not self._begun.wait(self._patience.total_seconds()):
+            raise RuntimeError(
+                f"a {self._host.kind} did not start within {self._patience.total_seconds():.0f} s, because the GPU has "
+                "not computed its input; look for what the GPU waits for, or give a longer timeout"
+            )
+        if self._error is not None:
+            raise self._error
+        self._work.wait()
+        self._output.copy_(self._host.output, non_blocking=True)
+
+    def _arrived(self, _: object) -> None:
+        self._future.set_result(None)
+
+
+class Staging:
+    """The thread that starts a communicator's collectives; see the module.
+
+    Args:
+        start: starts a collective of a stage on host tensors, and returns torch's `Work`.
+        patience: how long to wait for a GPU to come to a collective.
+    """
+
+    def __init__(self, start: Start, patience: timedelta) -> None:
+        self._start, self._patience = start, patience
+        self._asked: queue.SimpleQueue[tuple[StagedWork, int] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # nothing is put behind the end
+        self._thread = threading.Thread(target=self._run, name="gqsgd-staging", daemon=True)
+        self._thread.start()
+
+    def start(self, exchange: Exchange, stage: int) -> StagedWork:
+        """Copy the input on the current stream, and start the collective behind that. Returns at once.
+
+        Raises:
+            RuntimeError: closed.
+        """
+        work = StagedWork(exchange, self._patience)
+        with self._lock:
+            if self._closed.is_set():
+                raise RuntimeError("the communicator was closed")
+            self._asked.put((work, stage))
+        return work
+
+    def close(self) -> None:
+        """End the thread. What has not started fails."""
+        with self._lock:
+            self._closed.set()
+            self._asked.put(None)
+        if threading.current_thread() is not self._thread:  # it collected garbage, a model; it cannot wait for itself
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            work, stage = asked
+            if self._closed.is_set():
+                work.fail(RuntimeError("the communicator was closed"))
+            else:
+                work.begin(self._start, stage)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return _host_like(tensor).copy_(tensor, non_blocking=True)
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    """Memory for a tensor's elements; pinned if they come from a GPU. PyTorch gives pinned memory to nobody else before
+    the copies to and from it are through."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,0 +1,123 @@
+"""Groups, orders and timeouts of a communicator, over Gloo and over a stand-in for NCCL."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd import communicator as module
+from lightning_gqsgd.communicator import AGREEMENT_TIMEOUT, NCCL_PIECE_NUMEL, Communicator
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.layout import PIECE_NUMEL
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from tests.distributed.ranks import run
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+NODE, PEERS = Scope("node", 2), Scope("peers", 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "backend", "staged"),
+    [
+        ("cpu:gloo,cuda:gloo", CPU, "gloo", False),
+        ("cpu:gloo,cuda:gloo", GPU, "gloo", True),
+        ("cpu:gloo", GPU, "gloo", True),
+        ("cuda:nccl", GPU, "nccl", False),
+        ("cpu:gloo,cuda:nccl", GPU, "nccl", False),
+        ("cpu:gloo,cuda:nccl", CPU, "gloo", False),
+    ],
+)
+def test_backends(config: str, device: torch.device, backend: str, staged: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    assert module._backend_for(None, device) == backend  # type: ignore[arg-type]
+    assert module._needs_staging(backend, device) == staged
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [("cuda:nccl", CPU), ("cpu:mpi,cuda:mpi", GPU), ("cpu:gloo,cuda:gloo", torch.device("mps"))],
+)
+def test_backends_that_do_not_go_with_a_device(config: str, device: torch.device, monkeypatch: Any) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    with pytest.raises(ConfigError, match=f"tensors on {device} over the backend '{config}' are not supported; use"):
+        module._backend_for(None, device)  # type: ignore[arg-type]
+
+
+class FakeNCCL:
+    """Takes the place of torch's backend, and keeps what it is asked."""
+
+    log: list[tuple[Any, ...]] = []
+    made = 0
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self.number, self.rank, self.size, self.timeout = FakeNCCL.made, rank, size, timeout
+        FakeNCCL.made += 1
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def allreduce(self, tensors: list[torch.Tensor], op: Any) -> FakeWork:
+        FakeNCCL.log.append(("start", self.number, self.timeout))
+        return FakeWork(self.number)
+
+    def shutdown(self) -> None:
+        FakeNCCL.log.append(("shutdown", self.number))
+
+
+class FakeWork:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def wait(self) -> None:
+        FakeNCCL.log.append(("wait", self._number))
+
+
+def _over_nccl(rank: int) -> None:
+    module._backend_for = lambda *_: "nccl"
+    dist.ProcessGroupNCCL = FakeNCCL
+    timeout, x = timedelta(seconds=7), torch.zeros(3)
+    one = Communicator(CPU, None, timeout, stages=[(ALL,)] * 3)
+    assert FakeNCCL.made == 1
+    assert one.piece_numel == NCCL_PIECE_NUMEL
+    for stage in (0, 1, 2, 3, 0):
+        one.start(Exchange.in_place("sum", x), stage)
+    long = AGREEMENT_TIMEOUT
+    # All in one group, whose order is the order of starts: nothing is waited for.
+    assert FakeNCCL.log == [("start", 0, limit) for limit in (long, timeout, timeout, timeout, long)]
+    one.close()
+    assert FakeNCCL.log[5:] == [("shutdown", 0)]
+    FakeNCCL.log.clear()
+
+    several = Communicator(CPU, None, timeout, stages=[(ALL, NODE), (PEERS,), (NODE,)])
+    assert FakeNCCL.made == 4
+    for stage, scope in ((0, ALL), (1, NODE), (1, ALL), (2, PEERS), (2, PEERS), (3, NODE)):
+        several.start(Exchange("max", x, x, scope=scope), stage)
+    asked = [entry[:2] for entry in FakeNCCL.log]
+    assert asked == [
+        *[("start", 1), ("wait", 1), ("start", 2), ("wait", 2), ("start", 1), ("wait", 1)],
+        *[("start", 3), ("start", 3), ("wait", 3), ("start", 2)],
+    ]
+    several.close()
+
+
+def test_nccl_has_one_group_for_each_scope_and_runs_one_at_a_time(tmp_path: Path) -> None:
+    run(_over_nccl, 4, tmp_path)
+
+
+def _over_gloo(rank: int) -> None:
+    one = Communicator(CPU, stages=[(ALL,)] * 2)
+    assert len(set(one._groups.values())) == 3  # each stage's order is its own
+    assert one.piece_numel == PIECE_NUMEL
+    assert one.control_device == CPU
+    one.agree({"a": 1})
+    assert one.gather(torch.tensor([rank])).tolist() == [[0], [1]]
+    one.close()
+
+
+def test_gloo_has_a_group_for_each_stage(tmp_path: Path) -> None:
+    run(_over_gloo, 2, tmp_path)

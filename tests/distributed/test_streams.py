@@ -1,0 +1,75 @@
+"""The way of CUDA tensors over NCCL, with CPU tensors and Gloo in their places: one group for all stages, large pieces,
+and the thread that brings a bucket issues all its work. The bits are those of the other way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd import communicator, pipeline
+from lightning_gqsgd.functional import all_reduce, close
+from lightning_gqsgd.pipeline import Job, StreamRunner
+from tests.distributed.models import finish, train, wrapped
+from tests.distributed.ranks import run
+
+
+def _reductions(cases: list[dict[str, Any]]) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(1_200_000, generator=generator)  # three pieces over Gloo
+    results = [all_reduce(x, step=1, bits=6, **fields)[::1000].tolist() for fields in cases]
+    waiting = [all_reduce(x[: 5000 + number], step=number, async_op=True) for number in range(5)]
+    results += [one.wait().tolist() for one in waiting]
+    close()
+    return results
+
+
+def _bits(hooks: list[dict[str, Any]]) -> list[str]:
+    bits = []
+    for hook in hooks:
+        model, state = wrapped({"bucket_cap_mb": 0.03}, {"sample_every": 2, **hook})
+        train(model, dist.get_rank(), range(6))
+        result = finish(state, model)
+        assert result["totals"]["rel_l2"] > 0
+        bits.append(result["bits"])
+    return bits
+
+
+def _as_over_nccl() -> list[Job]:
+    """Take that way from here on; returns the jobs to come."""
+    jobs: list[Job] = []
+    submit = StreamRunner.submit
+
+    def noted(runner: StreamRunner, wire: Any, job: Job) -> None:
+        jobs.append(job)
+        submit(runner, wire, job)
+
+    communicator._backend_for = lambda *_: "nccl"
+    dist.ProcessGroupNCCL = dist.ProcessGroupGloo
+    pipeline.torch.cuda.Stream = lambda _: None
+    StreamRunner.submit = noted
+    return jobs
+
+
+def _both_ways(rank: int, cases: list[dict[str, Any]], hooks: list[dict[str, Any]]) -> bool:
+    expected = _reductions(cases), _bits(hooks)
+    jobs = _as_over_nccl()
+    found = _reductions(cases), _bits(hooks)
+    assert len(jobs) > 20
+    assert all(len(job.pieces) == 1 for job in jobs)
+    return found == expected
+
+
+def test_flat_reducers(tmp_path: Path) -> None:
+    cases = [{"reducer": name} for name in ("two_shot", "gather", "sum", "native")]
+    hooks = [{"bits": 4}, {"reducer": "sum"}, {"memory": "ef", "codec": "sign", "bits": 1}, {"memory": "diana"}]
+    assert all(run(_both_ways, 2, tmp_path, cases, hooks))
+
+
+def test_two_levels_and_a_tree(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [{"reducer": "hierarchical", "node_size": 2}]
+    hooks: list[dict[str, Any]] = [{"reducer": "hierarchical", "node_size": 2}, {"reducer": "tree"}]
+    hooks[1]["codec"] = "exponential"
+    assert all(run(_both_ways, 4, tmp_path, cases, hooks))

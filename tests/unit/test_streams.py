@@ -1,0 +1,214 @@
+"""What runs on which stream of a GPU, and that nobody waits for it, over a fake one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+from lightning_gqsgd import staging
+from lightning_gqsgd.functional import Reduction
+from lightning_gqsgd.pipeline import Job, Sequencer, StreamRunner, release, runner_for
+from lightning_gqsgd.reducers.base import Exchange, Steps
+from lightning_gqsgd.telemetry import BucketCounters, Telemetry
+from tests.unit.fake_cuda import DEVICE, FakeCuda, FakeEvent, cuda, on_gpu
+
+__all__ = ["cuda"]
+
+
+class Wire:
+    """A communicator whose collectives are over at once, and which notes the stream that each was issued on."""
+
+    rank, size, device = 0, 2, DEVICE
+
+    def __init__(self, cuda: FakeCuda, backend: str = "nccl") -> None:
+        self.cuda, self.backend = cuda, backend
+        self.done: list[tuple[str, str]] = []
+
+    def start(self, exchange: Exchange, stage: int) -> Work:
+        self.note(f"start {stage} {int(exchange.input[0])}")
+        return Work(self, f"wait {stage} {int(exchange.input[0])}")
+
+    def note(self, what: str) -> None:
+        self.done.append((self.cuda.current_stream().name, what))
+
+    def describe(self, error: BaseException, what: str) -> Exception:
+        return RuntimeError(f"{what} {error}")
+
+
+class Work:
+    def __init__(self, wire: Wire, name: str) -> None:
+        self._wire, self._name = wire, name
+
+    def wait(self) -> None:
+        self._wire.note(self._name)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def piece(number: int, wire: Wire, fails: bool = False) -> Callable[[], Steps]:
+    def steps() -> Steps:
+        for stage in (1, 2):
+            wire.note(f"encode {stage} {number}")
+            yield (Exchange("sum", torch.tensor([number]), torch.tensor([number])),)
+        if fails:
+            raise ValueError("broke")
+        wire.note(f"decode {number}")
+        return on_gpu(torch.tensor(1))
+
+    return steps
+
+
+def job(wire: Wire, *numbers: int, fails: bool = False, last: bool = False) -> Job:
+    x = on_gpu(torch.zeros(3))
+    pieces = [piece(number, wire, fails) for number in numbers]
+    return Job(x, pieces, "bucket", BucketCounters(), Telemetry(), last_of_step=last)
+
+
+def test_jobs_take_two_streams_in_turns(cuda: FakeCuda) -> None:
+    wire = Wire(cuda)
+    runner = runner_for(wire)  # type: ignore[arg-type]
+    jobs = []
+    for number in range(3):
+        jobs.append(job(wire, number))
+        runner.submit(wire, jobs[-1])  # type: ignore[arg-type]
+        assert jobs[-1].future is jobs[-1]._done  # without a callback, which would take another stream
+        assert jobs[-1].future.done()
+    ways = [
+        [f"encode 1 {n}", f"start 1 {n}", f"wait 1 {n}", f"encode 2 {n}", f"start 2 {n}", f"wait 2 {n}", f"decode {n}"]
+        for n in range(3)
+    ]
+    assert wire.done == [(f"own {n % 2}", what) for n in range(3) for what in ways[n]]
+    assert cuda.results == ["own 0", "own 1", "own 0"]
+    assert [one.waited_for for one in cuda.made] == [["default", "default"], ["default"]]  # for the bucket, only
+    assert [one.tensor.streams for one in jobs] == [["own 0"], ["own 1"], ["own 0"]]
+    assert not cuda.default.waited_for
+    assert [one.counters.nonfinite_blocks for one in jobs] == [1, 1, 1]
+    release(runner)
+
+
+def test_a_bucket_is_waited_for_on_the_stream_that_brought_it(cuda: FakeCuda) -> None:
+    wire, backward = Wire(cuda), cuda.new_stream()
+    with cuda.stream(backward):
+        one = job(wire, 0)
+    StreamRunner([cuda.new_stream()]).submit(wire, one)  # type: ignore[arg-type,list-item]
+    assert cuda.made[1].waited_for == ["own 0"]
+
+
+def test_several_communicators_share_one_stream(cuda: FakeCuda) -> None:
+    wires = [Wire(cuda), Wire(cuda)]
+    runner = runner_for(*wires)  # type: ignore[arg-type]
+    for wire in wires:
+        runner.submit(wire, job(wire, 0))  # type: ignore[arg-type]
+    assert len(cuda.made) == 1
+    assert {where for wire in wires for where, _ in wire.done} == {"own 0"}
+
+
+def test_pieces_take_a_stage_each_before_the_next(cuda: FakeCuda) -> None:
+    wire = Wire(cuda)
+    StreamRunner([cuda.new_stream()]).submit(wire, job(wire, 0, 1))  # type: ignore[arg-type,list-item]
+    starts = [what for _, what in wire.done if what.startswith("start")]
+    assert starts == ["start 1 0", "start 1 1", "start 2 0", "start 2 1"]
+
+
+def test_exposed_time_runs_from_the_last_bucket_to_its_result(cuda: FakeCuda) -> None:
+    wire = Wire(cuda)
+    one = job(wire, 0, last=True)
+    StreamRunner([cuda.new_stream()]).submit(wire, one)  # type: ignore[arg-type,list-item]
+    assert one.telemetry.steps == 1
+    assert one.telemetry.exposed_s == 0
+    since, until = one.telemetry._measuring[0]
+    assert (since.where, until.where) == ("default", "own 0")  # type: ignore[attr-defined]
+    cuda.has_passed = True
+    assert one.telemetry.totals()["exposed_s"] == 1
+
+
+def test_an_error_makes_the_result_nan_on_the_job_s_stream(cuda: FakeCuda) -> None:
+    wire = Wire(cuda)
+    one, later, runner = job(wire, 0, fails=True), job(wire, 1), StreamRunner([cuda.new_stream()])  # type: ignore[list-item]
+    runner.submit(wire, one)  # type: ignore[arg-type]
+    assert one.tensor.isnan().all()
+    assert cuda.results == ["own 0"]
+    assert str(one.error) == "bucket, stage 3, broke"
+    with pytest.raises(RuntimeError, match="bucket, stage 3, broke"):
+        Reduction(one, one.tensor, one.tensor).wait()
+    assert cuda.default.waited_for == ["own 0"]  # for the NaN
+    asked = len(wire.done)
+    runner.submit(wire, later)  # type: ignore[arg-type]
+    assert str(later.error) == "bucket, after an earlier failure, broke"
+    assert later.tensor.isnan().all()
+    assert len(wire.done) == asked  # other ranks are elsewhere
+
+
+def test_a_gpu_that_has_failed_completes_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot even be asked to write NaN."""
+
+    class Broken(torch.Tensor):
+        def fill_(self, _: float) -> torch.Tensor:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    one = Job(torch.zeros(3).as_subclass(Broken), [], "bucket", BucketCounters(), Telemetry(), last_of_step=True)
+    future = one.future
+    one.finish(ValueError("the first error"))
+    with pytest.raises(Exception, match="the first error"):
+        future.wait()
+
+
+def test_the_sequencer_issues_work_of_cuda_tensors_on_a_stream_of_its_own(cuda: FakeCuda) -> None:
+    wire, sequencer = Wire(cuda, "gloo"), Sequencer()
+    jobs = [job(wire, 0, 1), job(wire, 2)]
+    for one in jobs:
+        sequencer.submit(wire, one)  # type: ignore[arg-type]
+    finished = threading.Event()
+    jobs[1].future.add_done_callback(lambda _: finished.set())
+    assert finished.wait(10)
+    sequencer.stop()
+    assert {where for where, _ in wire.done} == {"own 0"}
+    assert {what for _, what in wire.done} >= {"start 2 1", "wait 2 1", "decode 0", "decode 2"}
+    assert cuda.results == ["own 0", "own 0"]
+    assert cuda.made[0].waited_for == ["default", "default"]
+    assert all(one.tensor.streams == ["own 0"] for one in jobs)
+    assert not cuda.default.waited_for
+
+
+def test_gloo_takes_the_shared_thread_whatever_the_device(cuda: FakeCuda) -> None:
+    runner = runner_for(Wire(cuda, "gloo"))  # type: ignore[arg-type]
+    assert isinstance(runner, Sequencer)
+    assert not cuda.made
+    release(runner)
+
+
+def test_staging_waits_for_the_gpu_on_its_own_thread_only(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_host_like", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+    wire, backward, waited = Wire(cuda, "gloo"), cuda.new_stream(), []
+
+    def synchronize(event: FakeEvent) -> None:
+        assert threading.current_thread().name == "gqsgd-staging"
+        waited.append(event.where)
+
+    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+
+    def start(exchange: Exchange, stage: int) -> Work:
+        assert len(waited) == 1  # the input is there
+        assert exchange.input is exchange.output
+        assert exchange.input.tolist() == [3]
+        exchange.output.fill_(7)
+        return Work(wire, "wait")
+
+    thread = staging.Staging(start, timedelta(seconds=10))  # type: ignore[arg-type]
+    x = on_gpu(torch.tensor([3]))
+    with cuda.stream(backward):
+        work = thread.start(Exchange.in_place("sum", x), 1)
+    finished = threading.Event()
+    work.get_future().add_done_callback(lambda _: finished.set())
+    assert finished.wait(10)
+    assert waited == ["own 0"]
+    work.wait()
+    assert x.tolist() == [7]
+    thread.close()
