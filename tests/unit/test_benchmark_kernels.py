@@ -90,7 +90,7 @@ def test_every_case_is_measured(
     one.show()
     one.save("python -m benchmarks.kernels")
     rows = {row[0]: row for row in one.rows}
-    assert list(rows)[: 1 + len(plain)] == ["copy_", *plain]
+    assert list(rows)[: 1 + len(CODECS)] == ["copy_", *CODECS]
     assert rows["8 bit"][3].count(" / ") == 2
     assert rows["torch operations"][3].count(" / – / ") == 1
     assert rows["copy_"][8] == "1.00"
