@@ -36,7 +36,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.pipeline import Job, release, runner_for
 from lightning_gqsgd.plan import Plan, compile_kernels
-from lightning_gqsgd.reducers import Setting, gather, link, resolve, stages, tree, two_shot
+from lightning_gqsgd.reducers import Setting, link, resolve, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.telemetry import Telemetry
@@ -107,7 +107,7 @@ class Bench:
 
     def _run_bare(self, plan: Plan) -> None:
         with ExitStack() as stack:
-            for module in (gather, link, sum_, tree, two_shot):
+            for module in (link, sum_, tree, two_shot):
                 stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
             self._run(plan)
 

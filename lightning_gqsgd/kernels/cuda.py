@@ -265,7 +265,8 @@ def _turn(a, b, n, roots, c: tl.constexpr, FULL: tl.constexpr):
     begin at multiples of their length. So a butterfly of distance h concerns it if j ^ n is at least 2 h.
     ``roots``: 2^(-k/2) for each k, in the compute type.
     """
-    for stage in tl.static_range(c.stages):
+    STAGES: tl.constexpr = c.stages
+    for stage in tl.static_range(STAGES):
         a = _butterflies(a, n, 0, stage, c, FULL)
         b = _butterflies(b, n, c.half, stage, c, FULL)
     if FULL:
@@ -290,13 +291,15 @@ def _roots_at(difference, roots):
 def _butterflies(v, n, first, STAGE: tl.constexpr, c: tl.constexpr, FULL: tl.constexpr):
     DISTANCE: tl.constexpr = 1 << STAGE
     PAIRS: tl.constexpr = c.half // (2 * DISTANCE)
-    left, right = tl.split(tl.trans(tl.reshape(v, (c.rows, PAIRS, 2, DISTANCE)), 0, 1, 3, 2))
+    ROWS: tl.constexpr = c.rows
+    HALF: tl.constexpr = c.half
+    left, right = tl.split(tl.trans(tl.reshape(v, (ROWS, PAIRS, 2, DISTANCE)), 0, 1, 3, 2))
     plus, minus = left + right, left - right
     if not FULL:
         j = first + tl.arange(0, PAIRS)[:, None] * (2 * DISTANCE) + tl.arange(0, DISTANCE)[None, :]
         some = (j[None, :, :] ^ n[:, None, None]) >= 2 * DISTANCE
         plus, minus = tl.where(some, plus, left), tl.where(some, minus, right)
-    return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (c.rows, c.half))
+    return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (ROWS, HALF))
 
 
 @triton.jit
@@ -368,19 +371,23 @@ def _pack_bytes(code_a, code_b, n, some, places, c: tl.constexpr, FULL: tl.const
 def _pack_lanes(code_a, code_b, some, places, PLANE: tl.constexpr, c: tl.constexpr):
     """Of full blocks: the first half of a block has the lower four bits of every byte, the second half the upper."""
     LANES: tl.constexpr = 4 // PLANE
+    ROWS: tl.constexpr = c.rows
+    WORDS: tl.constexpr = c.half // LANES
     words = (code_a & ((1 << PLANE) - 1)) | ((code_b & ((1 << PLANE) - 1)) << 4)
     if LANES > 1:
         lane = tl.arange(0, LANES)[None, :, None]
-        words = tl.sum(tl.reshape(words, (c.rows, LANES, c.half // LANES)) << (lane * PLANE), axis=1)
+        words = tl.sum(tl.reshape(words, (ROWS, LANES, WORDS)) << (lane * PLANE), axis=1)
     tl.store(places + tl.arange(0, c.half // LANES)[None, :], words.to(tl.uint8), mask=some[:, None])
 
 
 @triton.jit
 def _pack_gathered(code_a, code_b, n, some, places, PLANE: tl.constexpr, c: tl.constexpr):
     """Of blocks of any length."""
+    ROWS: tl.constexpr = c.rows
+    WIDTH: tl.constexpr = c.half * PLANE // 4
     w = tl.arange(0, c.half * PLANE // 4)[None, :]
     count = ((n * PLANE + 7) // 8)[:, None]
-    words = tl.zeros((c.rows, c.half * PLANE // 4), tl.int32)
+    words = tl.zeros((ROWS, WIDTH), tl.int32)
     for lane in tl.static_range(8 // PLANE):
         part = _codes_at(code_a, code_b, w + lane * count, n, c) & ((1 << PLANE) - 1)
         words |= part << (lane * PLANE)
@@ -390,9 +397,11 @@ def _pack_gathered(code_a, code_b, n, some, places, PLANE: tl.constexpr, c: tl.c
 @triton.jit
 def _pack_words(code_a, code_b, n, some, wire, at, c: tl.constexpr):
     LANES: tl.constexpr = 64 // c.bits  # 9 or more
+    ROWS: tl.constexpr = c.rows
+    WIDTH: tl.constexpr = c.half // 4
     w = tl.arange(0, c.half // 4)[None, :]
     count = ((n + LANES - 1) // LANES)[:, None]
-    words = tl.zeros((c.rows, c.half // 4), tl.int64)
+    words = tl.zeros((ROWS, WIDTH), tl.int64)
     for lane in tl.static_range(LANES):
         words |= _codes_at(code_a, code_b, w + lane * count, n, c).to(tl.int64) << (lane * c.bits)
     tl.store(_record(wire, at, tl.int64)[:, None] + w, words, mask=some[:, None] & (w < count))
@@ -409,9 +418,11 @@ def _codes_at(code_a, code_b, j, n, c: tl.constexpr):
 @triton.jit
 def _unpack(wire, at, n, some, c: tl.constexpr, FULL: tl.constexpr):
     """Codes of both halves, int32; zero in other rows than some, and beyond the ends of blocks."""
+    ROWS: tl.constexpr = c.rows
+    HALF: tl.constexpr = c.half
     p = tl.arange(0, c.half)[None, :]
-    code_a = tl.zeros((c.rows, c.half), tl.int32)
-    code_b = tl.zeros((c.rows, c.half), tl.int32)
+    code_a = tl.zeros((ROWS, HALF), tl.int32)
+    code_b = tl.zeros((ROWS, HALF), tl.int32)
     if c.words:
         words = _record(wire, at, tl.int64)[:, None]
         code_a = _word_lane(words, p, n, some, c)
@@ -570,14 +581,16 @@ def _mean(
     c: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Mean of a tile over messages ``stride`` bytes apart, added up in their order; and which coded rows are NaN."""
+    ROWS: tl.constexpr = c.rows
+    HALF: tl.constexpr = c.half
     at = _column(table, row, inside, _CODES) - base
     place = _column(table, row, inside, _SCALE) - base
     coded = inside & (raw == 0)
-    first = tl.zeros((c.rows,), c.compute)  # of all sums of a row: NaN, if a message's scale is not finite
+    first = tl.zeros((ROWS,), c.compute)  # of all sums of a row: NaN, if a message's scale is not finite
     for source in range(sources):
         code = _scale_code(wires + source * stride, place, coded, c)
         first = tl.where((code >> 1) > (c.infinity >> c.shift), float("nan"), first)
-    a = tl.zeros((c.rows, c.half), c.compute) + first[:, None]
+    a = tl.zeros((ROWS, HALF), c.compute) + first[:, None]
     b = a
     for source in range(sources):
         wire = wires + source * stride
@@ -753,15 +766,17 @@ def _decode_sum_tile(
     wire, maxima, table, x, start, counter, row, inside, n, keys, sources, MIDDLE: tl.constexpr, c: tl.constexpr,
     FULL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    ROWS: tl.constexpr = c.rows
+    HALF: tl.constexpr = c.half
     bits = tl.load(maxima + row, mask=inside, other=0)
     bad, used = bits >= c.infinity, (bits > 0) & (bits < c.infinity)
     scale = tl.where(used, _scale_of(bits, c), 0)
     code_a, code_b = _unpack(wire, _column(table, row, inside, _CODES), n, used, c, FULL)
-    middle = tl.full((c.rows,), MIDDLE, c.compute)
+    middle = tl.full((ROWS,), MIDDLE, c.compute)
     if c.exponential:
         a, b = _exponential_values(code_a, scale * middle, c), _exponential_values(code_b, scale * middle, c)
     else:
-        offset_a = tl.zeros((c.rows, c.half), tl.float32) + MIDDLE
+        offset_a = tl.zeros((ROWS, HALF), tl.float32) + MIDDLE
         offset_b = offset_a
         if not c.always_stochastic:
             for source in range(sources):
@@ -880,12 +895,14 @@ def _maxima_kernel(x, table, out, count, c: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _moments_kernel(x, table, out, count, c: tl.constexpr):
     """See `reference.block_moments`."""
+    ROWS: tl.constexpr = c.rows
+    LANES: tl.constexpr = _LANES
     row, inside, n, raw = _shape_of(table, count, c)
     start = _column(table, row, inside, _START)
     lane = tl.arange(0, _LANES)[None, :]
-    plain = tl.zeros((c.rows, _LANES), tl.float64)
-    absolute = tl.zeros((c.rows, _LANES), tl.float64)
-    square = tl.zeros((c.rows, _LANES), tl.float64)
+    plain = tl.zeros((ROWS, LANES), tl.float64)
+    absolute = tl.zeros((ROWS, LANES), tl.float64)
+    square = tl.zeros((ROWS, LANES), tl.float64)
     for first in range(0, tl.max(n, axis=0), _LANES):
         mask = first + lane < n[:, None]
         v = tl.load(x + start[:, None] + first + lane, mask=mask, other=0).to(c.compute).to(tl.float64)
@@ -944,12 +961,14 @@ def _mean_largest(
     wires, stride, table, row, inside, n, raw, base, sources, EACH: tl.constexpr, REST: tl.constexpr, c: tl.constexpr
 ):
     """As `_mean`, of what `_write_largest` writes."""
+    ROWS: tl.constexpr = c.rows
+    WIDTH: tl.constexpr = 2 * c.half
     j = tl.arange(0, 2 * c.half)[None, :]
     within = j < n[:, None]
     at = _column(table, row, inside, _CODES) - base
     coded = inside & (raw == 0)
     count = _kept_of(n, c)
-    total = tl.zeros((c.rows, 2 * c.half), c.compute)
+    total = tl.zeros((ROWS, WIDTH), c.compute)
     bad = row < 0
     for source in range(sources):
         wire = wires + source * stride

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -127,6 +128,7 @@ class StepKeys:
     rotation: Key
 
     @classmethod
+    @lru_cache(maxsize=8)  # all buckets of a step have the same
     def of(cls, config: GQSGDConfig, step: int, ranks: int) -> StepKeys:
         """Keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
         up = tuple(config.dither_key(step, rank + 1) for rank in range(ranks))

@@ -14,6 +14,7 @@ import torch
 from benchmarks import gpu_kernels, kernels, report, roofline
 from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Fact, Target
 from benchmarks.timing import EventClock, in_turns, stopwatch
+from lightning_gqsgd.communicator import NCCL_PIECE_NUMEL
 from lightning_gqsgd.reducers import Setting
 
 CPU = Target(torch.device("cpu"), stopwatch, lambda: None, cache_bytes=40_000)
@@ -36,7 +37,7 @@ def test_bytes_of_a_stage(name: str, bits: int, dtype: torch.dtype) -> None:
 
 
 def test_large_buckets_are_cut_and_no_coordinate_is_lost() -> None:
-    numel = 2 * gpu_kernels.PIECE_NUMEL + 512
+    numel = 2 * NCCL_PIECE_NUMEL + 512
     layouts = gpu_kernels.layouts_of(numel, Setting(CODECS["8 bit"], 8, torch.float32))
     assert len(layouts) == 3
     assert [part.start for part, _ in layouts] == [0, *(part.stop for part, _ in layouts[:-1])]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan, ScatterPlan, compile_kernels
-from lightning_gqsgd.reducers import Setting, gather, link, resolve, run_virtual, scatter, tree, two_shot
-from lightning_gqsgd.reducers import sum as sum_
+from lightning_gqsgd.reducers import Setting, resolve, run_virtual
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 
 RANKS = 4
@@ -63,9 +63,7 @@ class Host(TorchDispatchMode):
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     mode = Host()
-    kernels = mode.kernels()
-    for module in (gather, link, scatter, scales, sum_, tree, two_shot):
-        monkeypatch.setattr(module, "kernels_for", lambda _: kernels)
+    monkeypatch.setattr(kernels, "cpu", mode.kernels())
     read = Tensor.tolist
 
     def tolist(tensor: Tensor) -> Any:
