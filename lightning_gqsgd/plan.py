@@ -192,7 +192,8 @@ def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
 
 
 def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """Run what ``ranks`` ranks need once on two virtual ones, so that no step waits for a compiler.
+    """Run what ``ranks`` ranks need once on virtual ones, so that no step waits for a compiler: on as many where their
+    number is part of what is compiled, on a GPU, and otherwise on two.
 
     Raises:
         ConfigError: see `check_device`.
@@ -203,12 +204,13 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
     segments = [Segment(0, 64, raw=False), Segment(1, 8, raw=True)]
     plain = GQSGDConfig(reducer="two_shot")
     for one in [config, *([plain] if config.warmup_steps else [])]:
+        count = max(2, ranks // max(1, one.node_size)) if device.type == "cuda" else 2
         one = between_nodes(one, ranks) if one.reducer == "hierarchical" else one
         one = replace(one, bits=max(one.bits, 2)) if one.reducer == "sum" else one
-        stores = [MemoryStore(one, 2, {0: 64}, dtype, device) for _ in range(2)]
-        gradients = [torch.ones(72, dtype=dtype, device=device) for _ in range(2)]
+        stores = [MemoryStore(one, count, {0: 64}, dtype, device) for _ in range(count)]
+        gradients = [torch.ones(72, dtype=dtype, device=device) for _ in range(count)]
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            Plan(segments, Setting(one, ranks=2, dtype=dtype)).average(gradients, 0, stores)
+            Plan(segments, Setting(one, count, dtype)).average(gradients, 0, stores)
 
 
 def check_device(config: GQSGDConfig, device: torch.device) -> None:

