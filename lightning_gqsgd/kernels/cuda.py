@@ -30,7 +30,7 @@ from lightning_gqsgd.kernels import wire as format_
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Kind, Quantiser, Share, scale_format
 
 #: Coordinates of a tile, where blocks are not larger: 32 for each of 128 threads.
-TILE = 4096
+_TILE = 4096
 
 _START = tl.constexpr(layout.START)
 _LENGTH = tl.constexpr(layout.LENGTH)
@@ -44,7 +44,6 @@ _ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
 _GOLDEN = tl.constexpr(format_.GOLDEN)
 _MULTIPLY_1 = tl.constexpr(format_.MULTIPLY_1)
 _MULTIPLY_2 = tl.constexpr(format_.MULTIPLY_2)
-_UNIT = tl.constexpr(format_.DITHER_UNIT)
 _FIRST = tl.constexpr(format_.DITHER_FIRST)
 _LANES = tl.constexpr(16)  # of sums, see `reference.block_moments`
 
@@ -52,7 +51,7 @@ _LANES = tl.constexpr(16)  # of sums, see `reference.block_moments`
 class _Constants(NamedTuple):
     """The quantiser, the number format and the shape of tiles; ``c`` below.
 
-    Entries without a comment are those of `wire.Quantiser`, `wire.ScaleFormat` and `wire.Share`.
+    Entries without a comment are those of `wire.Quantiser` and `wire.ScaleFormat`.
     """
 
     compute: tl.dtype  # what coordinates are computed in
@@ -61,7 +60,6 @@ class _Constants(NamedTuple):
     infinity: int
     tiny: int
     mask: int  # all bits but the sign's
-    mantissa: int
     scale: tl.dtype  # of a scale on the wire
     largest: float  # the largest finite number
     up: float  # 1 + 2 ulp
@@ -1187,11 +1185,10 @@ def _constants(q: Quantiser, dtype: torch.dtype) -> _Constants:
         infinity=form.infinity,
         tiny=form.tiny,
         mask=2 ** (8 * compute.itemsize - 1) - 1,
-        mantissa=form.mantissa,
         scale=tl.uint32 if double else tl.uint16,
         largest=torch.finfo(compute).max,
         up=1 + 2 * torch.finfo(compute).eps,
-        rows=max(1, TILE // (2 * half)),
+        rows=max(1, _TILE // (2 * half)),
         stages=half.bit_length() - 1,
         half=half,
         block=q.block_size,
