@@ -29,6 +29,7 @@ from tests.unit import test_kernels as plain
 if torch.cuda.is_available():
     pytest.skip("Triton compiles where there is a GPU: see tests/gpu", allow_module_level=True)
 
+pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
 tl = pytest.importorskip("triton.language")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 from lightning_gqsgd.kernels import cuda  # noqa: E402
