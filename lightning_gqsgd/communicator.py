@@ -8,8 +8,8 @@ wait for each other for ever. Where ranks of different scopes exchange, a collec
 group, on the device. Stage 0 is agreement: it waits long, because other ranks may still be compiling kernels.
 
 The groups are backends made directly, under keys of the store that no other group has had. `new_group` gives names
-again once a group is destroyed (torch 2.5), or by how many groups a process has made (2.15), which may differ among the
-ranks of a subgroup; a group under a used or a different name waits for ever.
+again once a group is destroyed, or by how many groups a process has made (torch 2.15), which may differ among the ranks
+of a subgroup; a group under a used or a different name waits for ever.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Communicator:
         groups, self._groups, self._latest = self._groups, {}, (None, None)
         for group in dict.fromkeys(groups.values()):
             if self.backend == "nccl":  # Gloo's end with their last reference
-                (getattr(group, "shutdown", None) or group._shutdown)()  # torch 2.5 has the latter
+                group.shutdown()
 
     def _unused_key(self, parent: dist.ProcessGroup) -> str:
         """A key that this parent's communicators have not used yet, the same on all its ranks.

@@ -424,10 +424,12 @@ def _check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, red
             "nothing would be compressed: give replicate= (the group of ranks that hold the same shards), "
             "reduce_scatter=True, or both"
         )
-    if replicate is not None:
-        _check_torch("set_all_reduce_hook", "2.7")
     if reduce_scatter:
-        _check_torch("set_custom_reduce_scatter", "2.9")
+        if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
+            raise ConfigError(
+                f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which reduce_scatter=True "
+                "needs; the first that has it is torch 2.9"
+            )
         if config.reducer not in ("auto", "two_shot"):
             raise ConfigError(
                 f"reduce_scatter=True does not go with reducer={config.reducer!r}: take 'auto' or 'two_shot', or drop "
@@ -437,15 +439,6 @@ def _check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, red
         raise ConfigError(
             "what sharded gradients lose is not remembered: give memory='none' and memory_down='none' (with a biased "
             "codec that is a bias), or train with DistributedDataParallel (register_gqsgd)"
-        )
-
-
-def _check_torch(method: str, version: str) -> None:
-    module = getattr(torch.distributed.fsdp, "FSDPModule", None)
-    if not hasattr(module, method):
-        raise ConfigError(
-            f"torch {torch.__version__} has no FSDPModule.{method}, which this needs; the first that has it is "
-            f"torch {version}"
         )
 
 

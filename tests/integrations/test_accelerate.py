@@ -320,7 +320,8 @@ def test_what_cannot_be_enabled(tmp_path: Path) -> None:
 def unnoticed(_: int) -> None:
     del os.environ["LOCAL_RANK"]  # as on a machine without a GPU: Accelerate does not look at it there
     accelerator = Accelerator()
-    assert accelerator.num_processes == 1
+    if accelerator.num_processes == 2:  # old versions do not look at LOCAL_RANK: nothing goes unnoticed
+        return
     with pytest.warns(
         UserWarning, match=r"2 processes were started \(WORLD_SIZE\), but this Accelerator is on its own"
     ):
