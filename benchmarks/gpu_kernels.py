@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.report import Report, gpu_machine, slug
-from benchmarks.roofline import save_figure
+from benchmarks.roofline import Fact, save_figure
 from benchmarks.timing import Case, Clock, EventClock, Spread, in_turns, ratio
 from lightning_gqsgd.communicator import NCCL_PIECE_NUMEL
 from lightning_gqsgd.config import GQSGDConfig
@@ -80,32 +80,6 @@ class Target:
         device = torch.device("cuda", torch.cuda.current_device())
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         return cls(device, EventClock(), partial(torch.cuda.synchronize, device), cache)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One stage of one case on a bucket.
-
-    Attributes:
-        case, family: names; of one family are the cases of one author.
-        stage: one of `STAGES`, or "copy_" or "all".
-        megabytes, dtype, numel: of the bucket.
-        seconds: median time on the device.
-        nbytes: bytes that the stage has to move.
-        of_copy: bytes per second, as a share of the copy's of the same round; median.
-        host_seconds: median time of issuing it, the device idle before; None: not measured.
-    """
-
-    case: str
-    family: str
-    stage: str
-    megabytes: float
-    dtype: str
-    numel: int
-    seconds: float
-    nbytes: float
-    of_copy: float
-    host_seconds: float | None = None
 
 
 class Stage(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -14,9 +15,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from recipes.comparison.plots import COLOURS, DPI, STYLE
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_kernels import Fact
 
 #: Size of the buckets that are shown, in 10^6 bytes, if it was measured.
 MEGABYTES = 100.0
@@ -35,6 +33,32 @@ FAMILIES = {
 LINE = 10.5
 LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "color": "#999999", "shrinkA": 1, "shrinkB": 3}
 MARKERS = {"encode": "^", "reduce": "o", "decode": "v", "all": "D"}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One stage of one case on a bucket.
+
+    Attributes:
+        case, family: names; of one family are the cases of one author.
+        stage: one of `gpu_kernels.STAGES`, or "copy_" or "all".
+        megabytes, dtype, numel: of the bucket.
+        seconds: median time on the device.
+        nbytes: bytes that the stage has to move.
+        of_copy: bytes per second, as a share of the copy's of the same round; median.
+        host_seconds: median time of issuing it, the device idle before; None: not measured.
+    """
+
+    case: str
+    family: str
+    stage: str
+    megabytes: float
+    dtype: str
+    numel: int
+    seconds: float
+    nbytes: float
+    of_copy: float
+    host_seconds: float | None = None
 
 
 def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_kernels, kernels, report, roofline
-from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Fact, Target
+from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Target
+from benchmarks.roofline import Fact
 from benchmarks.timing import EventClock, in_turns, stopwatch
 from lightning_gqsgd.communicator import NCCL_PIECE_NUMEL
 from lightning_gqsgd.reducers import Setting
