@@ -202,6 +202,8 @@ def _any_not_finite(a, b, n, c: tl.constexpr, FULL: tl.constexpr):
 
 
 # --- coordinates ------------------------------------------------------------------------------------------------------
+# Places are divided and multiplied by what they are multiples of, so that Triton sees it: a hint (`tl.multiple_of`) on
+# what a function is given is lost when the function is inlined.
 
 
 @triton.jit

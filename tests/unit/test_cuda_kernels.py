@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -162,3 +163,18 @@ def test_compiled_kernels_move_16_bytes_at_a_time() -> None:
         assert found["v4 stores"] > 0 or name.startswith("3 bit"), name  # whose rows are shorter
         assert found["inexact divisions"] == 0, name
         assert found["contracted"] == 0, name
+
+
+def missing(_: str) -> None:
+    raise ImportError("no such module")
+
+
+@pytest.mark.parametrize(
+    ("found", "importing"), [("3.3.1", lambda _: SimpleNamespace(__version__="3.3.1")), ("none", missing)]
+)
+def test_a_gpu_needs_a_triton_that_has_what_kernels_use(found: str, importing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "import_module", importing)
+    kernels._check_triton.cache_clear()
+    with pytest.raises(ConfigError, match=f"need Triton 3.4 or newer, found {found}: .* upgrade torch"):
+        kernels.kernels_for(torch.device("cuda"))
+    kernels._check_triton.cache_clear()
