@@ -34,6 +34,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.slow
 def test_presets_with_memory_train_and_save_it(tmp_path: Path) -> None:
     # A width at which there are parameters to compress. One pair of processes for all: starting takes longest.
     small = [*TINY, "model.width=16", "trainer.max_epochs=1", "data.batch_size=16", "threads=1"]

@@ -36,6 +36,8 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 from lightning_gqsgd.kernels import cuda  # noqa: E402
 
 PAIR = [cpu, cuda]
+#: NumPy's, of infinity less infinity, within the interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
