@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.report import Report, present
-from lightning_gqsgd.simulate import average, relative_error
+from lightning_gqsgd.simulation import average, relative_error
 from recipes.tasks.networks import ResNet
 
 NUMEL = 1 << 18

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.report import Report, gpu_machine, slug
 from benchmarks.roofline import Fact, save_figure
 from benchmarks.timing import Case, Clock, EventClock, Spread, in_turns, ratio
-from lightning_gqsgd.communicator import NCCL_PIECE_NUMEL
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place
 from lightning_gqsgd.reducers import Setting, StepKeys
+from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL
 
 MEGABYTES = (1, 25, 100, 1000)
 DTYPES = ("float32", "bfloat16")
@@ -124,16 +124,16 @@ class Bucket:
         """A shard of each piece."""
         for one in self._pieces:
             keys, down = self._keys.up, self._keys.down
-            self._kernels.reduce(one.received, one.owned, 0, one.shard, keys, down, self._q, self._dtype)
+            self._kernels.reduce(one.received, one.owned, one.shard, self._q, keys, down, self._dtype)
 
     def decode(self) -> None:
         """All of the tensor."""
         for one in self._pieces:
             out, keys = self._out[one.part], (self._keys.down,)
-            self._kernels.decode(one.message.view(1, -1), one.blocks, out, keys, self._q, **self._rotation)
+            self._kernels.decode(one.message.view(1, -1), one.blocks, out, self._q, keys, **self._rotation)
 
     def _encode(self, one: _Piece, key: tuple[int, int]) -> None:
-        self._kernels.encode(self._x[one.part], one.blocks, one.message, key, self._q, **self._rotation)
+        self._kernels.encode(self._x[one.part], one.blocks, one.message, self._q, key, **self._rotation)
 
     def _piece(self, part: slice, layout: Layout, ranks: int) -> _Piece:
         empty = partial(torch.zeros, dtype=torch.uint8, device=self._x.device)
@@ -141,7 +141,7 @@ class Bucket:
             part,
             layout.blocks.to(self._x.device, copy=True),
             empty(layout.message_bytes),
-            layout.shard(0).to(self._x.device, copy=True),
+            layout.shard(0).blocks.to(self._x.device, copy=True),
             empty(ranks, layout.shard_bytes),
             empty(layout.shard_bytes),
         )
@@ -169,7 +169,7 @@ def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[st
     message = sum(one.message_bytes for one in layouts)
     row = 8 * COLUMNS
     whole = gradient + message + row * sum(len(one.blocks) for one in layouts)
-    shards = sum((ranks + 1) * one.shard_bytes + row * len(one.shard(0)) for one in layouts)
+    shards = sum((ranks + 1) * one.shard_bytes + row * len(one.shard(0).table) for one in layouts)
     return {"encode": whole, "reduce": shards, "decode": whole}
 
 

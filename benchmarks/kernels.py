@@ -40,11 +40,11 @@ def codec_cases(x: Tensor, bits: int, block_size: int, dither: str) -> tuple[Cas
 
     def encode() -> None:
         for layout, message in zip(layouts, messages, strict=True):
-            kernels.encode(x, layout.blocks, message, key, quantiser)
+            kernels.encode(x, layout.blocks, message, quantiser, key)
 
     def decode() -> None:
         for layout, message in zip(layouts, messages, strict=True):
-            kernels.decode(message.view(1, -1), layout.blocks, out, (key,), quantiser)
+            kernels.decode(message.view(1, -1), layout.blocks, out, quantiser, (key,))
 
     return encode, decode
 

@@ -34,12 +34,12 @@ from torch.nn import functional as F
 
 from benchmarks import accuracy
 from benchmarks.report import RESULTS, Report, present
-from lightning_gqsgd.cli import HEADINGS, facts_of, notes
+from lightning_gqsgd.cli.facts import HEADINGS, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.presets import PRESETS, make_config
-from lightning_gqsgd.simulate import VirtualRanks, relative_error
+from lightning_gqsgd.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.theory import bits_at
 from recipes.comparison.plots import COLOURS, DPI, STYLE
 from recipes.tasks import jpegs

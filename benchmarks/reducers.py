@@ -31,15 +31,16 @@ from torch import Tensor
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from benchmarks.timing import Spread, in_turns, ratio
-from lightning_gqsgd.communicator import Communicator
+from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.pipeline import Job, release, runner_for
-from lightning_gqsgd.plan import Plan, compile_kernels
+from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, link, resolve, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.pipeline import Job, release, runner_for
 
 PROGRAM = "python -m benchmarks.reducers"
 

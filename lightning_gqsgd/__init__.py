@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_gqsgd._autoload import flavour, install
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.communicator import CollectiveError
-    from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
+    from lightning_gqsgd.config import GQSGDConfig, Memory
+    from lightning_gqsgd.errors import CollectiveError, ConfigError
     from lightning_gqsgd.functional import all_reduce
     from lightning_gqsgd.hook import GQSGDState, register_gqsgd
     from lightning_gqsgd.integrations.accelerate import GQSGDKwargs
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CollectiveError": "communicator",
-    "ConfigError": "config",
+    "CollectiveError": "errors",
+    "ConfigError": "errors",
     "GQSGDConfig": "config",
     "GQSGDFSDPState": "integrations.fsdp",
     "GQSGDKwargs": "integrations.accelerate",
     "GQSGDState": "hook",
-    "Memory": "config",
+    "Memory": "memory",
     "PRESETS": "presets",
     "StabilityWarning": "memory",
     "all_reduce": "functional",

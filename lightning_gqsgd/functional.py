@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.communicator import Communicator, agreement, is_alive, parent_group
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
-from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
+from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Scope, Setting, Steps, resolve, stages
+from lightning_gqsgd.reducers import Scope, Setting, Steps, new_store, resolve, stages
 from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.transport.communicator import Communicator, agreement, is_alive, parent_group
+from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
 
 Stages = tuple[tuple[Scope, ...], ...]
 
@@ -172,7 +174,8 @@ def _start(context: _Context, flat: Tensor, config: GQSGDConfig, step: int) -> J
     starts: list[Callable[[], Steps]] = []
     if context.communicator.size > 1 and flat.numel():
         facts = {**config.to_dict(), "numel": flat.numel(), "dtype": str(flat.dtype), "step": step}
-        starts = context.plan(flat, config).starts(flat, context.communicator.rank, step, counters, telemetry)
+        store = new_store(config, context.communicator.size, {}, flat.dtype, flat.device)
+        starts = context.plan(flat, config).starts(flat, context.communicator.rank, step, store, counters, telemetry)
         communicator = context.communicator
         starts[0] = partial(_after_agreement, facts, starts[0], communicator.size, communicator.control_device)
     name = f"all_reduce number {step}"

@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.communicator import Communicator
-from lightning_gqsgd.config import ConfigError, GQSGDConfig, describe_difference
+from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, describe_difference
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import MemoryStore, kinds
-from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
-from lightning_gqsgd.plan import Plan, check_gradient, compile_kernels
+from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, resolve, stages
-from lightning_gqsgd.reducers.base import uncompressed
+from lightning_gqsgd.reducers import Setting, new_store, resolve, setting_for, stages
 from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,8 @@ class GQSGDState:
         self._communicator.agree({**config.to_dict(), "parameters": _digest(self._parameters.values())})
         self._runner: Runner | None = runner_for(self._communicator)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._store: MemoryStore | None = None
-        if self.config.remembers:
-            sizes = {p.number: p.numel for p in self._parameters.values() if not p.raw}
-            self._store = MemoryStore(self.config, ranks, sizes, tensor.dtype, tensor.device)
+        sizes = {p.number: p.numel for p in self._parameters.values() if not p.raw}
+        self._store = new_store(self.config, ranks, sizes, tensor.dtype, tensor.device)
         self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
         self.step = 0
         self.telemetry = Telemetry()
@@ -122,7 +121,7 @@ class GQSGDState:
             starts = []
         else:
             plan = self._plan(x, bucket.parameters(), warming_up=step < self.config.warmup_steps)
-            starts = plan.starts(x, communicator.rank, step, counters, self.telemetry, self._store)
+            starts = plan.starts(x, communicator.rank, step, self._store, counters, self.telemetry)
         job = Job(x, starts, f"bucket {bucket.index()} of step {step}", counters, self.telemetry, last)
         if starts:
             if self._runner is None:
@@ -140,7 +139,7 @@ class GQSGDState:
             segments = [Segment(p.number, p.numel, p.raw or warming_up) for p in known]
             communicator = self._communicator
             setting = Setting(self.config, communicator.size, x.dtype, communicator.piece_numel)
-            self._plans[key] = Plan(segments, uncompressed(setting) if warming_up else setting)
+            self._plans[key] = Plan(segments, setting_for(setting, compressed=not warming_up))
             assert self._plans[key].numel == x.numel()
         return self._plans[key]
 
@@ -248,7 +247,7 @@ class GQSGDState:
         }
         if self._post_local_sgd is not None:
             state["post_local_iter"] = self._post_local_sgd.iter
-        return state if self._store is None else {**state, "memory": self._gathered_memory(self._store)}
+        return state if not self.config.remembers else {**state, "memory": self._gathered_memory(self._store)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the dither of a checkpoint, and what was remembered. Not a collective; every rank gets rank 0's.
@@ -264,7 +263,7 @@ class GQSGDState:
                 "resume with the version that wrote it, or drop the entry to start the dither anew"
             )
         warn_of_difference(state["config"], self.requested)
-        if self._store is not None:
+        if self.config.remembers:
             self._take_memory(self._store, state)
         self.config = replace(self.config, seed=state["seed"])
         self.requested = replace(self.requested, seed=state["seed"])
@@ -282,7 +281,7 @@ class GQSGDState:
             for number in sorted(self._remembered):
                 rows = communicator.gather(store.row(kind, number))
                 if communicator.rank == 0:
-                    found.setdefault(kind, {})[number] = rows.cpu()
+                    found.setdefault(kind.value, {})[number] = rows.cpu()
         if closed:
             communicator.close()
         return found if communicator.rank == 0 else None

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.wire import Kind, Quantiser
+if TYPE_CHECKING:
+    from lightning_gqsgd.kernels.protocol import Quantiser
 
 # Columns of a block table (int64).
 START = 0  # first coordinate, in the flat tensor
@@ -40,8 +41,7 @@ PIECE_NUMEL = 1 << 19
 MAX_STRIPE = 8
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A parameter's place in a flat tensor.
 
     Attributes:
@@ -107,10 +107,10 @@ class Layout:
         """The layout for tensors on a device, whose table is copied there once; `reducers` ask for it in every step."""
         if device == self.device:
             return self
-        known = self._copies.setdefault(device, replace(self, device=device))
-        if device.type == "cuda":  # streams take turns, and memory is given back to the one that it was allocated on
-            known.blocks.record_stream(torch.cuda.current_stream(device))
-        return known
+        copy = self._copies.setdefault(device, replace(self, device=device))
+        if device.type == "cuda":
+            _keep_for_this_stream(copy.blocks)
+        return copy
 
     @cached_property
     def blocks(self) -> Tensor:
@@ -122,6 +122,15 @@ class Layout:
     def _copies(self) -> dict[torch.device, Layout]:
         return {}
 
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], Part]:
+        return {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all tables, about: a copy of the whole on the device, and that of a shard."""
+        return self.table.nbytes * (2 if self.device.type == "cpu" and not self._copies else 3)
+
     @property
     def shards(self) -> int:
         """Number of shards."""
@@ -132,40 +141,25 @@ class Layout:
         """Bytes of all shards' messages together."""
         return self.shards * self.shard_bytes
 
-    def shard(self, index: int) -> Tensor:
-        """The blocks of one shard."""
-        return self.blocks[self.first[index] : self.first[index + 1]]
-
     @cached_property
     def whole(self) -> Part:
-        """All blocks."""
+        """All blocks, with their positions in the message of all shards."""
         return Part(self.blocks, self.table, self.block_size)
 
-    @cached_property
-    def parts(self) -> list[Part]:
-        """Those of each shard."""
-        bounds = zip(self.first[:-1], self.first[1:], strict=True)
-        return [Part(self.blocks[lo:hi], self.table[lo:hi], self.block_size) for lo, hi in bounds]
+    def shard(self, index: int) -> Part:
+        """The blocks of one shard, with their positions in that shard's own message."""
+        return self.shards_from(index, index + 1)
 
-
-def code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes of ``length`` codes in bit planes of 8, 4, 2 and 1 bits, as many as add up to ``bits``."""
-    return np.sum([-(-length * plane // 8) for plane in (8, 4, 2, 1) if bits & plane], axis=0)
-
-
-def summable_code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes of ``length`` codes in lanes that can be summed: whole lanes per byte, or per 64-bit word for odd
-    widths."""
-    if 8 % bits == 0:
-        return -(-length // (8 // bits))
-    return 8 * -(-length // (64 // bits))
-
-
-def record_bytes(length: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
-    """Bytes of the codes of blocks with ``length`` coordinates; ``raw_bytes``: of one uncompressed coordinate."""
-    if q.kind == Kind.TOP_K:
-        return q.kept_of(length) * (raw_bytes + 2)
-    return (summable_code_bytes if q.summable else code_bytes)(length, q.bits)
+    def shards_from(self, low: int, high: int) -> Part:
+        """The blocks of the shards ``low`` to ``high - 1``, with their positions in the message of these shards."""
+        if (low, high) not in self._parts:
+            table = self.table[self.first[low] : self.first[high]].copy()
+            table[:, CODES] -= low * self.shard_bytes
+            table[:, SCALE] -= np.where(table[:, SCALE] >= 0, low * self.shard_bytes, 0)
+            self._parts[low, high] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
+        part = self._parts[low, high]
+        _keep_for_this_stream(part.blocks)
+        return part
 
 
 def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
@@ -265,10 +259,17 @@ def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:
     return np.clip(blocks // (4 * shards), 1, MAX_STRIPE)
 
 
+def _keep_for_this_stream(blocks: Tensor) -> None:
+    """Tell PyTorch that the current stream uses a table, too: streams take turns, and PyTorch gives memory back to the
+    stream that it was allocated on."""
+    if blocks.is_cuda:
+        blocks.record_stream(torch.cuda.current_stream(blocks.device))
+
+
 def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
     """Bytes of each block's record, aligned."""
     length = table[:, LENGTH]
-    return _align(np.where(table[:, RAW] == 1, length * raw_bytes, record_bytes(length, q, raw_bytes)))
+    return _align(np.where(table[:, RAW] == 1, length * raw_bytes, q.record_bytes(length, raw_bytes)))
 
 
 def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes: int, block_size: int) -> Layout:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,68 +17,196 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.codecs.variance import best_alpha, stability
-from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Run, stripe
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 class StabilityWarning(UserWarning):
     """A memory that may amplify errors without bound; the message names the reason and the number that works."""
 
 
-def kinds(config: GQSGDConfig) -> list[str]:
-    """What a configuration remembers, in a fixed order; see `MemoryStore`."""
-    found = []
-    if config.up is not None:
-        found += ["up_error"] if config.up.keeps_error else []
-        found += ["up_reference", "up_mean"] if config.up.keeps_reference else []
-    if config.down is not None:
-        found += ["down_error"] if config.down.keeps_error else []
-        found += ["down_reference"] if config.down.keeps_reference else []
-    return found
+@dataclass(frozen=True)
+class Memory:
+    """What one direction of a reducer remembers, for each compressed coordinate.
+
+    With the input x, the error memory e and the reference h (both zero at first), and Q the codec there and back:
+
+        u = x + alpha e - h;   e <- beta e + (x - h - Q(u));   h <- h + rho Q(u);   the receiver takes Q(u) + h.
+
+    Attributes:
+        alpha: weight of remembered error in what is sent; None: 1/(1 + ω), the best one (ECQ-SGD, arXiv 1806.08054).
+        beta: how much of the old error is kept.
+        rho: step of the reference; None: 1/(2 (1 + ω)) (DIANA; Artemis, arXiv 2006.14591). 0: there is none.
+    """
+
+    alpha: float | None
+    beta: float
+    rho: float | None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is None and name != "beta":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ConfigError(f"memory {name}={value!r} is out of range: 0 to 1")
+
+    @property
+    def keeps_error(self) -> bool:
+        """Whether there is an error memory."""
+        return self.alpha != 0
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether there is a reference."""
+        return self.rho != 0
+
+
+#: Names for usual memories: classic error feedback; ECQ-SGD; DIANA and Artemis; EF21, which is Markov compression.
+MEMORIES: dict[str, Memory | None] = {
+    "none": None,
+    "ef": Memory(1.0, 1.0, 0.0),
+    "ecq": Memory(None, 1.0, 0.0),
+    "diana": Memory(0.0, 0.0, None),
+    "ef21": Memory(0.0, 0.0, 1.0),
+}
+
+
+def parse(name: str, value: Any) -> str | Memory:
+    """A memory as a configuration holds it: the value itself, or a `Memory` made of a dictionary.
+
+    Raises:
+        ConfigError: the value is no memory; ``name`` is the field's name in the message.
+    """
+    if isinstance(value, Memory) or value == "auto" or (isinstance(value, str) and value in MEMORIES):
+        return value
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping) and set(value) <= {"alpha", "beta", "rho"}:
+        return Memory(**{"alpha": None, "beta": 1.0, "rho": 0.0, **value})
+    raise ConfigError(
+        f"{name}={value!r} is not one of 'auto', {', '.join(map(repr, MEMORIES))}, a Memory, or its numbers by name, "
+        "e.g. {'alpha': 0.2, 'beta': 1, 'rho': 0}"
+    )
+
+
+def named(value: str | Memory) -> Memory | None:
+    """The memory that a name stands for; "auto" stands for none, see `check`."""
+    if isinstance(value, Memory):
+        return value
+    return None if value == "auto" else MEMORIES[value]
+
+
+def check(config: GQSGDConfig) -> None:
+    """Check the memories of a configuration against its codec: a biased one needs them.
+
+    Raises:
+        ConfigError: a biased codec whose memory is left to "auto".
+    """
+    biased_by = codec_of(config).biased_by
+    if biased_by and config.memory == "auto":
+        raise ConfigError(
+            f"{biased_by} is biased, so training needs a memory of what was lost: memory='ef', or 'ef21'; "
+            "memory='none' if you mean to do without"
+        )
+
+
+class Keeps(str, Enum):
+    """The kinds of tensors that a rank keeps; the values are their names in checkpoints.
+
+    UP_ERROR and UP_REFERENCE are this rank's e and h. UP_MEAN is the mean of all ranks' h, kept where messages are
+    averaged. DOWN_ERROR is the e of the way back, kept there as well. DOWN_REFERENCE is the h of the way back, which is
+    equal on all ranks.
+    """
+
+    UP_ERROR = "up_error"
+    UP_REFERENCE = "up_reference"
+    UP_MEAN = "up_mean"
+    DOWN_ERROR = "down_error"
+    DOWN_REFERENCE = "down_reference"
+
+
+#: What is kept where messages are averaged: by the owner of a shard, if each shard has one.
+KEPT_BY_OWNERS = (Keeps.UP_MEAN, Keeps.DOWN_ERROR)
+
+
+class Direction(NamedTuple):
+    """One direction of a reducer, as far as its memory is concerned.
+
+    Attributes:
+        error: what a sender keeps of its errors.
+        sent: the reference of a sender.
+        received: the reference, or the mean of the references, where messages arrive. The way back has one sender,
+            whose reference all receivers follow.
+    """
+
+    error: Keeps
+    sent: Keeps
+    received: Keeps
+
+    def memory_of(self, config: GQSGDConfig) -> Memory | None:
+        """The memory of this direction."""
+        return config.up if self is UP else config.down
+
+    def kinds(self, memory: Memory | None) -> list[Keeps]:
+        """What is kept for a memory of this direction, in a fixed order."""
+        if memory is None:
+            return []
+        kept = [self.error] if memory.keeps_error else []
+        return [*kept, *dict.fromkeys((self.sent, self.received))] if memory.keeps_reference else kept
+
+
+UP = Direction(Keeps.UP_ERROR, Keeps.UP_REFERENCE, Keeps.UP_MEAN)
+DOWN = Direction(Keeps.DOWN_ERROR, Keeps.DOWN_REFERENCE, Keeps.DOWN_REFERENCE)
+
+
+def kinds(config: GQSGDConfig) -> list[Keeps]:
+    """What a configuration keeps, in a fixed order."""
+    return [kind for direction in (UP, DOWN) for kind in direction.kinds(direction.memory_of(config))]
 
 
 class MemoryStore:
-    """Flat tensors of one rank: one for each kind of memory and parameter, zero at first.
-
-    Kinds: ``up_error``, ``up_reference`` (this rank's e and h), ``up_mean`` (mean of all ranks' h, where messages are
-    averaged), ``down_error`` (where they are), ``down_reference`` (equal on all ranks). With the reducer "two_shot",
-    where messages are averaged is the blocks' owner (see `layout.place_by_owner`), which keeps its share only.
+    """What one rank keeps: a flat tensor of each kind for each parameter, zero at first; none without a memory.
 
     Args:
         config: the configuration, with its reducer chosen.
-        ranks: number of ranks.
+        owners: number of ranks among which the blocks are divided, each of which averages the messages of its own, and
+            keeps what belongs to that (see `layout.place_by_owner`); 1 where every rank averages all messages.
         sizes: number of coordinates of each compressed parameter, by parameter number.
-        dtype: of the gradients; memory is fp32, or fp64 for fp64 gradients.
+        dtype: dtype of the gradients; memory is fp32, or fp64 for fp64 gradients.
         device: device of the gradients.
     """
 
     def __init__(
-        self, config: GQSGDConfig, ranks: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
+        self, config: GQSGDConfig, owners: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.kinds = kinds(config)
         self._sizes, self._dtype, self._device = dict(sizes), COMPUTE_DTYPES[dtype], device
-        self._owners = ranks if config.reducer == "two_shot" else 1
+        self._owners = owners
         #: Consecutive coordinates of each parameter with the same owner.
         self._stripes = {
-            parameter: int(stripe(np.array(-(-size // config.block_size)), self._owners)) * config.block_size
+            parameter: int(stripe(np.array(-(-size // config.block_size)), owners)) * config.block_size
             for parameter, size in sizes.items()
         }
-        self._tensors: dict[tuple[str, int], Tensor] = {}
+        self._tensors: dict[tuple[Keeps, int], Tensor] = {}
 
-    def load(self, kind: str, runs: Sequence[Run], like: Tensor) -> Tensor:
-        """The memory of some runs at their places in a tensor like ``like``; zero elsewhere."""
+    def load(self, kind: Keeps, runs: Sequence[Run], like: Tensor) -> Tensor:
+        """What is kept of some runs, at their places in a tensor like ``like``; zero elsewhere."""
         values = torch.zeros_like(like)
         for run in runs:
             values[run.start : run.start + run.numel] = self._part(kind, run)
         return values
 
-    def store(self, kind: str, runs: Sequence[Run], values: Tensor) -> None:
-        """Remember what a tensor has at the places of some runs."""
+    def store(self, kind: Keeps, runs: Sequence[Run], values: Tensor) -> None:
+        """Keep what a tensor has at the places of some runs."""
         for run in runs:
             self._part(kind, run).copy_(values[run.start : run.start + run.numel])
 
-    def row(self, kind: str, parameter: int) -> Tensor:
-        """What this rank keeps of a parameter, zeros if there is nothing yet; as long on every rank."""
+    def row(self, kind: Keeps, parameter: int) -> Tensor:
+        """What this rank keeps of a parameter: zeros if there is nothing yet; of the same length on every rank."""
         key = (kind, parameter)
         if key not in self._tensors:
             size, owned = self._sizes[parameter], self._stripes[parameter]
@@ -85,32 +214,40 @@ class MemoryStore:
             self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
         return self._tensors[key]
 
+    def rows(self, parameter: int) -> dict[Keeps, Tensor]:
+        """A copy of all that this rank keeps of a parameter, by kind."""
+        return {kind: self.row(kind, parameter).clone() for kind in self.kinds}
+
     def take(self, saved: Mapping[str, Mapping[int, Tensor]], rank: int) -> None:
-        """Remember what was saved of all ranks: tensors [ranks, ...] by kind and parameter.
+        """Keep what was saved of all ranks.
+
+        Args:
+            saved: tensors [ranks, numel] by kind and parameter number.
+            rank: this rank.
 
         Raises:
             ConfigError: of other parameters, or of other sizes; nothing has been taken.
         """
         pairs = []
         for kind, tensors in saved.items():
-            for number, rows in tensors.items():
-                row = self.row(kind, number) if number in self._sizes else None
-                if row is None or rows.shape[1:] != row.shape:
+            for number, saved_rows in tensors.items():
+                row = self.row(Keeps(kind), number) if number in self._sizes else None
+                if row is None or saved_rows.shape[1:] != row.shape:
                     here = 0 if row is None else row.numel()
                     raise ConfigError(
-                        f"the checkpoint remembers {rows.shape[-1]} values of parameter {number}, the model compresses "
-                        f"{here}; resume with the model and the configuration that wrote it"
+                        f"the checkpoint remembers {saved_rows.shape[-1]} values of parameter {number}, the model "
+                        f"compresses {here}; resume with the model and the configuration that wrote it"
                     )
-                pairs.append((row, rows[rank]))
+                pairs.append((row, saved_rows[rank]))
         for row, values in pairs:
             row.copy_(values)
 
-    def _owners_of(self, kind: str) -> int:
-        """Among how many ranks a kind of memory is divided."""
-        return self._owners if kind in ("up_mean", "down_error") else 1
+    def _owners_of(self, kind: Keeps) -> int:
+        """Number of ranks among which a kind is divided."""
+        return self._owners if kind in KEPT_BY_OWNERS else 1
 
-    def _part(self, kind: str, run: Run) -> Tensor:
-        """Where a run is kept: an owner's stripes lie side by side, and its runs within one stripe."""
+    def _part(self, kind: Keeps, run: Run) -> Tensor:
+        """Where a run is kept: the stripes of an owner lie side by side, and its runs within one stripe."""
         length = self._stripes[run.parameter]
         number, rest = divmod(run.offset, length)
         start = number // self._owners_of(kind) * length + rest

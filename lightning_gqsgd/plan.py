@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import LENGTH, START, Segment, cut, pieces
 from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers import REDUCERS, Reducer, Setting, StepKeys, Steps, between_nodes, run_virtual
+from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, Steps, reduced, run_virtual
+from lightning_gqsgd.reducers.base import HasSteps
 from lightning_gqsgd.reducers.scatter import Scatter
 from lightning_gqsgd.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
@@ -28,16 +27,21 @@ def check_gradient(tensor: Tensor, what: str) -> None:
             f"{what} is sparse ({tensor.layout}); quantised allreduce needs dense gradients: "
             "build the embedding with sparse=False, or keep this model on plain DDP"
         )
-    if tensor.dtype not in COMPUTE_DTYPES:
-        names = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
-        raise ConfigError(f"{what} has dtype {tensor.dtype}; only floating-point tensors can be averaged: {names}")
+    check_dtype(tensor.dtype, what)
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise ConfigError for a dtype whose numbers cannot be averaged."""
+    if dtype not in COMPUTE_DTYPES:
+        names = ", ".join(str(one) for one in COMPUTE_DTYPES)
+        raise ConfigError(f"{what} has dtype {dtype}; only floating-point tensors can be averaged: {names}")
 
 
 class _Piece(NamedTuple):
     """Some coordinates, what reduces them, and where to sample them."""
 
     part: slice
-    reducer: Reducer
+    reducer: HasSteps
     sample: list[slice]
 
 
@@ -59,25 +63,31 @@ class Plan:
         x: Tensor,
         rank: int,
         step: int,
+        store: MemoryStore,
         counters: BucketCounters,
         telemetry: Telemetry,
-        store: MemoryStore | None = None,
     ) -> list[Callable[[], Steps]]:
-        """For each piece, a function that starts its steps on ``x``, which book the bytes that they send.
+        """For each piece, a function that starts its steps on ``x``, which count the bytes that they send.
 
-        ``store``: what this rank remembers, if the configuration has a memory.
+        Args:
+            x: flat tensor, [numel].
+            rank: this rank.
+            step: number of the step, and of its dither.
+            store: what this rank remembers.
+            counters: of the bucket.
+            telemetry: of the process.
         """
         config, ranks = self.setting.config, self.setting.ranks
         keys = StepKeys.of(config, step, ranks)
         counters.calls += 1
         counters.numel += self.numel
-        samples = config.reducer != "native" and config.sample_every and step % config.sample_every == 0
+        samples = self._compresses and config.sample_every and step % config.sample_every == 0
 
         def start(piece: _Piece) -> Steps:
             steps = self._steps(x, piece, rank, keys, store)
             if samples:
                 steps = sampled(steps, x, piece.sample, self._result(rank), ranks, telemetry)
-            return _booked(steps, piece.reducer, counters)
+            return _counted(steps, piece.reducer, counters)
 
         return [partial(start, piece) for piece in self._pieces]
 
@@ -85,13 +95,17 @@ class Plan:
         self,
         gradients: Sequence[Tensor],
         step: int,
-        stores: Sequence[MemoryStore | None],
+        stores: Sequence[MemoryStore],
         *,
         only_first: bool = False,
     ) -> int:
         """Replace the gradients of virtual ranks in this process by their mean; return the bytes that a rank sends.
 
-        ``only_first``: rank 0's only; the others' are left in any state.
+        Args:
+            gradients: a flat tensor for each rank.
+            step: number of the step, and of its dither.
+            stores: what each rank remembers.
+            only_first: replace rank 0's gradient only, and leave the others in any state.
         """
         keys = StepKeys.of(self.setting.config, step, self.setting.ranks)
         for piece in self._pieces:
@@ -109,20 +123,33 @@ class Plan:
         """Bytes that one rank's coordinates take on the wire once; see `reducers.base.Reducer`."""
         return sum(piece.reducer.message_bytes for piece in self._pieces)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tables of all pieces take, about."""
+        return self._table_bytes
+
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         found = []
-        for table in _tables(segments, self.setting):
+        reducer = REDUCERS[self.setting.config.reducer]
+        tables = _tables(segments, self.setting)
+        self._table_bytes = 3 * sum(table.nbytes for table in tables)
+        for table in tables:
             part = _span(table)
             table[:, START] -= part.start
-            found.append(_Piece(part, REDUCERS[self.setting.config.reducer](table, self.setting), [_middle(part)]))
+            found.append(_Piece(part, reducer(table, self.setting), [_middle(part)]))
         return found
 
-    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
-        return piece.reducer.steps(x[piece.part], rank, keys, store)
+    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        return reduced(piece.reducer, x[piece.part], rank, keys, store)
 
     def _result(self, rank: int) -> slice:
         """In which of a piece's samples a rank finds the mean."""
         return slice(None)
+
+    @property
+    def _compresses(self) -> bool:
+        """Whether there is an error to be sampled."""
+        return REDUCERS[self.setting.config.reducer].compresses
 
 
 class ScatterPlan(Plan):
@@ -140,6 +167,7 @@ class ScatterPlan(Plan):
         ranks, block_size = self.setting.ranks, self.setting.config.block_size
         each, share = len(segments) // ranks, self.numel // ranks
         tables = [cut(segments[rank * each : (rank + 1) * each], block_size) for rank in range(ranks)]
+        self._table_bytes = 3 * sum(table.nbytes for table in tables)
         whole, numel = self.setting.config.scale_per == "parameter", max(1, self.setting.piece_numel // ranks)
         lengths = [len(table) for table in pieces(tables[0], numel, whole_parameters=whole)]
         found = []
@@ -153,27 +181,31 @@ class ScatterPlan(Plan):
             found.append(_Piece(columns, Scatter(np.concatenate(runs), self.setting), sample))
         return found
 
-    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
+    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         parts = x.view(self.setting.ranks, -1)[:, piece.part]
         together = parts.reshape(-1)  # a copy, unless this is the only piece
-        bad = yield from piece.reducer.steps(together, rank, keys, store)
+        bad = yield from reduced(piece.reducer, together, rank, keys, store)
         parts[rank] = together.view(parts.shape)[rank]
         return bad
 
     def _result(self, rank: int) -> slice:
         return slice(rank, rank + 1)
 
+    @property
+    def _compresses(self) -> bool:
+        return True
+
 
 def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:
     """The block tables of all pieces."""
     config = setting.config
     table = cut(segments, config.block_size)
-    if config.reducer == "native":  # takes the tensor whole, so that it gives DDP's bits
+    if not REDUCERS[config.reducer].compresses:  # takes the tensor whole, so that it gives DDP's bits
         return [table] if len(table) else []
     return pieces(table, setting.piece_numel, whole_parameters=config.scale_per == "parameter")
 
 
-def _booked(steps: Steps, reducer: Reducer, counters: BucketCounters) -> Steps:
+def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps:
     result = yield from steps
     counters.bytes_sent += reducer.sent_bytes
     counters.message_bytes += reducer.message_bytes
@@ -189,34 +221,3 @@ def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
     """The middle coordinates of some."""
     start = part.start + max(0, (part.stop - part.start - most) // 2)
     return slice(start, min(part.stop, start + most))
-
-
-def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """Run what ``ranks`` ranks need once on virtual ones, so that no step waits for a compiler: on as many where their
-    number is part of what is compiled, on a GPU, and otherwise on two.
-
-    Raises:
-        ConfigError: see `check_device`.
-    """
-    check_device(config, device)
-    if config.reducer == "native" or device.type not in ("cpu", "cuda"):
-        return
-    segments = [Segment(0, 64, raw=False), Segment(1, 8, raw=True)]
-    plain = GQSGDConfig(reducer="two_shot")
-    for one in [config, *([plain] if config.warmup_steps else [])]:
-        count = max(2, ranks // max(1, one.node_size)) if device.type == "cuda" else 2
-        one = between_nodes(one, ranks) if one.reducer == "hierarchical" else one
-        one = replace(one, bits=max(one.bits, 2)) if one.reducer == "sum" else one
-        stores = [MemoryStore(one, count, {0: 64}, dtype, device) for _ in range(count)]
-        gradients = [torch.ones(72, dtype=dtype, device=device) for _ in range(count)]
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            Plan(segments, Setting(one, count, dtype)).average(gradients, 0, stores)
-
-
-def check_device(config: GQSGDConfig, device: torch.device) -> None:
-    """Raise ConfigError for a configuration that is not for tensors on a device."""
-    if config.coder == "elias" and device.type != "cpu":
-        raise ConfigError(
-            f"coder='elias' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
-            "coder='fixed'"
-        )

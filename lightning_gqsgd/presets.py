@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig, did_you_mean
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -14,25 +16,34 @@ class Preset:
     """A named configuration.
 
     Attributes:
-        config: the configuration.
+        fields: the fields of the configuration that are not at their defaults.
         paper: where the system comes from.
         what: the system in a few words.
         optimizer: what its paper trains with, if it matters; the configuration does not set it.
     """
 
-    config: GQSGDConfig
+    fields: Mapping[str, Any]
     paper: str
     what: str
     optimizer: str = "any"
 
+    @property
+    def config(self) -> GQSGDConfig:
+        """The configuration."""
+        return GQSGDConfig(**self.fields)
 
-def _stochastic(**fields: Any) -> GQSGDConfig:
+
+def _stochastic(**fields: Any) -> dict[str, Any]:
     """Linear levels with stochastic rounding, as the literature has them."""
-    return GQSGDConfig(dither="stochastic", **fields)
+    return {"dither": "stochastic", **fields}
 
 
-def _sign(**fields: Any) -> GQSGDConfig:
-    return GQSGDConfig(codec="sign", bits=1, **fields)
+def _sign(**fields: Any) -> dict[str, Any]:
+    return {"codec": "sign", **fields}
+
+
+def _exponential(**fields: Any) -> dict[str, Any]:
+    return {"codec": "exponential", **fields}
 
 
 _QSGD = "Alistarh et al. 2017, arXiv 1610.02132"
@@ -43,14 +54,14 @@ _GLOBAL = "Xin et al. 2023, arXiv 2305.18627"
 _TERNARY = {"bits": 2, "levels": 1, "norm": "l2"}
 
 PRESETS: dict[str, Preset] = {
-    "gqsgd": Preset(GQSGDConfig(), _GLOBAL, "block scales, subtractive dither, 8 bits"),
-    "gqsgd_4bit": Preset(GQSGDConfig(bits=4), _GLOBAL, "the same at 4 bits"),
-    "gqsgd_sum": Preset(GQSGDConfig(reducer="sum"), _GLOBAL, "shared scales, codes summed by the allreduce"),
+    "gqsgd": Preset({}, _GLOBAL, "block scales, subtractive dither, 8 bits"),
+    "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
+    "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
     "gqsgd_exponential": Preset(
-        GQSGDConfig(codec="exponential", mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums"
+        _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums"
     ),
     "gqsgd_exponential_tree": Preset(
-        GQSGDConfig(codec="exponential", reducer="tree"), _GLOBAL, "powers of two, added in pairs along a tree"
+        _exponential(reducer="tree"), _GLOBAL, "powers of two, added in pairs along a tree"
     ),
     "qsgd": Preset(_stochastic(bits=4, block_size=512, reducer="gather"), _QSGD, "stochastic levels, local scales"),
     "qsgd_elias": Preset(
@@ -62,12 +73,12 @@ PRESETS: dict[str, Preset] = {
         "three levels, shared scale per layer, clipped at 2.5 σ",
     ),
     "natural_compression": Preset(
-        GQSGDConfig(codec="exponential", norm="power_of_two", reducer="two_shot"),
+        _exponential(norm="power_of_two", reducer="two_shot"),
         _NATURAL,
         "sign and exponent, both ways",
     ),
     "natural_dithering": Preset(
-        GQSGDConfig(codec="exponential", bits=5, levels=8, norm="l2", reducer="gather"),
+        _exponential(bits=5, levels=8, norm="l2", reducer="gather"),
         _NATURAL,
         "8 powers of two, l2 norm",
     ),
@@ -116,21 +127,39 @@ PRESETS: dict[str, Preset] = {
         "signs, errors fed back both ways",
     ),
     "topk_ef": Preset(
-        GQSGDConfig(codec="top_k", bits=32, density=0.01, block_size=4096, reducer="gather", memory="ef"),
+        {"codec": "top_k", "density": 0.01, "block_size": 4096, "reducer": "gather", "memory": "ef"},
         "Stich et al. 2018, arXiv 1809.07599",
         "the largest 1 % of each block, errors fed back",
     ),
 }
 
 
-def make_config(preset: str | None = None, **fields: Any) -> GQSGDConfig:
-    """A preset (default: ``gqsgd``) with some fields replaced.
+def make_config(preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDConfig:
+    """A preset, or a configuration, with some fields replaced.
+
+    Args:
+        preset: name of a preset, or a configuration; None: the preset ``gqsgd``.
+        **fields: fields of `GQSGDConfig` to replace.
 
     Raises:
         ConfigError: an unknown preset or field, or a configuration that cannot work.
     """
-    name = preset or "gqsgd"
+    GQSGDConfig.check_names(fields)
+    if isinstance(preset, GQSGDConfig):
+        return dataclasses.replace(preset, **fields)
+    name = "gqsgd" if preset is None else preset
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"preset={preset!r} is neither the name of a preset nor a GQSGDConfig; give fields by name, e.g. "
+            f"{_as_fields(preset)}, or a preset ({', '.join(PRESETS)})"
+        )
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)} (presets: {', '.join(PRESETS)})")
-    GQSGDConfig.check_names(fields)
-    return dataclasses.replace(PRESETS[name].config, **fields)
+    return GQSGDConfig(**{**PRESETS[name].fields, **fields})
+
+
+def _as_fields(value: object) -> str:
+    """How a value in the place of a preset was perhaps meant."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={field!r}" for name, field in value.items()) or "bits=4"
+    return f"bits={value}" if isinstance(value, int) and not isinstance(value, bool) else "bits=4"

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.reducers.base import Count, Exchange, Steps
+from lightning_gqsgd.kernels.protocol import Count
+from lightning_gqsgd.reducers.base import Exchange, Steps
 
 #: Coordinates per piece whose exact mean is computed on sampling steps.
 SAMPLE_NUMEL = 4096

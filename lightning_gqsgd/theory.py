@@ -26,7 +26,7 @@ from lightning_gqsgd.codecs.variance import (
     smallest_level,
     stability,
 )
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.errors import ConfigError
 
 __all__ = [
     "bits_at",

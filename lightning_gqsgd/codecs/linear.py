@@ -1,48 +1,200 @@
 """Uniform levels with dither.
 
-A block with scale M (the largest magnitude in it, over one rank or over all) is rounded to K levels, Δ = 2M/(K-1)
-apart, symmetric about zero. A code is the level's number, 0 to K-1, and stands for (code - (K-1)/2) Δ. With y = x/Δ:
+A block with scale M (the largest magnitude in it, over one rank or over all) is rounded to K levels, which lie
+Δ = 2M/(K-1) apart and symmetric about zero. A code is the number of a level, 0 to K-1, and stands for
+(code - (K-1)/2) Δ. With y = x/Δ:
 
 * stochastic: code = floor(y + v) + (K-1)/2, v uniform on [0, 1), K odd, so that zero is a level and stays zero.
 * subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2); the receiver, which knows u, decodes
   (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even and every code of the word is used.
-* adaptive: subtractive, but stochastic in blocks with so many zeros that it has the smaller error there.
-* nearest: code = rint(y + (K-1)/2), decoded to its level; a zero, which is half-way, goes to either side at random.
+* adaptive: subtractive, but stochastic in blocks with so many zeros that stochastic rounding has the smaller error.
+* nearest: code = rint(y + (K-1)/2), decoded to its level. A zero lies half-way between two levels, and goes to either
+  one at random.
 
-The first two are unbiased. The choice between them depends on the gradient alone, not on the dither, so adaptive is,
-too. Nearest is not: its error is at most Δ/2 and the same every time.
+Stochastic and subtractive dither are unbiased. Adaptive dither chooses between them by the gradient alone, and not by
+the dither, so it is unbiased, too. Nearest is biased: its error is at most Δ/2, and the same every time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import omega_linear, omega_subtractive
-from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.kernels.wire import Quantiser
+from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
+from lightning_gqsgd.kernels.protocol import Kind
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+
+DITHERS = ("adaptive", "subtractive", "stochastic", "nearest")
 
 
 @dataclass(frozen=True)
-class LinearCodec:
+class LinearQuantiser:
+    """A linear codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+
+    Attributes:
+        bits: bits of one code on the wire.
+        levels: number of levels K of each rank under subtractive dither; codes are 0 to K-1.
+        odd_levels: the same under stochastic rounding.
+        stochastic_from: a block is rounded stochastically if more than this share of its coordinates is zero. Below 0:
+            every block is; 1: none is.
+        block_size: the largest number of coordinates in a block.
+        summable: whether the codes of several ranks are added up on the wire.
+        nearest: whether codes are the numbers of the nearest levels, without dither except for zeros.
+    """
+
+    bits: int
+    levels: int
+    odd_levels: int
+    stochastic_from: float
+    block_size: int
+    summable: bool = False
+    nearest: bool = False
+
+    kind: ClassVar[Kind] = Kind.LINEAR
+    has_scale: ClassVar[bool] = True
+
+    @property
+    def always_stochastic(self) -> bool:
+        """Whether every block is rounded stochastically."""
+        return self.stochastic_from < 0
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """See `kernels.protocol.Quantiser.record_bytes`."""
+        return (summable_code_bytes if self.summable else code_bytes)(length, self.bits)
+
+    def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `kernels.protocol.ScaledQuantiser.encode`; a block's flag says that it is rounded stochastically."""
+        stochastic = self._rounds_stochastically(values, lengths)
+        levels = torch.where(stochastic, self.odd_levels, self.levels)
+        middle, zero = ((levels - 1) / 2).to(scales.dtype), levels // 2
+        inverse = middle / scales
+        # The largest coordinate is to reach the last level.
+        inverse = torch.where(scales * inverse < middle, inverse * _up(scales.dtype), inverse)
+        y = (values * inverse[:, None]).clamp(-middle[:, None], middle[:, None])
+        if self.nearest:  # were zeros always rounded to the same side, the errors of all ranks would add up
+            uniform = torch.where(values == 0, uniform, 0.5)
+        shifted = y + (uniform.to(y.dtype) - (zero - middle)[:, None])
+        return shifted.nan_to_num().floor().long() + zero[:, None], stochastic
+
+    def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
+        """See `kernels.protocol.ScaledQuantiser.decode`."""
+        middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
+        dither = torch.zeros_like(uniform) if self.nearest else uniform - 0.5
+        offset = middle[:, None] + torch.where(flags[:, None], 0, dither)
+        return _values(codes, offset, middle, scales, flags)
+
+    def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
+        """See `kernels.protocol.ScaledQuantiser.decode_sum`: the dither of all ranks is taken off the sum."""
+        middle = torch.full(scales.shape, len(uniforms) * (self.levels - 1) / 2, device=scales.device)
+        offset = middle[:, None].repeat(1, codes.shape[1])
+        for uniform in () if self.always_stochastic else uniforms:
+            offset += uniform - 0.5
+        return _values(codes, offset, middle, scales, torch.full_like(scales, self.always_stochastic).bool())
+
+    def _rounds_stochastically(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Whether a block has so many zeros: bool [B]."""
+        inside = torch.arange(values.shape[1], device=values.device)[None] < lengths[:, None]
+        zeros = ((values == 0) & inside).sum(dim=1)
+        share = torch.tensor(self.stochastic_from, dtype=values.dtype, device=values.device)
+        return zeros > share.double() * lengths
+
+
+def _values(codes: Tensor, offset: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
+    """Coordinates that codes, or sums of codes, stand for.
+
+    Args:
+        middle: the code that stands for zero, [B].
+        offset: the same with the dither of each coordinate, [B, width].
+    """
+    middle = middle.to(scales.dtype)
+    step = scales / middle
+    # The last level is to stand for the scale, exactly, where levels are what is decoded.
+    step = torch.where(stochastic & (step * middle < scales), step * _up(scales.dtype), step)
+    limit = torch.where(stochastic, scales, torch.finfo(scales.dtype).max)[:, None]
+    return ((codes.float() - offset).to(scales.dtype) * step[:, None]).clamp(-limit, limit)
+
+
+def _up(dtype: torch.dtype) -> float:
+    """Factor that is just above 1: 1 + 2 ulp."""
+    return 1 + 2 * float(torch.finfo(dtype).eps)
+
+
+@dataclass(frozen=True)
+class LinearCodec(Codec):
     """Linear dithering at a number of bits per coordinate.
 
     Attributes:
         bits: bits of a code on the wire (of the sum of all ranks' codes, where codes are summed).
         dither: ``"adaptive"``, ``"subtractive"``, ``"stochastic"`` or ``"nearest"``.
-        most: the most levels on each side of zero under stochastic rounding, s; None: as many as fit.
+        most: the largest number of levels on each side of zero under stochastic rounding, s; None: as many as fit.
     """
 
     bits: int
     dither: str
     most: int | None = None
 
+    fields: ClassVar[frozenset[str]] = frozenset({"levels", "dither"})
+    adds_as_integers: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, config: GQSGDConfig) -> LinearCodec:
+        """The codec of a configuration.
+
+        Raises:
+            ConfigError: a number of bits or levels that the codec cannot have.
+        """
+        bits: int = config.num_bits
+        check_integer("bits", bits, 1, 8)
+        if bits == 1 and config.dither == "stochastic":
+            raise ConfigError(
+                "bits=1 cannot hold the three levels (-1, 0, 1) of stochastic rounding; take bits=2 or "
+                "dither='subtractive'"
+            )
+        if config.levels is not None and config.dither != "stochastic":
+            raise ConfigError(
+                f"levels={config.levels} is for codec='exponential', or 'linear' with dither='stochastic'; leave it out"
+            )
+        check_levels(config.levels, bits)
+        return cls(bits, config.dither, config.levels)
+
+    @property
+    def biased_by(self) -> str:
+        """The setting that makes the codec biased; empty if it is unbiased."""
+        return "dither='nearest'" if self.dither == "nearest" else ""
+
+    @property
+    def has_odd_levels(self) -> bool:
+        """Whether all codes are those of an odd number of levels, which Elias codes need."""
+        return self.dither == "stochastic"
+
+    @property
+    def leaves_room_for_sums(self) -> bool:
+        """Whether the codes of two ranks could be added in so many bits."""
+        return self.bits > 1
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        dither = f"{self.dither} dither" if self.dither != "nearest" else "nearest level"
+        return f"{self.bits}", ["linear", dither]
+
     def levels(self, summed: int = 1, *, odd: bool | None = None) -> int:
         """Number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1) < 2^bits.
 
         Args:
             summed: number of ranks whose codes are added before they are decoded.
-            odd: for stochastic rounding, which needs an odd K; None for what the codec does on dense gradients.
+            odd: whether K has to be odd, as for stochastic rounding. None: whether the codec's dither on dense
+                gradients needs that.
 
         Raises:
             ConfigError: fewer than two levels (three, if odd) would be left.
@@ -60,25 +212,29 @@ class LinearCodec:
             )
         return levels
 
-    def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
-        """What the kernels need; ``summed``: codes are added over so many ranks, under scales that all ranks share.
+    def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
+        """What the kernels need.
 
-        Sums have one dither in all blocks, since each rank's choice would have to reach the decoder: adaptive is
-        subtractive there.
+        Sums have the same dither in all blocks, because the choice of each rank would have to reach the decoder:
+        adaptive is subtractive there.
+
+        Args:
+            block_size: the largest number of coordinates in a block.
+            summed: number of ranks whose codes are added, under scales that all ranks share; None: none are.
 
         Raises:
             ConfigError: see `levels`.
         """
+        summable = summed is not None
         if self.dither == "stochastic":
             odd = self.levels(summed or 1)
-            return Quantiser(self.bits, odd, odd, -1.0, summed is not None, block_size)
+            return LinearQuantiser(self.bits, odd, odd, -1.0, block_size, summable)
         even = odd = self.levels(summed or 1)
         share = 1.0
-        if self.dither == "adaptive" and summed is None and self.bits > 1:
+        if self.dither == "adaptive" and not summable and self.bits > 1:
             odd = self.levels(odd=True)
             share = _break_even(even, odd)
-        nearest = self.dither == "nearest"
-        return Quantiser(self.bits, even, odd, share, summed is not None, block_size, nearest=nearest)
+        return LinearQuantiser(self.bits, even, odd, share, block_size, summable, self.dither == "nearest")
 
     def step(self, summed: int = 1) -> float:
         """Distance Δ of two levels, in units of the block's scale."""
@@ -88,42 +244,44 @@ class LinearCodec:
         """Mean square error of one rank's coordinate, in units of the squared scale, on dense gradients.
 
         Subtractive dither: Δ²/12 whatever the coordinate. Stochastic rounding: f(1-f) Δ² with f the distance to the
-        level below, Δ²/6 for uniform f.
+        level below, which is Δ²/6 for uniform f.
+
+        Raises:
+            ConfigError: see `levels`.
         """
         return self.step(summed) ** 2 / (6 if self.dither == "stochastic" else 12)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
         """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec is
-        biased. ``summed``: of one rank's codes, where they are added over so many ranks.
+        biased.
 
         Adaptive dither has no more error than subtractive.
+
+        Args:
+            dimension: number of coordinates that share a scale.
+            summed: number of ranks whose codes are added before they are decoded; ω is of one rank's codes.
 
         Raises:
             ConfigError: see `levels`.
         """
-        if self.dither == "nearest":
+        if self.biased_by:
             return math.inf
         if self.dither != "stochastic":
             return omega_subtractive(dimension, self.levels(summed))
         return omega_linear(dimension, (self.levels(summed) - 1) // 2)
 
     def delta(self, dimension: int) -> float:
-        """δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: errors are at most Δ/2."""
-        if self.dither != "nearest":
+        """δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: its errors are at most Δ/2."""
+        if not self.biased_by:
             return 1 / (1 + self.omega(dimension))
         return max(0.0, 1 - dimension * self.step() ** 2 / 4)
 
-    def mean_error(self, reducer: str, ranks: int) -> float:
-        """Predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared scale.
 
-        All ranks are taken to have the same scale, which for ``two_shot`` is also that of the mean (aligned gradients,
-        its worst case): error_variance/n for the ranks' roundings, plus one more rounding of the mean in ``two_shot``.
-
-        Raises:
-            ConfigError: ``reducer`` is ``"sum"`` and the codes of so many ranks do not fit.
-        """
-        one = self.error_variance(ranks if reducer == "sum" else 1)
-        return one / ranks + (one if reducer == "two_shot" else 0.0)
+def check_levels(levels: int | None, bits: int) -> None:
+    """Raise ConfigError for more magnitudes than a code of ``bits`` bits, one of which is the sign, can have."""
+    limit = 2 ** (bits - 1) - 1
+    if levels is not None and levels > limit:
+        raise ConfigError(f"levels={levels} do not fit bits={bits}, which holds {limit}; take more bits")
 
 
 def _break_even(levels: int, odd_levels: int) -> float:

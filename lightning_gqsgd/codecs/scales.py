@@ -1,47 +1,79 @@
-"""Block scales other than a block's own largest magnitude, which the kernels find themselves.
+"""Block scales: which norms there are, and those that the kernels do not find by themselves.
 
-Norms are computed from sums in fp64 and rounded up to the compute type. A NaN or infinity in a block, or in its
-parameter, makes the scale non-finite.
+The kernels find a block's own largest magnitude. Other norms are computed here, from sums in fp64, and rounded up to
+the compute dtype. A NaN or infinity in a block, or in its parameter, makes the scale non-finite.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
 from lightning_gqsgd.layout import LENGTH, PARAMETER
 
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
-def is_own_maximum(config: GQSGDConfig) -> bool:
-    """Whether every block's scale is its own largest magnitude."""
-    usual = config.norm == "max" and not config.clip and config.scale_per == "block"
-    return usual and config.codec != "sign"
+#: What a scale can be shared by: a block, or all blocks of a parameter.
+SCALE_PER = ("block", "parameter")
+#: Whose maximum a scale is: that of all ranks, each rank's own, or what the reducer needs.
+SCALES = ("auto", "global", "local")
+
+
+def check(config: GQSGDConfig, codec: Codec) -> None:
+    """Check the fields of a configuration that are about scales.
+
+    Raises:
+        ConfigError: a value out of its range, or one that does not go with the codec.
+    """
+    check_one_of("norm", config.norm, NORMS)
+    check_one_of("scale", config.scale, SCALES)
+    check_one_of("scale_per", config.scale_per, SCALE_PER)
+    check_real("clip", config.clip, 0, 1e6)
+    if codec.takes_norm:
+        return
+    for name, usual in (("norm", "max"), ("clip", 0.0), ("scale_per", "block")):
+        if getattr(config, name) != usual:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not for codec={config.codec!r}, which has no such scale; "
+                "leave it out"
+            )
+    if config.scale == "global":
+        raise ConfigError(
+            f"codec={config.codec!r} has no scale that ranks could share; take reducer='two_shot' or 'gather'"
+        )
+
+
+def kernels_find_scales(config: GQSGDConfig) -> bool:
+    """Whether the kernels need no scales to be given: each block's is its own largest magnitude, or there are none."""
+    codec = codec_of(config)
+    own_maximum = config.norm == "max" and not config.clip and config.scale_per == "block"
+    return not codec.has_scale or (codec.takes_norm and own_maximum)
 
 
 def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:
-    """The scale of every block, as bits of the compute type that are ordered like it: int32 or int64 [B].
+    """The scale of every block, as bits of the compute dtype that are ordered like it: int32 or int64 [B].
 
     Args:
         x: flat tensor, which the block table ``blocks`` counts from.
-        config: its norm, clip, scale_per and codec.
+        blocks: block table, int64 [B, COLUMNS].
+        config: its codec, norm, clip and scale_per.
     """
-    norms, dtype = _Norms(x, blocks, config), COMPUTE_DTYPES[x.dtype]
-    if config.codec == "sign":
-        scales = _bits_above(norms.mean, dtype)
-    elif config.norm == "l2":
-        scales = _bits_above(norms.l2, dtype)
-    elif config.norm == "power_of_two":
-        scales = _power_of_two(norms.maximum, dtype)
-    else:
-        scales = norms.maximum
+    codec, norms = codec_of(config), _Norms(x, blocks, config)
+    if not codec.takes_norm:  # a codec with a scale of its own kind
+        return norms.bits_above(norms.mean)
+    scales = NORMS[config.norm](norms)
     if config.clip:
-        limit = _bits_above(norms.root_mean_square * config.clip, dtype)
-        finite = norms.maximum < SCALE_FORMATS[dtype].infinity
+        limit = norms.bits_above(norms.root_mean_square * config.clip)
+        finite = norms.maximum < norms.form.infinity
         scales = torch.where(finite, torch.minimum(scales, limit), norms.maximum)
     return scales
 
@@ -57,6 +89,8 @@ class _Norms:
 
     def __init__(self, x: Tensor, blocks: Tensor, config: GQSGDConfig) -> None:
         self._x, self._blocks, self._kernels = x, blocks, kernels_for(x.device)
+        self.dtype = COMPUTE_DTYPES[x.dtype]
+        self.form = SCALE_FORMATS[self.dtype]
         self._groups = torch.arange(len(blocks), device=blocks.device)
         if config.scale_per == "parameter":
             self._groups = _numbers(blocks[:, PARAMETER])
@@ -79,6 +113,22 @@ class _Norms:
     def root_mean_square(self) -> Tensor:
         return (self._sums[:, 2] / self._counts).sqrt()
 
+    def bits_above(self, values: Tensor) -> Tensor:
+        """Bits of the smallest numbers of the compute dtype that are not below; finite ones stay finite."""
+        largest = torch.finfo(self.dtype).max
+        narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(self.dtype)
+        up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
+        narrow = torch.where((narrow.double() < values) & (narrow < largest), up, narrow)
+        return narrow.view(self.form.integer) & torch.iinfo(self.form.integer).max
+
+    def power_of_two(self, bits: Tensor) -> Tensor:
+        """Bits of the next power of two; of the largest number, where that would be infinite."""
+        form = self.form
+        rest = (1 << form.mantissa) - 1
+        up = ((bits.long() + rest) & ~rest).clamp(max=form.infinity)
+        up = torch.where((up == form.infinity) & (bits < form.infinity), form.infinity - 1, up)
+        return up.to(bits.dtype)
+
     @cached_property
     def _sums(self) -> Tensor:
         return self._total(self._kernels.block_moments(self._x, self._blocks))
@@ -100,20 +150,9 @@ def _numbers(values: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
 
 
-def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bits of the smallest numbers of ``dtype`` that are not below; finite ones stay finite."""
-    largest = torch.finfo(dtype).max
-    narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(dtype)
-    up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
-    narrow = torch.where((narrow.double() < values) & (narrow < largest), up, narrow)
-    integer = SCALE_FORMATS[dtype].integer
-    return narrow.view(integer) & torch.iinfo(integer).max
-
-
-def _power_of_two(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bits of the next power of two; of the largest number, where that would be infinite."""
-    form = SCALE_FORMATS[dtype]
-    rest = (1 << form.mantissa) - 1
-    up = ((bits.long() + rest) & ~rest).clamp(max=form.infinity)
-    up = torch.where((up == form.infinity) & (bits < form.infinity), form.infinity - 1, up)
-    return up.to(bits.dtype)
+#: The scale of every block for each norm, as bits of the compute dtype.
+NORMS: dict[str, Callable[[_Norms], Tensor]] = {
+    "max": lambda norms: norms.maximum,
+    "l2": lambda norms: norms.bits_above(norms.l2),
+    "power_of_two": lambda norms: norms.power_of_two(norms.maximum),
+}

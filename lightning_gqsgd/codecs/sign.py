@@ -1,24 +1,64 @@
 """The sign of each coordinate, times the block's mean magnitude: C(x) = |x|_1/d sign(x).
 
 Biased: |C(x) - x|² = (1 - |x|_1²/(d |x|²)) |x|² exactly, so its error has to be remembered (EF-signSGD, arXiv
-1901.09847). A zero takes either sign at random, so that on average over ranks it stays one. The kernels see two levels.
+1901.09847). A zero takes either sign at random, so that the average over ranks stays near zero. To kernels, the codec
+is a linear one with two levels.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from lightning_gqsgd.kernels.wire import Quantiser
+from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.linear import LinearQuantiser
+from lightning_gqsgd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 @dataclass(frozen=True)
-class SignCodec:
+class SignCodec(Codec):
     """One bit per coordinate."""
 
-    def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
+    default_bits: ClassVar[int] = 1
+    bits = 1
+    takes_norm: ClassVar[bool] = False  # the scale is the mean magnitude
+
+    @classmethod
+    def of(cls, config: GQSGDConfig) -> SignCodec:
+        """The codec of a configuration.
+
+        Raises:
+            ConfigError: a number of bits other than 1.
+        """
+        if config.num_bits != 1:
+            raise ConfigError(f"codec='sign' has bits=1, not {config.num_bits}; leave bits out")
+        return cls()
+
+    @property
+    def biased_by(self) -> str:
+        """See `Codec.biased_by`."""
+        return "codec='sign'"
+
+    @property
+    def leaves_room_for_sums(self) -> bool:
+        """See `Codec.leaves_room_for_sums`."""
+        return False
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        return "1", ["sign"]
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
         """What the kernels need."""
-        return Quantiser(1, 2, 2, 1.0, summable=False, block_size=block_size, nearest=True)
+        return LinearQuantiser(1, levels=2, odd_levels=2, stochastic_from=1.0, block_size=block_size, nearest=True)
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Not predicted: the error depends on the gradient alone."""
+        return math.nan
 
     def omega(self, dimension: int, summed: int = 1) -> float:
         """Infinite: the codec is biased."""

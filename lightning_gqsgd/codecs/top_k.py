@@ -2,26 +2,132 @@
 
 Biased: |C(x) - x|² <= (1 - k/d) |x|², since the k largest of d squares have at least their share of the sum. The k of a
 block is a fixed share of its length, so that messages have the same length on every rank.
+
+A block's record has the kept coordinates in the compute dtype, in the order of their places, and then the places, 16
+bits each.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from lightning_gqsgd.kernels.wire import Kind, Quantiser
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.packing import bytes_of, positions
+from lightning_gqsgd.kernels.protocol import Kind, Lengths
+from lightning_gqsgd.kernels.wire import magnitudes
+from lightning_gqsgd.layout import CODES, LENGTH
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+
+#: Bytes of a place in a block.
+PLACE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class TopKCodec:
+class TopKQuantiser:
+    """A top-k codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+
+    Attributes:
+        block_size: the largest number of coordinates in a block.
+        kept: number of coordinates that are kept of 65536; 1 or more.
+    """
+
+    block_size: int
+    kept: int
+
+    kind: ClassVar[Kind] = Kind.TOP_K
+    has_scale: ClassVar[bool] = False
+    summable: ClassVar[bool] = False
+    bits: ClassVar[int] = 32
+
+    def kept_of(self, length: Lengths) -> Lengths:
+        """Number of coordinates that are kept of a block of this length, rounded up."""
+        return (length * self.kept + 65535) >> 16
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """See `kernels.protocol.Quantiser.record_bytes`."""
+        return self.kept_of(length) * (raw_bytes + PLACE_BYTES)
+
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor) -> None:
+        """See `kernels.protocol.WholeQuantiser.write`. Of equal magnitudes, the first ones are kept."""
+        inside = positions(blocks, values.shape[1])[1]
+        order = torch.where(inside, magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
+        for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
+            places = order[k, :count].sort().values
+            at = int(blocks[k, CODES])
+            kept = bytes_of(values[k, places]).flatten()
+            wire[at : at + len(kept)] = kept
+            wire[at + len(kept) : at + len(kept) + PLACE_BYTES * count] = bytes_of(places.to(torch.int16)).flatten()
+
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `kernels.protocol.WholeQuantiser.read`. A block is NaN everywhere if a kept coordinate is not finite."""
+        values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
+        for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
+            at = int(blocks[k, CODES])
+            middle = at + count * dtype.itemsize
+            places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
+            kept = wire[at:middle].clone().view(dtype)
+            values[k, places] = kept
+            if not kept.isfinite().all():
+                values[k] = torch.nan
+        return values
+
+
+@dataclass(frozen=True)
+class TopKCodec(Codec):
     """The ``density`` largest share of every block, rounded up; the density itself is cut to 65536ths, at least one."""
 
     density: float
 
-    def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
+    fields: ClassVar[frozenset[str]] = frozenset({"density"})
+    default_bits: ClassVar[int] = 32
+    bits = 32
+    has_scale: ClassVar[bool] = False
+    takes_norm: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, config: GQSGDConfig) -> TopKCodec:
+        """The codec of a configuration.
+
+        Raises:
+            ConfigError: a number of bits, a density or a rotation that does not go with it.
+        """
+        if config.num_bits != 32:
+            raise ConfigError(
+                f"codec='top_k' sends whole what it keeps, so it has bits=32, not {config.num_bits}; leave bits out"
+            )
+        if not config.density:
+            raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
+        if config.rotation:
+            raise ConfigError(
+                "rotation=True leaves no large coordinates for codec='top_k' to keep; take rotation=False"
+            )
+        return cls(config.density)
+
+    @property
+    def biased_by(self) -> str:
+        """See `Codec.biased_by`."""
+        return "codec='top_k'"
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        return f"{self.density * (32 + 8 * PLACE_BYTES):.3g}", [f"top_k, {self.density:.3g} of all coordinates"]
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> TopKQuantiser:
         """What the kernels need."""
-        kept = max(1, int(self.density * 65536))
-        return Quantiser(32, 1, 1, 1.0, summable=False, block_size=block_size, kind=Kind.TOP_K, kept=kept)
+        return TopKQuantiser(block_size, max(1, int(self.density * 65536)))
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Not predicted: the error depends on the gradient alone."""
+        return math.nan
 
     def omega(self, dimension: int, summed: int = 1) -> float:
         """Infinite: the codec is biased."""

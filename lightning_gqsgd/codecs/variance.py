@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.errors import ConfigError
 
 
 def omega_linear(dimension: int, levels: int) -> float:

@@ -25,18 +25,19 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gqsgd.communicator import Communicator
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.functional import Reduction
 from lightning_gqsgd.hook import STATE_SCHEMA, warn_of_difference
 from lightning_gqsgd.integrations.fsdp_modules import ShardedGroup, digest, parameter_bits, row, sharded_groups
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
-from lightning_gqsgd.plan import Plan, ScatterPlan, check_device, check_gradient, compile_kernels
+from lightning_gqsgd.plan import Plan, ScatterPlan, check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, resolve, stages
-from lightning_gqsgd.reducers.base import uncompressed
+from lightning_gqsgd.reducers import Setting, new_store, resolve, setting_for, stages
 from lightning_gqsgd.telemetry import Telemetry, moment
+from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,6 @@ class GQSGDFSDPState:
         self._groups = sharded_groups(model, config)
         _check_groups(self._groups, replicate)
         device, shards = self._groups[0].device, self._groups[0].shards
-        check_device(config, device)
         replicas = replicate or self._groups[0].replicas
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
 
@@ -179,7 +179,8 @@ class GQSGDFSDPState:
         starts = []
         if collective.communicator.size > 1 and x.numel():
             plan = self._plan(collective, group, x, warming_up=step < collective.config.warmup_steps)
-            starts = plan.starts(x, collective.communicator.rank, step, counters, self.telemetry)
+            store = new_store(collective.config, collective.communicator.size, {}, x.dtype, x.device)
+            starts = plan.starts(x, collective.communicator.rank, step, store, counters, self.telemetry)
         job = Job(x, starts, f"{name}, number {step}", counters, self.telemetry, last_of_step=False)
         if starts:
             self._runner.submit(collective.communicator, job)
@@ -206,8 +207,8 @@ class GQSGDFSDPState:
             communicator = collective.communicator
             setting = Setting(config, communicator.size, x.dtype, communicator.piece_numel)
             if warming_up or not known:
-                segments = [replace(segment, raw=True) for segment in segments]
-                setting = uncompressed(setting)
+                segments = [segment._replace(raw=True) for segment in segments]
+                setting = setting_for(setting, compressed=False)
             collective.plans[key] = collective.plan(segments, setting)
         return collective.plans[key]
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.errors import ConfigError
 
 #: Attributes of constants, which the kernels use.
 MIN_TRITON = (3, 4)

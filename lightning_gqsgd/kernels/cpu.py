@@ -21,7 +21,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from lightning_gqsgd.kernels import wire as format_
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Kind, Quantiser, Share, scale_format
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Share, in_finite_range, scale_format
 from lightning_gqsgd.layout import CODES, INDEX, LENGTH, PARAMETER, RAW, SCALE, START
 
 _GOLDEN = np.uint32(format_.GOLDEN)
@@ -745,101 +746,103 @@ def _decode_sum_kernel(w, maxima, blocks, x, keys, middle, c, s):
     return bad
 
 
-# --- the functions of `reference` ------------------------------------------------------------------------------------
+# --- the functions of `protocol.Kernels` ------------------------------------------------------------------------------
 # Numba has no 16-bit floats on the CPU: bf16 and fp16 coordinates are widened to fp32 first, and rounded by PyTorch.
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `reference.block_maxima`."""
-    out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer)
+    """See `protocol.Kernels.block_maxima`."""
+    out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device="cpu")
     with _widened(x, blocks) as (_, bits, table):
         _maxima_kernel(bits, table, _constants(_ANY, x.dtype), out.numpy())
     return out
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `reference.block_moments`."""
-    out = torch.empty(len(blocks), 3, dtype=torch.float64)
+    """See `protocol.Kernels.block_moments`."""
+    out = torch.empty(len(blocks), 3, dtype=torch.float64, device="cpu")
     with _widened(x, blocks) as (values, _, table):
         _moments_kernel(values, table, np.empty((3, _LANES)), out.numpy())
     return out
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """See `reference.rotate`."""
-    scratch = _scratch(_ANY._replace(block_size=block_size), x.dtype)
+    """See `protocol.Kernels.rotate`."""
+    scratch = _scratch(block_size, x.dtype)
     _rotate_kernel(x.numpy(), blocks.numpy(), _keys([key]), inverse, _roots(block_size, x.dtype), scratch)
 
 
-def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, base: int, key: Key, q: Quantiser) -> None:
-    """See `reference.combine`."""
-    constants, scratch = _constants(q, torch.float32), _scratch(q, torch.float32)
+def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+    """See `protocol.Kernels.combine`."""
+    constants, scratch = _constants(q, torch.float32), _scratch(q.block_size, torch.float32)
     one, other = _messages(mine, torch.float32), _messages(theirs, torch.float32)
-    _combine_kernel(one, other, blocks.numpy(), base, _keys([key]), constants, scratch)
+    _combine_kernel(one, other, blocks.numpy(), 0, _keys([key]), constants, scratch)
 
 
 def encode(
     x: Tensor,
     blocks: Tensor,
     wire: Tensor,
-    key: Key,
     q: Quantiser,
-    maxima: Tensor | None = None,
-    base: int = 0,
+    key: Key,
+    scales: Tensor | None = None,
     rotation: Key | None = None,
 ) -> None:
-    """See `reference.encode`."""
-    given = (torch.empty(0, dtype=torch.int32) if maxima is None else maxima).numpy()
-    constants, scratch, message = _constants(q, x.dtype), _scratch(q, x.dtype), _messages(wire, x.dtype)
+    """See `protocol.Kernels.encode`."""
+    given = np.empty(0, np.int32) if scales is None else scales.numpy()
+    constants, scratch, message = _constants(q, x.dtype), _scratch(q.block_size, x.dtype), _messages(wire, x.dtype)
     turns = _keys([] if rotation is None else [rotation]), _roots(q.block_size, x.dtype)
     with _widened(x, blocks) as (values, bits, table):
-        _encode_kernel(values, bits, table, base, given, _keys([key]), *turns, constants, scratch, message)
+        _encode_kernel(values, bits, table, 0, given, _keys([key]), *turns, constants, scratch, message)
 
 
 def reduce(
     wires: Tensor,
     blocks: Tensor,
-    base: int,
     out: Tensor,
+    q: Quantiser,
     keys: Sequence[Key],
     out_key: Key,
-    q: Quantiser,
     dtype: torch.dtype,
 ) -> None:
-    """See `reference.reduce`."""
+    """See `protocol.Kernels.reduce`."""
     w, w_out = _messages(wires, dtype), _messages(out, dtype)
-    constants, scratch = _constants(q, dtype, len(keys)), _scratch(q, dtype)
-    _reduce_kernel(w, wires.shape[1], blocks.numpy(), base, _keys(keys), _keys([out_key]), constants, scratch, w_out)
+    constants, scratch = _constants(q, dtype, len(keys)), _scratch(q.block_size, dtype)
+    _reduce_kernel(w, wires.shape[1], blocks.numpy(), 0, _keys(keys), _keys([out_key]), constants, scratch, w_out)
 
 
 def decode(
     wires: Tensor,
     blocks: Tensor,
     x: Tensor,
-    keys: Sequence[Key],
     q: Quantiser,
-    base: int = 0,
+    keys: Sequence[Key],
     rotation: Key | None = None,
 ) -> int:
-    """See `reference.decode`."""
-    w, constants, scratch = _messages(wires, x.dtype), _constants(q, x.dtype, len(keys)), _scratch(q, x.dtype)
+    """See `protocol.Kernels.decode`."""
+    w, constants = _messages(wires, x.dtype), _constants(q, x.dtype, len(keys))
+    scratch = _scratch(q.block_size, x.dtype)
     turns = _keys([] if rotation is None else [rotation]), _roots(q.block_size, x.dtype)
     with _widened(x, blocks, write=True) as (values, _, table):
-        return _decode_kernel(w, wires.shape[1], table, base, values, _keys(keys), *turns, constants, scratch)
+        return _decode_kernel(w, wires.shape[1], table, 0, values, _keys(keys), *turns, constants, scratch)
 
 
-def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> int:
-    """See `reference.decode_sum`."""
-    w, constants, scratch = _messages(wire, x.dtype), _constants(q, x.dtype), _scratch(q, x.dtype)
+def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
+    """See `protocol.Kernels.decode_sum`."""
+    w, constants, scratch = _messages(wire, x.dtype), _constants(q, x.dtype), _scratch(q.block_size, x.dtype)
     exponential = q.kind == Kind.EXPONENTIAL
     middle = (
         _real(x.dtype)(2.0**q.headroom / len(keys)) if exponential else constants.middle * _real(x.dtype)(len(keys))
     )
     with _widened(x, blocks, write=True) as (values, _, table):
-        return _decode_sum_kernel(w, maxima.numpy(), table, values, _keys(keys), middle, constants, scratch)
+        return _decode_sum_kernel(w, scales.numpy(), table, values, _keys(keys), middle, constants, scratch)
 
 
-_ANY = Quantiser(bits=8, levels=256, odd_levels=255, stochastic_from=1.0, summable=False, block_size=16)
+class _Any:
+    bits, block_size, summable, kind = 8, 16, False, Kind.LINEAR
+
+
+_ANY = _Any()
 
 
 @contextmanager
@@ -861,7 +864,7 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
     table[:, START] -= first
     yield wide.numpy(), wide.numpy().view(_wide(x.dtype)), table
     if write:
-        part.copy_(wide)
+        part.copy_(in_finite_range(wide, x.dtype))
 
 
 def _real(dtype: torch.dtype) -> Any:
@@ -889,19 +892,19 @@ def _roots(block_size: int, dtype: torch.dtype) -> np.ndarray:
     return (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(_real(dtype))
 
 
-def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants:
+def _constants(q: Any, dtype: torch.dtype, sources: int = 1) -> _Constants:
     form, share, real, wide = scale_format(dtype), Share.of(sources), _real(dtype), _wide(dtype)
-    cut = np.finfo(real).nmant - q.mantissa
-    offset = ((1 << (np.finfo(real).nexp - 1)) - 1 << q.mantissa) - q.magnitudes
+    cut = np.finfo(real).nmant - getattr(q, "mantissa", 0)
+    offset = ((1 << (np.finfo(real).nexp - 1)) - 1 << getattr(q, "mantissa", 0)) - getattr(q, "magnitudes", 0)
     smallest = wide(offset + 1 << cut).view(real) if q.kind == Kind.EXPONENTIAL else real(1)
     return _Constants(
         bits=q.bits,
         summable=q.summable,
-        zero=np.int32(q.levels // 2),
-        odd_zero=np.int32(q.odd_levels // 2),
-        middle=real((q.levels - 1) / 2),
-        odd_middle=real((q.odd_levels - 1) / 2),
-        stochastic_from=real(q.stochastic_from),
+        zero=np.int32(getattr(q, "levels", 1) // 2),
+        odd_zero=np.int32(getattr(q, "odd_levels", 1) // 2),
+        middle=real((getattr(q, "levels", 1) - 1) / 2),
+        odd_middle=real((getattr(q, "odd_levels", 1) - 1) / 2),
+        stochastic_from=real(getattr(q, "stochastic_from", 1.0)),
         each=real(share.each),
         rest=real(share.rest),
         largest=np.finfo(real).max,
@@ -912,21 +915,21 @@ def _constants(q: Quantiser, dtype: torch.dtype, sources: int = 1) -> _Constants
         tiny=form.tiny,
         scale_shift=form.nbytes // 2,
         kind=int(q.kind),
-        nearest=q.nearest,
-        magnitudes=q.magnitudes,
-        kept=q.kept,
+        nearest=getattr(q, "nearest", False),
+        magnitudes=getattr(q, "magnitudes", 0),
+        kept=getattr(q, "kept", 0),
         cut=wide(cut),
         offset=wide(offset),
         cut_off=real(2.0**cut),
         smallest=smallest,
         per_smallest=real(1) / smallest,
-        shrink=real(2.0**-q.headroom),
+        shrink=real(2.0 ** -getattr(q, "headroom", 0)),
         one=real(1),
     )
 
 
-def _scratch(q: Quantiser, dtype: torch.dtype) -> _Scratch:
-    size = q.block_size + 1  # dither comes in pairs
+def _scratch(block_size: int, dtype: torch.dtype) -> _Scratch:
+    size = block_size + 1  # dither comes in pairs
     mean, real = np.empty(size, _real(dtype)), np.empty(size, _real(dtype))
     return _Scratch(
         u=np.empty(size, np.float32),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
 from lightning_gqsgd.kernels.tiles import (
     CODES,
     FIRST,
@@ -52,7 +53,7 @@ from lightning_gqsgd.kernels.tiles import (
     write_largest,
     write_records,
 )
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Kind, Quantiser, Share, scale_format
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Share, scale_format
 
 #: Coordinates of a tile, where blocks are not larger: 32 for each of 128 threads.
 _TILE = 4096
@@ -271,7 +272,7 @@ def _rotate_kernel(x, table, roots, count, r0, r1, INVERSE: tl.constexpr, c: tl.
 
 @triton.jit(do_not_specialize=["count", "base", "k0", "k1"])
 def _combine_kernel(mine, theirs, table, count, base: tl.int64, k0, k1, c: tl.constexpr):
-    """See `reference.combine`."""
+    """See `protocol.Kernels.combine`."""
     row, inside, n, raw = _shape_of(table, count, c)
     at = column(table, row, inside, CODES) - base
     key_a, key_b = block_keys(table, row, inside, k0, k1)
@@ -317,7 +318,7 @@ def _maxima_kernel(x, table, out, count, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _moments_kernel(x, table, out, count, c: tl.constexpr):
-    """See `reference.block_moments`."""
+    """See `protocol.Kernels.block_moments`."""
     ROWS: tl.constexpr = c.rows
     LANES: tl.constexpr = _LANES
     row, inside, n, raw = _shape_of(table, count, c)
@@ -381,71 +382,69 @@ def _decode_largest_kernel(
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `reference.block_maxima`."""
+    """See `protocol.Kernels.block_maxima`."""
     out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device=x.device)
     _launch(_maxima_kernel, blocks, _constants(_ANY, x.dtype), x, blocks, out, len(blocks))
     return out
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `reference.block_moments`."""
+    """See `protocol.Kernels.block_moments`."""
     out = torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
     _launch(_moments_kernel, blocks, _constants(_ANY, x.dtype), x, blocks, out, len(blocks))
     return out
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """See `reference.rotate`."""
+    """See `protocol.Kernels.rotate`."""
     c = _constants(_ANY._replace(block_size=block_size), x.dtype)
     r0, r1 = _signed(key)
     roots = _roots(x.dtype, x.device)
     _launch(_rotate_kernel, blocks, c, x, blocks, roots, len(blocks), r0, r1, INVERSE=inverse)
 
 
-def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, base: int, key: Key, q: Quantiser) -> None:
-    """See `reference.combine`."""
+def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+    """See `protocol.Kernels.combine`."""
     c = _constants(q, torch.float32)
-    _launch(_combine_kernel, blocks, c, mine, theirs, blocks, len(blocks), base, *_signed(key))
+    _launch(_combine_kernel, blocks, c, mine, theirs, blocks, len(blocks), 0, *_signed(key))
 
 
 def encode(
     x: Tensor,
     blocks: Tensor,
     wire: Tensor,
-    key: Key,
     q: Quantiser,
-    maxima: Tensor | None = None,
-    base: int = 0,
+    key: Key,
+    scales: Tensor | None = None,
     rotation: Key | None = None,
 ) -> None:
-    """See `reference.encode`."""
+    """See `protocol.Kernels.encode`."""
     c, count = _constants(q, x.dtype), len(blocks)
     if q.kind == Kind.TOP_K:
-        _launch(_encode_largest_kernel, blocks, c, x, blocks, wire, count, base)
+        _launch(_encode_largest_kernel, blocks, c, x, blocks, wire, count, 0)
         return
-    scales = wire if maxima is None else maxima
-    numbers = (count, base, *_signed(key), *_signed(rotation or key))
+    given = wire if scales is None else scales
+    numbers = (count, 0, *_signed(key), *_signed(rotation or key))
     roots = _roots(x.dtype, x.device)
-    modes = {"GIVEN": maxima is not None, "ROTATED": rotation is not None}
-    _launch(_encode_kernel, blocks, c, x, blocks, wire, scales, roots, *numbers, **modes)
+    modes = {"GIVEN": scales is not None, "ROTATED": rotation is not None}
+    _launch(_encode_kernel, blocks, c, x, blocks, wire, given, roots, *numbers, **modes)
 
 
 def reduce(
     wires: Tensor,
     blocks: Tensor,
-    base: int,
     out: Tensor,
+    q: Quantiser,
     keys: Sequence[Key],
     out_key: Key,
-    q: Quantiser,
     dtype: torch.dtype,
 ) -> None:
-    """See `reference.reduce`."""
+    """See `protocol.Kernels.reduce`."""
     c, count, stride, shares = _constants(q, dtype), len(blocks), wires.shape[1], _shares(len(keys))
     if q.kind == Kind.TOP_K:
-        _launch(_reduce_largest_kernel, blocks, c, wires, stride, blocks, out, len(keys), count, base, **shares)
+        _launch(_reduce_largest_kernel, blocks, c, wires, stride, blocks, out, len(keys), count, 0, **shares)
         return
-    on_device, numbers = _keys(tuple(keys), wires.device), (len(keys), count, base, *_signed(out_key))
+    on_device, numbers = _keys(tuple(keys), wires.device), (len(keys), count, 0, *_signed(out_key))
     _launch(_reduce_kernel, blocks, c, wires, stride, blocks, out, on_device, *numbers, **shares)
 
 
@@ -453,35 +452,41 @@ def decode(
     wires: Tensor,
     blocks: Tensor,
     x: Tensor,
-    keys: Sequence[Key],
     q: Quantiser,
-    base: int = 0,
+    keys: Sequence[Key],
     rotation: Key | None = None,
 ) -> Tensor:
-    """See `reference.decode`; the number is a tensor on the device, int32 []."""
+    """See `protocol.Kernels.decode`; the number is a tensor on the device, int32 []."""
     c, count, stride, shares = _constants(q, x.dtype), len(blocks), wires.shape[1], _shares(len(keys))
     bad = torch.zeros((), dtype=torch.int32, device=x.device)
     if q.kind == Kind.TOP_K:
-        _launch(_decode_largest_kernel, blocks, c, wires, stride, blocks, x, bad, len(keys), count, base, **shares)
+        _launch(_decode_largest_kernel, blocks, c, wires, stride, blocks, x, bad, len(keys), count, 0, **shares)
         return bad
     tables = _keys(tuple(keys), x.device), _roots(x.dtype, x.device)
-    numbers = (len(keys), count, base, *_signed(rotation or keys[0]))
+    numbers = (len(keys), count, 0, *_signed(rotation or keys[0]))
     modes = {"ROTATED": rotation is not None, **shares}
     _launch(_decode_kernel, blocks, c, wires, stride, blocks, x, bad, *tables, *numbers, **modes)
     return bad
 
 
-def decode_sum(wire: Tensor, maxima: Tensor, blocks: Tensor, x: Tensor, keys: Sequence[Key], q: Quantiser) -> Tensor:
-    """See `reference.decode_sum`; the number is a tensor on the device, int32 []."""
+def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Tensor:
+    """See `protocol.Kernels.decode_sum`; the number is a tensor on the device, int32 []."""
     c, ranks = _constants(q, x.dtype), len(keys)
     middle = 2.0**q.headroom / ranks if q.kind == Kind.EXPONENTIAL else ranks * (q.levels - 1) / 2
     bad = torch.zeros((), dtype=torch.int32, device=x.device)
     on_device = _keys(tuple(keys), x.device)
-    _launch(_decode_sum_kernel, blocks, c, wire, maxima, blocks, x, bad, on_device, ranks, len(blocks), MIDDLE=middle)
+    _launch(_decode_sum_kernel, blocks, c, wire, scales, blocks, x, bad, on_device, ranks, len(blocks), MIDDLE=middle)
     return bad
 
 
-_ANY = Quantiser(bits=8, levels=256, odd_levels=255, stochastic_from=1.0, summable=False, block_size=256)
+class _Any(NamedTuple):
+    block_size: int = 256
+    bits: int = 8
+    summable: bool = False
+    kind: Kind = Kind.LINEAR
+
+
+_ANY = _Any()
 
 
 def _launch(kernel: Any, blocks: Tensor, c: Constants, *arguments: Any, **modes: Any) -> None:
@@ -527,12 +532,12 @@ def _roots(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _constants(q: Quantiser, dtype: torch.dtype) -> Constants:
+def _constants(q: Any, dtype: torch.dtype) -> Constants:
     form, compute = scale_format(dtype), COMPUTE_DTYPES[dtype]
     double = compute == torch.float64
     real = np.float64 if double else np.float32
-    cut = form.mantissa - q.mantissa
-    offset = (form.infinity >> form.mantissa >> 1 << q.mantissa) - q.magnitudes
+    cut = form.mantissa - getattr(q, "mantissa", 0)
+    offset = (form.infinity >> form.mantissa >> 1 << getattr(q, "mantissa", 0)) - getattr(q, "magnitudes", 0)
     smallest = np.array([offset + 1 << cut]).astype(np.int64 if double else np.int32).view(real)[0]
     smallest = smallest if q.kind == Kind.EXPONENTIAL else real(1)
     half = triton.next_power_of_2(-(-q.block_size // 2))
@@ -555,17 +560,17 @@ def _constants(q: Quantiser, dtype: torch.dtype) -> Constants:
         exponential=q.kind == Kind.EXPONENTIAL,
         bits=q.bits,
         words=words,
-        nearest=q.nearest,
-        always_stochastic=q.always_stochastic,
-        adaptive=0 <= q.stochastic_from < 1,
-        stochastic_from=float(real(q.stochastic_from)),
-        levels=q.levels,
-        odd_levels=q.odd_levels,
-        magnitudes=q.magnitudes,
+        nearest=getattr(q, "nearest", False),
+        always_stochastic=(getattr(q, "stochastic_from", 1.0) < 0),
+        adaptive=0 <= getattr(q, "stochastic_from", 1.0) < 1,
+        stochastic_from=float(real(getattr(q, "stochastic_from", 1.0))),
+        levels=getattr(q, "levels", 1),
+        odd_levels=getattr(q, "odd_levels", 1),
+        magnitudes=getattr(q, "magnitudes", 0),
         cut=cut,
         offset=offset,
         smallest=float(smallest),
         per_smallest=float(real(1) / smallest),
-        shrink=2.0**-q.headroom,
-        kept=q.kept,
+        shrink=2.0 ** -getattr(q, "headroom", 0),
+        kept=getattr(q, "kept", 0),
     )

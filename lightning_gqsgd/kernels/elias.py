@@ -36,8 +36,9 @@ from numba import int64, uint8, uint32, uint64
 from torch import Tensor
 
 from lightning_gqsgd.kernels.cpu import _inline, _kernel, _pack, _unpack
-from lightning_gqsgd.kernels.wire import Kind, Quantiser
-from lightning_gqsgd.layout import ALIGNMENT, CODES, LENGTH, RAW, code_bytes
+from lightning_gqsgd.kernels.packing import code_bytes
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.layout import ALIGNMENT, CODES, LENGTH, RAW
 
 # --- readable: one integer, one block ---------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ def _tables(q: Quantiser) -> _Tables:
     Raises:
         ValueError: there are none for it.
     """
-    levels = q.odd_levels
+    levels = getattr(q, "odd_levels", 0)
     fixed_width = q.kind == Kind.LINEAR and not q.summable and 1 <= q.bits <= 8
     if not fixed_width or levels % 2 != 1 or not 1 <= levels <= 2**q.bits:
         raise ValueError(f"Elias codes need an odd number of linear levels in separate words of 1 to 8 bits, not {q}")

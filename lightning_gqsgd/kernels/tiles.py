@@ -223,8 +223,18 @@ def store_tile(a, b, x, start, n, some, c: tl.constexpr, FULL: tl.constexpr, ALI
     mask_a, mask_b = some[:, None], some[:, None]
     if not FULL:
         mask_a, mask_b = mask_a & (p < n[:, None]), mask_b & (p + c.half < n[:, None])
-    tl.store(places, a.to(x.dtype.element_ty), mask=mask_a)
-    tl.store(places + c.half, b.to(x.dtype.element_ty), mask=mask_b)
+    tl.store(places, _finite_in(a, x.dtype.element_ty, c).to(x.dtype.element_ty), mask=mask_a)
+    tl.store(places + c.half, _finite_in(b, x.dtype.element_ty, c).to(x.dtype.element_ty), mask=mask_b)
+
+
+@triton.jit
+def _finite_in(v, DTYPE: tl.constexpr, c: tl.constexpr):
+    """See `wire.in_finite_range`."""
+    if tl.float16 == DTYPE:
+        v = tl.where((v - v) == 0, _clamped(v, tl.full((), 65504.0, c.compute)), v)
+    elif tl.bfloat16 == DTYPE:
+        v = tl.where((v - v) == 0, _clamped(v, tl.full((), 3.3895313892515355e38, c.compute)), v)
+    return v
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What all kernel files agree on: number formats of scales, the dither's hash, and the shape of a quantiser.
+"""What all kernels agree on: the number formats of scales, and the hash that gives the dither.
 
 A block's scale travels as an unsigned float with the exponent of the compute type and a short mantissa, rounded up so
 that no coordinate exceeds it, and one more bit: 1 if the block was rounded stochastically, 0 if by subtractive dither.
@@ -18,10 +18,8 @@ mix = finish(start(.)) is a 32-bit finaliser of two multiplications (constants o
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +60,27 @@ class ScaleFormat(NamedTuple):
         up = torch.where(up == self.infinity, self.infinity - 1, up)  # rounded up to it: the largest finite number
         return torch.where(bits >= self.infinity, self.infinity, up)
 
+    def scales(self, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales with these bits, in the compute type, and whether each is finite; 0 where it is not."""
+        bits = bits.long()
+        finite = bits < self.infinity
+        bits = torch.where((bits > 0) & (bits < self.tiny), self.tiny, bits)
+        return self.floats(torch.where(finite, bits, 0)), finite
+
+    def floats(self, bits: Tensor) -> Tensor:
+        """The numbers of the compute type that have these bits."""
+        return bits.to(self.integer).view(torch.float64 if self.integer == torch.int64 else torch.float32)
+
+    def sent(self, bits: Tensor, flags: Tensor) -> Tensor:
+        """What travels for scales with these bits and for the blocks' flags: the codes of the scales, int64."""
+        return torch.where(bits < self.infinity, (((bits + 1) >> self.shift) << 1) | flags, -1)
+
+    def received(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Bits of the scales, and the blocks' flags, that codes on the wire stand for."""
+        bits = (codes >> 1) << self.shift
+        bits = torch.where(bits == self.infinity, self.infinity - 1, bits)  # it was rounded up to infinity
+        return bits.clamp(max=self.infinity), (codes & 1) == 1
+
 
 SCALE_FORMATS = {
     torch.float32: ScaleFormat(
@@ -97,61 +116,24 @@ class Share(NamedTuple):
         return cls(1.0 / power, ranks / power)
 
 
-class Kind(IntEnum):
-    """What codes are."""
-
-    LINEAR = 0  # numbers of equidistant levels
-    EXPONENTIAL = 1  # sign, exponent and mantissa, from the highest bit downwards
-    TOP_K = 2  # coordinates as they are, and where they belong
-
-
-Count = TypeVar("Count", int, np.ndarray, Tensor)
-
-
-class Quantiser(NamedTuple):
-    """The numbers a kernel needs of a codec.
-
-    Attributes:
-        bits: bits per code on the wire.
-        levels: number of levels K per rank under subtractive dither; codes are 0 to K-1.
-        odd_levels: the same under stochastic rounding.
-        stochastic_from: a block is rounded stochastically if more than this share of its coordinates is zero: always
-            below 0, never at 1.
-        summable: codes lie in lanes whose sums do not overflow.
-        block_size: the most coordinates a block has.
-        kind: what codes are; the entries above are a linear quantiser's, those below others'.
-        nearest: linear, but without dither, except for zeros: codes are the nearest levels' numbers.
-        magnitudes: number of non-zero magnitudes S of an exponential code. Magnitude c stands for the float whose bits,
-            cut off after ``mantissa`` bits of the mantissa, are S - c below those of 1.0; 0 stands for 0.
-        mantissa: bits of the mantissa, m.
-        headroom: an exponential code stands for 2^-headroom of what its sums do: 2^headroom codes add up to at most 1.
-        kept: of 65536 coordinates, how many top-k keeps; 1 or more.
-    """
-
-    bits: int
-    levels: int
-    odd_levels: int
-    stochastic_from: float
-    summable: bool
-    block_size: int
-    kind: Kind = Kind.LINEAR
-    nearest: bool = False
-    magnitudes: int = 0
-    mantissa: int = 0
-    headroom: int = 0
-    kept: int = 0
-
-    @property
-    def always_stochastic(self) -> bool:
-        """Which dither codes have whose scale comes from elsewhere, so that no flag travels with it."""
-        return self.stochastic_from < 0
-
-    def kept_of(self, length: Count) -> Count:
-        """How many coordinates top-k keeps of a block with so many, rounded up."""
-        return (length * self.kept + 65535) >> 16
-
-
+#: The two 32-bit dither keys of one stream of one step.
 Key = tuple[int, int]
+
+
+def magnitudes(values: Tensor) -> Tensor:
+    """Magnitudes as integers, which are ordered like them, with NaN above infinity above everything finite."""
+    return values.abs().view(SCALE_FORMATS[values.dtype].integer)
+
+
+def in_finite_range(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values, those that are finite clamped to the finite numbers of a dtype that they are to be rounded to.
+
+    An average of decoded numbers can lie a little beyond the largest one that was encoded, and would become infinite.
+    """
+    if dtype == values.dtype:
+        return values
+    limit = torch.finfo(dtype).max
+    return torch.where(values.isfinite(), values.clamp(-limit, limit), values)
 
 
 def scale_format(dtype: torch.dtype) -> ScaleFormat:

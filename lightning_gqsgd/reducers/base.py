@@ -8,21 +8,25 @@ On a GPU, `steps` issue work and wait for none of it: they read no number from t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec, codec_of
-from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels.wire import Key, scale_format
+from lightning_gqsgd.kernels.protocol import Count
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
 from lightning_gqsgd.layout import PIECE_NUMEL
 from lightning_gqsgd.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 class Scope(NamedTuple):
@@ -64,9 +68,7 @@ class Exchange(NamedTuple):
         return cls(kind, tensor, tensor)
 
 
-#: A number of blocks; where it is only known on a GPU, 0-d and there, so that nothing waits for it.
-Count = int | Tensor
-
+#: One piece's way: yields the exchanges of each stage, and returns the number of blocks that are not finite.
 Steps = Generator[Sequence[Exchange], None, Count]
 
 
@@ -94,7 +96,7 @@ class Setting:
     @property
     def scale_bytes(self) -> int:
         """Bytes of a block's scale in a message."""
-        return 0 if self.config.codec == "top_k" else scale_format(self.dtype).nbytes
+        return scale_format(self.dtype).nbytes if self.codec.has_scale else 0
 
     @property
     def raw_bytes(self) -> int:
@@ -103,12 +105,13 @@ class Setting:
 
 
 def uncompressed(setting: Setting) -> Setting:
-    """The setting for parameters that travel uncompressed, beside others or in a warm-up: by `two_shot`, which adds in
-    rank order, whatever the buckets; or as they do anyway, where the ways are other ones (native, hierarchical)."""
-    if setting.config.reducer in ("native", "hierarchical"):
-        return setting
-    kept = {name: getattr(setting.config, name) for name in ("block_size", "seed", "sample_every")}
-    return replace(setting, config=GQSGDConfig(reducer="two_shot", **kept))
+    """The setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the buckets.
+
+    It has no codec to speak of, so everything about that is left at its default.
+    """
+    config = setting.config
+    kept = {name: getattr(config, name) for name in ("block_size", "seed", "sample_every")}
+    return replace(setting, config=type(config)(reducer="two_shot", **kept))
 
 
 @dataclass(frozen=True)
@@ -140,29 +143,102 @@ class StepKeys:
         return self.config.dither_key(self.step, ranks * (hop + 1) + rank + 1)
 
 
-class Reducer(Protocol):
+class Reducer(ABC):
     """One piece of a flat tensor, made ready for a schedule of collectives.
 
     Attributes:
+        scales: which scales the reducer can work with, ``"local"`` or ``"global"``; the first is what it usually has. A
+            sum of codes needs one scale for all ranks.
+        memories: the fields of a configuration that give it a memory that the reducer can keep.
+        coders: how codes can be written.
+        adds_codes: whether the codes of several ranks are added before they are decoded.
+        owns_shards: whether a rank averages the messages of its own shard only, and remembers what belongs to that.
+        compresses: whether it quantises at all.
+        stays_when_uncompressed: whether what travels uncompressed takes this reducer's way, too; if not, it takes that
+            of `two_shot`.
+        needs_copy: whether `steps` changes its input in the compute dtype, so that it needs a copy of it.
         sent_bytes: bytes that each rank sends (in a ring, where the collective is one).
         message_bytes: bytes that one rank's coordinates take on the wire once; over the number of coordinates, this is
             the bits per coordinate, whatever the number of ranks. Of the latest step, if lengths vary.
     """
 
+    scales: ClassVar[tuple[str, ...]] = ("local",)
+    memories: ClassVar[tuple[str, ...]] = ()
+    coders: ClassVar[tuple[str, ...]] = ("fixed",)
+    adds_codes: ClassVar[bool] = False
+    owns_shards: ClassVar[bool] = False
+    compresses: ClassVar[bool] = True
+    stays_when_uncompressed: ClassVar[bool] = False
+    needs_copy: bool
     sent_bytes: int
     message_bytes: int
 
-    def __init__(self, table: np.ndarray, setting: Setting) -> None: ...
+    @abstractmethod
+    def __init__(self, table: np.ndarray, setting: Setting) -> None:
+        """Make ready for the blocks of a table, [blocks, COLUMNS]."""
+
+    @staticmethod  # noqa: B027  # most reducers go with every codec
+    def check(config: GQSGDConfig, codec: Codec) -> None:
+        """Raise ConfigError for a configuration that names this reducer, and cannot work with it."""
+
+    @staticmethod  # noqa: B027  # most reducers go with every device
+    def check_device(config: GQSGDConfig, device: torch.device) -> None:
+        """Raise ConfigError for a configuration that is not for tensors on a device."""
 
     @staticmethod
+    @abstractmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
         """How often `steps` yields at most, which is the number of stages."""
+
+    @classmethod
+    def scopes(cls, config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:
+        """Between whom the exchanges are, stage by stage; at least two stages, for what travels uncompressed."""
+        return [(ALL,)] * max(2, cls.stages(config, ranks))
+
+    @staticmethod
+    @abstractmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """Predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared scale.
+
+        All ranks are taken to have the same scale, which is also that of the mean (aligned gradients, the worst case).
+
+        Raises:
+            ConfigError: the codes of so many ranks cannot be added.
+        """
+
+    @abstractmethod
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        """Replace the coordinates of ``x``, which the table counts from, by the mean over ranks; return the number of
+        blocks that are not finite.
+
+        Args:
+            x: flat tensor; in the compute dtype and free to be changed, if the reducer needs a copy.
+            rank: this rank.
+            keys: keys of the step's random numbers.
+            store: what this rank remembers; it is empty without a memory.
+        """
+
+
+class HasSteps(Protocol):
+    """A reducer, or what stands in its place."""
+
+    needs_copy: bool
+    sent_bytes: int
+    message_bytes: int
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        """See `Reducer.steps`."""
         ...
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
-        """Replace the coordinates of ``x``, which the table counts from, by the mean over ranks; return the number of
-        non-finite blocks. ``store``: what this rank remembers; None if the configuration has no memory."""
-        ...
+
+def reduced(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+    """The steps of a reducer on ``x``, by way of a copy in the compute dtype if the reducer needs one."""
+    if not reducer.needs_copy:
+        return (yield from reducer.steps(x, rank, keys, store))
+    work = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
+    bad = yield from reducer.steps(work, rank, keys, store)
+    x.copy_(in_finite_range(work, x.dtype))
+    return bad
 
 
 def side_by_side(*several: Steps) -> Steps:

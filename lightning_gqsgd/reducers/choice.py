@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from lightning_gqsgd.codecs import LinearCodec, codec_of
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from typing import TYPE_CHECKING
+
+from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Reducer
 from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.reducers.native import Native
 from lightning_gqsgd.reducers.sum import Sum
 from lightning_gqsgd.reducers.tree import Tree
 from lightning_gqsgd.reducers.two_shot import TwoShot
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 FLAT: dict[str, type[Reducer]] = {
     "native": Native,
@@ -25,33 +30,41 @@ def choose_reducer(config: GQSGDConfig, ranks: int) -> str:
     wire.
 
     Raises:
-        ConfigError: the configured reducer (or the only one with the configured scales) cannot sum so many ranks.
+        ConfigError: the configured reducer (or the only one with the configured scales) cannot add the codes of so many
+            ranks.
     """
-    name = _automatic(config, ranks) if config.reducer == "auto" else config.reducer
-    if name in ("sum", "tree"):
-        codec_of(config).quantiser(config.block_size, summed=ranks)
+    codec = codec_of(config)
+    name = _automatic(config, codec, ranks) if config.reducer == "auto" else config.reducer
+    if FLAT[name].adds_codes:
+        codec.quantiser(config.block_size, summed=ranks)
     return name
 
 
-def _automatic(config: GQSGDConfig, ranks: int) -> str:
-    codec = codec_of(config)
-    if config.down is not None:
-        return "two_shot"
+def _automatic(config: GQSGDConfig, codec: Codec, ranks: int) -> str:
+    candidates = _candidates(config, codec, ranks)
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda name: FLAT[name].mean_error(codec, ranks))
+
+
+def _candidates(config: GQSGDConfig, codec: Codec, ranks: int) -> list[str]:
+    """The reducers that "auto" chooses among, all of which send about the same number of bytes."""
+    if config.down is not None:  # only this one has a way back with a memory
+        return ["two_shot"]
     if config.scale == "global":
-        return "sum" if isinstance(codec, LinearCodec) else "tree" if not config.mantissa else "gather"
-    # At two ranks a gather moves as many bytes as two shots and rounds once less; beyond, it moves more. A codec that
-    # is biased would need a memory on the way back.
-    if not isinstance(codec, LinearCodec) or config.biased:
-        return "gather" if ranks <= 2 or config.biased else "two_shot"
+        return ["sum"] if codec.adds_as_integers else ["tree"] if codec.adds_in_pairs else ["gather"]
+    if codec.biased_by:  # it would need a memory on the way back
+        return ["gather"]
+    # At two ranks a gather sends as many bytes as two shots and rounds once less; beyond, it sends more.
     names = ["two_shot"] + (["gather"] if ranks <= 2 else [])
-    if config.scale == "auto" and _fits_sum(codec, ranks):
+    if config.scale == "auto" and codec.adds_as_integers and _can_add(codec, config.block_size, ranks):
         names.append("sum")
-    return min(names, key=lambda name: codec.mean_error(name, ranks))
+    return names
 
 
-def _fits_sum(codec: LinearCodec, ranks: int) -> bool:
+def _can_add(codec: Codec, block_size: int, ranks: int) -> bool:
     try:
-        codec.levels(summed=ranks)
+        codec.quantiser(block_size, summed=ranks)
     except ConfigError:
         return False
     return True

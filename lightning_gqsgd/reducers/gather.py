@@ -8,50 +8,70 @@ gathered first.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels import elias
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import place
-from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
-from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
+from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
+from lightning_gqsgd.reducers.link import Link
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
-class Gather:
+class Gather(Reducer):
     """See the module; `reducers.base.Reducer`."""
+
+    scales: ClassVar[tuple[str, ...]] = ("local", "global")
+    memories: ClassVar[tuple[str, ...]] = ("memory",)
+    coders: ClassVar[tuple[str, ...]] = ("fixed", "elias")
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, self.ranks = setting.config, setting.ranks
         q = setting.codec.quantiser(config.block_size)
-        self.link = Link(config, q, "up")
-        self.shares_scales, self.compresses = config.scale == "global", config.coder == "elias"
+        self.link = Link(config, q, UP)
+        self.needs_copy = self.link.needs_copy
+        self.shares_scales, self.compresses_codes = config.scale == "global", config.coder == "elias"
         self.layout = place(table, q, shards=1, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes)
-        self._book(self.layout.message_bytes)
+        self._count(self.layout.message_bytes)
+
+    @staticmethod
+    def check_device(config: GQSGDConfig, device: torch.device) -> None:
+        """See `reducers.base.Reducer.check_device`: Elias codes have no fixed length, so a GPU cannot write them."""
+        if config.coder == "elias" and device.type != "cpu":
+            raise ConfigError(
+                f"coder='elias' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
+                "coder='fixed'"
+            )
 
     @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1 + (config.scale == "global") + (config.coder == "elias")
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """See `reducers.base.Reducer.mean_error`: one rounding of each rank, averaged."""
+        return codec.error_variance() / ranks
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """See `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
-        work = working_copy(x, self.link)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
-        outgoing = Outgoing(self.link, work, layout.whole, keys.rotation, store)
+        outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         if self.shares_scales:
             yield (Exchange.in_place("max", outgoing.find_scales()),)
-        outgoing.encode(sent, keys.up[rank])
-        received = yield from self._gather_compressed(sent) if self.compresses else self._gather(sent)
+        lost = outgoing.encode(sent, keys.up[rank])
+        received = yield from self._gather_compressed(sent) if self.compresses_codes else self._gather(sent)
 
-        bad = self.link.decode(received, layout.whole, work, keys.up, keys.rotation, store)
-        outgoing.commit(work)
-        if work is not x:
-            x.copy_(work)
+        bad = self.link.decode(received, layout.whole, x, keys.up, keys.rotation, store)
+        lost.commit(x)
         return bad
 
     def _gather(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
@@ -61,18 +81,20 @@ class Gather:
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
         """The same through Elias codes, which are as long as the longest rank's on the wire."""
+        from lightning_gqsgd.kernels import elias  # Numba takes a second to import
+
         blocks, q = self.layout.blocks, self.link.quantiser
         stream = elias.compress(sent, blocks, q)
-        lengths = torch.empty(self.ranks, 1, dtype=torch.int64)
-        yield (Exchange("all_gather", lengths, torch.tensor([len(stream)])),)
+        lengths = torch.empty(self.ranks, 1, dtype=torch.int64, device="cpu")
+        yield (Exchange("all_gather", lengths, torch.tensor([len(stream)], device="cpu")),)
 
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
         padded[: len(stream)] = stream
         streams = yield from self._gather(padded)
-        self._book(len(padded))
+        self._count(len(padded))
         rows = zip(streams, lengths[:, 0].tolist(), strict=True)
         return torch.stack([elias.expand(row[:length], blocks, q, len(sent)) for row, length in rows])
 
-    def _book(self, message_bytes: int) -> None:
+    def _count(self, message_bytes: int) -> None:
         self.message_bytes = message_bytes
         self.sent_bytes = (self.ranks - 1) * message_bytes

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import LENGTH, START
 from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import ALL, Count, Exchange, Scope, Setting, StepKeys, Steps
+from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced
 from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
@@ -58,14 +64,12 @@ def between_nodes(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
 
 
-def scopes(config: GQSGDConfig, count: int) -> list[tuple[Scope, ...]]:
-    """Between whom the exchanges of ``count`` stages are. The first also has what telemetry samples, between all."""
-    node, peers = Scope("node", config.node_size), Scope("peers", config.node_size)
-    return [(ALL, node), *[(peers,)] * (count - 2), (node,)]
-
-
-class Hierarchical:
+class Hierarchical(Reducer):
     """See the module; `reducers.base.Reducer`. ``message_bytes`` are those between nodes, ``sent_bytes`` all."""
+
+    scales: ClassVar[tuple[str, ...]] = ("local", "global")
+    stays_when_uncompressed: ClassVar[bool] = True
+    needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         size, nodes = setting.config.node_size, setting.ranks // setting.config.node_size
@@ -82,12 +86,32 @@ class Hierarchical:
         self.sent_bytes = inside + max(one.sent_bytes for one in some)
 
     @staticmethod
+    def check(config: GQSGDConfig, codec: Codec) -> None:
+        """See `reducers.base.Reducer.check`: whatever codec there is, parameters are divided."""
+        if config.scale_per == "parameter":
+            raise ConfigError(
+                "reducer='hierarchical' divides parameters among the ranks of a node, so they cannot have one scale "
+                "each: take scale_per='block'"
+            )
+
+    @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         between, nodes = between_nodes(config, ranks), ranks // config.node_size
         return 2 + FLAT[between.reducer].stages(between, nodes)
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+    @classmethod
+    def scopes(cls, config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:
+        """See `reducers.base.Reducer.scopes`. The first stage also has what telemetry samples, between all ranks."""
+        node, peers = Scope("node", config.node_size), Scope("peers", config.node_size)
+        return [(ALL, node), *[(peers,)] * (cls.stages(config, ranks) - 2), (node,)]
+
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """See `reducers.base.Reducer.mean_error`: at most that of two shots over all ranks."""
+        return FLAT["two_shot"].mean_error(codec, ranks)
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """See `reducers.base.Reducer.steps`."""
         size, nodes = self.node.node_size, len(keys.up) // self.node.node_size
         place, node = rank % size, rank // size
@@ -96,7 +120,7 @@ class Hierarchical:
         yield (Exchange("all_to_all", parts.view(-1), x, ([mine] * size, self.numels), self.node),)
 
         shard = _mean(parts)
-        bad = yield from self._between_nodes(shard, place, node, replace(keys, up=keys.up[:nodes]))
+        bad = yield from self._between_nodes(shard, place, node, replace(keys, up=keys.up[:nodes]), store)
 
         padded = torch.zeros(max(self.numels), dtype=x.dtype, device=x.device)
         padded[:mine] = shard
@@ -105,12 +129,12 @@ class Hierarchical:
         torch.cat([row[:numel] for row, numel in zip(everyone, self.numels, strict=True)], out=x)
         return bad
 
-    def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys) -> Steps:
+    def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Average a shard over nodes, in the same number of stages at every place: they share the groups' order."""
         between, stages = self.between[place], self.peer_stages
         bad: Count = 0
         if between is not None:
-            steps = between.steps(shard, node, keys)
+            steps = reduced(between, shard, node, keys, store)
             while True:
                 try:
                     exchanges = next(steps)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
 import numpy as np
 from torch import Tensor
 
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.layout import LENGTH
 from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
-class Native:
+class Native(Reducer):
     """See the module; `reducers.base.Reducer`."""
+
+    scales: ClassVar[tuple[str, ...]] = ()
+    compresses: ClassVar[bool] = False
+    stays_when_uncompressed: ClassVar[bool] = True
+    needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks
@@ -24,8 +34,13 @@ class Native:
         """See `reducers.base.Reducer.stages`."""
         return 1
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """See `reducers.base.Reducer.mean_error`: none."""
+        return 0.0
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        x.mul_(1.0 / self.ranks)  # before the sum, as DDP does: fp16 sums overflow otherwise
+        x.mul_(1.0 / self.ranks)  # before the sum, as DDP does: sums of fp16 numbers overflow otherwise
         yield (Exchange.in_place("sum", x),)
         return 0

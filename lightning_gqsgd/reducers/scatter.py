@@ -10,15 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import place_alike
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.memory import UP, MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
-from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
+from lightning_gqsgd.reducers.link import Link
 
 
 class Scatter:
-    """See the module; `reducers.base.Reducer`, but that each rank gets the mean of its own shard only.
+    """See the module. As `reducers.base.Reducer`, but each rank gets the mean of its own shard only.
 
     The table has as many alike runs of blocks as there are ranks: the shards, in rank order.
     """
@@ -26,31 +25,21 @@ class Scatter:
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, self.ranks = setting.config, setting.ranks
         q = setting.codec.quantiser(config.block_size)
-        self.link = Link(config, q, "up")
+        self.link = Link(config, q, UP)
+        self.needs_copy = self.link.needs_copy
         self.layout = place_alike(
             table, q, shards=self.ranks, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes
         )
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = self.message_bytes - self.layout.shard_bytes
 
-    @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
-        return 1
-
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace this rank's shard by its mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
-        work = working_copy(x, self.link)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
-        outgoing = Outgoing(self.link, work, layout.whole, keys.rotation, store)
-        outgoing.encode(sent, keys.up[rank])
+        self.link.outgoing(x, layout.whole, keys.rotation, store).encode(sent, keys.up[rank])
         yield (Exchange("all_to_all", received, sent),)
 
-        part = layout.parts[rank]
-        messages, base = received.view(self.ranks, -1), rank * layout.shard_bytes
-        bad = self.link.decode(messages, part, work, keys.up, keys.rotation, store, base)
-        if work is not x:
-            x.copy_(work)
-        return bad
+        messages = received.view(self.ranks, -1)
+        return self.link.decode(messages, layout.shard(rank), x, keys.up, keys.rotation, store)

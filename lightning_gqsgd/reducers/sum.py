@@ -7,58 +7,90 @@ take the two-shot way beside it, which adds in rank order.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import RAW, place
-from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, side_by_side, uncompressed
-from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
+from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.reducers.base import (
+    Exchange,
+    Reducer,
+    Setting,
+    StepKeys,
+    Steps,
+    ring_bytes,
+    side_by_side,
+    uncompressed,
+)
+from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
-class Sum:
+
+class Sum(Reducer):
     """See the module; `reducers.base.Reducer`."""
+
+    scales: ClassVar[tuple[str, ...]] = ("global",)
+    memories: ClassVar[tuple[str, ...]] = ("memory",)
+    adds_codes: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, ranks = setting.config, setting.ranks
         q = setting.codec.quantiser(config.block_size, summed=ranks)
-        self.link = Link(config, q, "up", scales_travel=False)
+        self.link = Link(config, q, UP, scales_travel=False)
+        self.needs_copy = self.link.needs_copy
         raw = table[:, RAW] == 1
         self.layout = place(table[~raw], q, shards=1, scale_bytes=0, raw_bytes=0)
         self.raw = TwoShot(table[raw], uncompressed(setting))
-        self.lane = torch.uint8 if 8 % config.bits == 0 else torch.int64
+        self.lane = torch.uint8 if 8 % q.bits == 0 else torch.int64
         maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
         self.message_bytes = self.layout.message_bytes + maxima_bytes + self.raw.message_bytes
         self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
+
+    @staticmethod
+    def check(config: GQSGDConfig, codec: Codec) -> None:
+        """See `reducers.base.Reducer.check`: codes have to be numbers of equidistant levels."""
+        if not codec.adds_as_integers:
+            others = "'two_shot' or 'gather'" if codec.biased_by else "'tree' or 'two_shot'"
+            raise ConfigError(f"reducer='sum' cannot add codes of codec={config.codec!r}; take reducer={others}")
+        if not codec.leaves_room_for_sums:
+            raise ConfigError(
+                f"bits={codec.bits} leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'"
+            )
 
     @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 2
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
-        work = working_copy(x, self.link)
-        bad = yield from side_by_side(self.raw.steps(work, rank, keys), self._coded(work, rank, keys, store))
-        if work is not x:
-            x.copy_(work)
-        return bad
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """See `reducers.base.Reducer.mean_error`: one rounding of each rank to fewer levels, averaged."""
+        return codec.error_variance(ranks) / ranks
 
-    def _coded(self, work: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None) -> Steps:
-        kernels, layout, q = kernels_for(work.device), self.layout.on(work.device), self.link.quantiser
-        outgoing = Outgoing(self.link, work, layout.whole, keys.rotation, store)
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        """See `reducers.base.Reducer.steps`."""
+        return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
+
+    def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.link.quantiser
+        outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)
 
-        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=work.device)
-        outgoing.encode(codes, keys.up[rank])
+        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
+        lost = outgoing.encode(codes, keys.up[rank])
         yield (Exchange.in_place("sum", codes.view(self.lane)),)
 
-        bad = kernels.decode_sum(codes, maxima, layout.blocks, work, keys.up, q)
-        self.link.restore(work, layout.whole, keys.rotation, store)
-        outgoing.commit(work)
+        bad = kernels.decode_sum(codes, maxima, layout.blocks, x, q, keys.up)
+        self.link.restore(x, layout.whole, keys.rotation, store)
+        lost.commit(x)
         return bad

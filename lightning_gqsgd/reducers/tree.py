@@ -11,19 +11,32 @@ rounds once more, so the error does not fall with n; `two_shot` sends as much an
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.layout import RAW, Layout, place_by_owner
-from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes, side_by_side, uncompressed
-from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
+from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.reducers.base import (
+    Exchange,
+    Reducer,
+    Setting,
+    StepKeys,
+    Steps,
+    ring_bytes,
+    side_by_side,
+    uncompressed,
+)
+from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.two_shot import TwoShot
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 class Hop(NamedTuple):
@@ -64,13 +77,17 @@ def hops_of(rank: int, ranks: int) -> list[Hop]:
     return [fold, *plan, unfold] if beyond else plan
 
 
-class Tree:
+class Tree(Reducer):
     """See the module; `reducers.base.Reducer`."""
+
+    scales: ClassVar[tuple[str, ...]] = ("global",)
+    adds_codes: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, self.ranks = setting.config, setting.ranks
         q = setting.codec.quantiser(config.block_size, summed=self.ranks)
-        self.link = Link(config, q, "up", scales_travel=False)
+        self.link = Link(config, q, UP, scales_travel=False)
+        self.needs_copy = self.link.needs_copy
         raw, inner = table[:, RAW] == 1, 1 << (self.ranks.bit_length() - 1)
         # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
         self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0)
@@ -82,37 +99,44 @@ class Tree:
         self.sent_bytes += codes_bytes if self.ranks > inner else 0
 
     @staticmethod
+    def check(config: GQSGDConfig, codec: Codec) -> None:
+        """See `reducers.base.Reducer.check`: codes have to be powers of two."""
+        if not codec.adds_in_pairs:
+            raise ConfigError("reducer='tree' adds powers of two: it needs codec='exponential' with mantissa=0")
+
+    @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1 + len(hops_of(0, ranks))
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
-        work = working_copy(x, self.link)
-        bad = yield from side_by_side(self.raw.steps(work, rank, keys), self._coded(work, rank, keys))
-        if work is not x:
-            x.copy_(work)
-        return bad
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """See `reducers.base.Reducer.mean_error`: one rounding at each level, which does not average out."""
+        return codec.error_variance(ranks) * ranks.bit_length()
 
-    def _coded(self, work: Tensor, rank: int, keys: StepKeys) -> Steps:
-        kernels, layout, q = kernels_for(work.device), self.layout.on(work.device), self.link.quantiser
-        outgoing = Outgoing(self.link, work, layout.whole, keys.rotation, None)
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        """See `reducers.base.Reducer.steps`."""
+        return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
+
+    def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.link.quantiser
+        outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)
 
-        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=work.device)
+        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
         outgoing.encode(codes, keys.up[rank])
         yield from self._run(codes, layout, rank, keys)
 
-        bad = kernels.decode_sum(codes, maxima, layout.blocks, work, keys.up, q)
-        self.link.restore(work, layout.whole, keys.rotation, None)
+        bad = kernels.decode_sum(codes, maxima, layout.blocks, x, q, keys.up)
+        self.link.restore(x, layout.whole, keys.rotation, store)
         return bad
 
     def _run(
         self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys
     ) -> Generator[Sequence[Exchange], None, None]:
         """The exchanges of all hops, and what is done with what they bring."""
-        kernels, size, first = kernels_for(codes.device), layout.shard_bytes, layout.first
+        kernels, size = kernels_for(codes.device), layout.shard_bytes
         for number, hop in enumerate(hops_of(rank, self.ranks) if size else []):
             sent = codes[hop.gives[0] * size : hop.gives[1] * size]
             mine = codes[hop.takes[0] * size : hop.takes[1] * size]
@@ -120,9 +144,8 @@ class Tree:
             yield (Exchange("all_to_all", received, sent, (self._only(hop, received), self._only(hop, sent))),)
 
             if hop.adds:
-                blocks = layout.blocks[first[hop.takes[0]] : first[hop.takes[1]]]
-                key = keys.node(number, rank)
-                kernels.combine(mine, received, blocks, hop.takes[0] * size, key, self.link.quantiser)
+                blocks = layout.shards_from(*hop.takes).blocks
+                kernels.combine(mine, received, blocks, self.link.quantiser, keys.node(number, rank))
             else:
                 mine.copy_(received)
 

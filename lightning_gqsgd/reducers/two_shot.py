@@ -7,62 +7,94 @@ With memory, a block's owner does not depend on buckets, because the owner remem
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import place, place_by_owner
-from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, ring_bytes
-from lightning_gqsgd.reducers.link import Link, Outgoing, working_copy
+from lightning_gqsgd.layout import Layout, place, place_by_owner
+from lightning_gqsgd.memory import DOWN, UP, MemoryStore
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.reducers.link import NO_TRACE, Link, Trace
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
-class TwoShot:
+class TwoShot(Reducer):
     """See the module; `reducers.base.Reducer`."""
+
+    memories: ClassVar[tuple[str, ...]] = ("memory", "memory_down")
+    owns_shards: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         config, self.ranks = setting.config, setting.ranks
         q = setting.codec.quantiser(config.block_size)
-        self.up, self.down = Link(config, q, "up"), Link(config, q, "down")
+        self.up, self.down = Link(config, q, UP), Link(config, q, DOWN)
+        self.needs_copy = self.up.needs_copy or self.down.needs_copy
         divide = place_by_owner if config.remembers else place
         self.layout = divide(table, q, shards=self.ranks, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes)
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
+    def check(config: GQSGDConfig, codec: Codec) -> None:
+        """See `reducers.base.Reducer.check`."""
+        if codec.biased_by and config.memory_down == "auto":
+            raise ConfigError(
+                "a biased codec loses on the way back, too: give memory_down='ef' or 'ef21' ('none' if you mean to do "
+                "without), or reducer='gather', which has no way back"
+            )
+
+    @staticmethod
     def stages(config: GQSGDConfig, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 2
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore | None = None) -> Steps:
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """See `reducers.base.Reducer.mean_error`: one rounding of each rank, averaged, and one of the mean."""
+        rounding = codec.error_variance()
+        return rounding / ranks + rounding
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.up.quantiser
-        work = working_copy(x, self.up, self.down)
+        layout = self.layout.on(x.device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
-        outgoing = Outgoing(self.up, work, layout.whole, keys.rotation, store)
-        outgoing.encode(sent, keys.up[rank])
+        lost = self.up.outgoing(x, layout.whole, keys.rotation, store).encode(sent, keys.up[rank])
         yield (Exchange("all_to_all", received, sent),)
 
         shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=x.device)
-        messages, base, owned = received.view(self.ranks, -1), rank * layout.shard_bytes, layout.shard(rank)
-        returning = None
-        if self.up.plain and self.down.plain:
-            kernels.reduce(messages, owned, base, shard, keys.up, keys.down, q, work.dtype)
-        else:
-            mean = torch.zeros(work.shape, dtype=COMPUTE_DTYPES[x.dtype], device=x.device)
-            self.up.decode(messages, layout.parts[rank], mean, keys.up, keys.rotation, store, base)
-            returning = Outgoing(self.down, mean, layout.parts[rank], keys.rotation, store)
-            returning.encode(shard, keys.down, base)
+        messages = received.view(self.ranks, -1)
+        lost_by_owner = self._average(messages, layout, rank, shard, x, keys, store)
         yield (Exchange("all_gather", sent, shard),)
 
-        bad = self.down.decode(sent.view(1, -1), layout.whole, work, (keys.down,), keys.rotation, store)
-        for one in (outgoing, returning):
-            if one is not None:
-                one.commit(work)
-        if work is not x:
-            x.copy_(work)
+        bad = self.down.decode(sent.view(1, -1), layout.whole, x, (keys.down,), keys.rotation, store)
+        lost.commit(x)
+        lost_by_owner.commit(x)
         return bad
+
+    def _average(
+        self,
+        messages: Tensor,
+        layout: Layout,
+        rank: int,
+        out: Tensor,
+        x: Tensor,
+        keys: StepKeys,
+        store: MemoryStore,
+    ) -> Trace:
+        """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from."""
+        part, q = layout.shard(rank), self.up.quantiser
+        if self.up.plain and self.down.plain:
+            kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, x.dtype)
+            return NO_TRACE
+        mean = torch.zeros(x.shape, dtype=COMPUTE_DTYPES[x.dtype], device=x.device)
+        self.up.decode(messages, part, mean, keys.up, keys.rotation, store)
+        return self.down.outgoing(mean, part, keys.rotation, store).encode(out, keys.down)

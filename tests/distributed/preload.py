@@ -8,8 +8,8 @@ import torch.distributed.fsdp
 from transformers import Trainer  # noqa: F401
 
 import lightning_gqsgd.functional  # noqa: F401
+from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.plan import compile_kernels
 
 for _reducer in ("sum", "two_shot", "gather"):
     compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"), 2)

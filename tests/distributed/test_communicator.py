@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gqsgd import communicator as module
-from lightning_gqsgd.communicator import AGREEMENT_TIMEOUT, NCCL_PIECE_NUMEL, Communicator
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.transport import communicator as module
+from lightning_gqsgd.transport.communicator import AGREEMENT_TIMEOUT, NCCL_PIECE_NUMEL, Communicator
 from tests.distributed.ranks import run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

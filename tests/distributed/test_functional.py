@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_gqsgd.communicator import CollectiveError
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.functional import Reduction, all_reduce, close
+from lightning_gqsgd.transport.communicator import CollectiveError
 from tests.distributed.ranks import run
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

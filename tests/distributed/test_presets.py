@@ -14,7 +14,7 @@ from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.memory import kinds
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.simulate import average
+from lightning_gqsgd.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_gqsgd.communicator
+import lightning_gqsgd.transport.communicator
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.hook import register_gqsgd
 from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
@@ -138,7 +138,7 @@ def test_wrapping_anew_goes_on_as_if_all_had_been_known_from_the_start(tmp_path:
 
 
 def _disagreeing(rank: int) -> tuple[str, str]:
-    lightning_gqsgd.communicator.AGREEMENT_TIMEOUT = timedelta(seconds=2)
+    lightning_gqsgd.transport.communicator.AGREEMENT_TIMEOUT = timedelta(seconds=2)
     texts = []
     for alone in (False, True):
         module = mlp()

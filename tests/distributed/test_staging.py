@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gqsgd import communicator
-from lightning_gqsgd.communicator import Communicator
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.functional import all_reduce, close
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
-from lightning_gqsgd.staging import Staging
+from lightning_gqsgd.transport import communicator
+from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.staging import Staging
 from tests.distributed.models import finish, train, wrapped
 from tests.distributed.ranks import run
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_gqsgd import communicator, pipeline
 from lightning_gqsgd.functional import all_reduce, close
-from lightning_gqsgd.pipeline import Job, StreamRunner
+from lightning_gqsgd.transport import communicator, pipeline
+from lightning_gqsgd.transport.pipeline import Job, StreamRunner
 from tests.distributed.models import finish, train, wrapped
 from tests.distributed.ranks import run
 

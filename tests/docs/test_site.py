@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from typer.main import get_command
 
-from lightning_gqsgd.cli import app
+from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
 
 ROOT = Path(__file__).resolve().parents[2]

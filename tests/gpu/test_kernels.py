@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from lightning_gqsgd.codecs import ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, kernels_for, reference
-from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, Kind, Quantiser, scale_format
+from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 from lightning_gqsgd.layout import START, Segment, cut, place
 from tests.gpu.card import CPU, DEVICE, difference, differences, is_waiting, keep_busy, marks, synchronise
 from tests.unit.test_kernels import DITHERS, DTYPES, KEYS, gradient, layout_of, norms, other_codecs, quantiser
@@ -42,10 +44,11 @@ def _linear() -> list[Quantiser]:
 
 
 def _label(value: Any) -> str | None:
-    if isinstance(value, Quantiser):
+    if hasattr(value, "kind"):
         name = f"{value.kind.name.lower()}-{value.bits}bit-b{value.block_size}"
-        details = {"m": value.mantissa, "k": value.kept, "s": value.stochastic_from, "n": int(value.nearest)}
-        return name + "".join(f"-{key}{number:g}" for key, number in details.items() if number)
+        details = {"m": "mantissa", "k": "kept", "s": "stochastic_from", "n": "nearest"}
+        numbers = {key: float(getattr(value, field, 0)) for key, field in details.items()}
+        return name + "".join(f"-{key}{number:g}" for key, number in numbers.items() if number)
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
@@ -57,7 +60,7 @@ def _cases() -> list[tuple[Quantiser, torch.dtype]]:
     few += [quantiser(4, "stochastic", 64), ExponentialCodec(8, 3).quantiser(64), ExponentialCodec(4).quantiser(64)]
     few += [TopKCodec(0.3).quantiser(64), LinearCodec(3, "nearest").quantiser(64)]
     cases += [(q, dtype) for q in few for dtype in DTYPES if dtype != torch.float32]
-    return [(q._replace(block_size=BLOCKS[number % len(BLOCKS)]), dtype) for number, (q, dtype) in enumerate(cases)]
+    return [(replace(q, block_size=BLOCKS[number % len(BLOCKS)]), dtype) for number, (q, dtype) in enumerate(cases)]
 
 
 def _segments(rows: list[tuple[int, bool]]) -> list[Segment]:
@@ -80,19 +83,19 @@ def _all_stages(
         for rank, (x, key) in enumerate(zip(xs, keys, strict=True)):
             wire, blocks = torch.zeros(one.message_bytes, dtype=torch.uint8, device=device), one.blocks.to(device)
             maxima = (norms(kernels, x, blocks),) if given else ()
-            kernels.encode(x, blocks, wire, key, q, *maxima)
+            kernels.encode(x, blocks, wire, q, key, *maxima)
             found[f"{name}: message of rank {rank}"] = wire
     for rank in range(ranks):
         wires = [found[f"two shots: message of rank {source}"].view(ranks, -1)[rank] for source in range(ranks)]
         shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
-        owned, base = layout.shard(rank).to(device), rank * layout.shard_bytes
-        kernels.reduce(torch.stack(wires), owned, base, shard, keys, KEYS[3], q, dtype)
+        owned = layout.shard(rank).blocks.to(device)
+        kernels.reduce(torch.stack(wires), owned, shard, q, keys, KEYS[3], dtype)
         found[f"two shots: shard {rank}"] = shard
     shards = torch.cat([found[f"two shots: shard {rank}"] for rank in range(ranks)])[None]
     messages = torch.stack([found[f"gather: message of rank {rank}"] for rank in range(ranks)])
     for name, wires, one, sources in (("two shots", shards, layout, KEYS[3:]), ("gather", messages, whole, keys)):
         mean = torch.zeros_like(xs[0])
-        bad = kernels.decode(wires, one.blocks.to(device), mean, sources, q)
+        bad = kernels.decode(wires, one.blocks.to(device), mean, q, sources)
         found |= {f"{name}: mean": mean, f"{name}: non-finite blocks": _number(bad)}
     return found
 
@@ -159,11 +162,11 @@ def _sums(kernels: ModuleType, device: torch.device, segments: list[Segment], xs
     lane, wires = torch.uint8 if 8 % q.bits == 0 else torch.int64, []
     for rank, (x, key) in enumerate(zip(xs, keys, strict=True)):
         wires.append(torch.zeros(layout.message_bytes, dtype=torch.uint8, device=device))
-        kernels.encode(x, blocks, wires[-1], key, q, maxima)
+        kernels.encode(x, blocks, wires[-1], q, key, maxima)
         found[f"message of rank {rank}"] = wires[-1]
     total = torch.stack([wire.view(lane) for wire in wires]).sum(0, dtype=lane).view(torch.uint8)
     mean = torch.full_like(xs[0], 7)
-    bad = kernels.decode_sum(total, maxima, blocks, mean, keys, q)
+    bad = kernels.decode_sum(total, maxima, blocks, mean, q, keys)
     return {**found, "maxima": maxima, "mean": mean, "non-finite blocks": _number(bad)}
 
 
@@ -190,11 +193,11 @@ def _tree(kernels: ModuleType, device: torch.device, xs: list[Tensor], q: Quanti
     maxima = torch.stack([kernels.block_maxima(x, blocks) for x in xs]).amax(0)
     mine, theirs = (torch.zeros(layout.message_bytes, dtype=torch.uint8, device=device) for _ in xs)
     for x, key, wire in zip(xs, KEYS, (mine, theirs), strict=False):
-        kernels.encode(x, blocks, wire, key, q, maxima)
+        kernels.encode(x, blocks, wire, q, key, maxima)
     found = {"mine": mine.clone(), "theirs": theirs}
-    kernels.combine(mine, theirs, blocks, 0, KEYS[2], q)
+    kernels.combine(mine, theirs, blocks, q, KEYS[2])
     mean = torch.zeros_like(xs[0])
-    bad = kernels.decode_sum(mine, maxima, blocks, mean, KEYS[:2], q)
+    bad = kernels.decode_sum(mine, maxima, blocks, mean, q, KEYS[:2])
     return {**found, "sum": mine, "mean": mean, "non-finite blocks": _number(bad)}
 
 
@@ -235,17 +238,17 @@ def test_a_rotation_on_the_way_is_one_before_and_one_after(rows: list, block: in
     expected, turned = {}, x.to(compute, copy=True)
     reference.rotate(turned, layout.blocks, rotation, block)
     expected["message"] = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    reference.encode(turned, layout.blocks, expected["message"], key, q)
+    reference.encode(turned, layout.blocks, expected["message"], q, key)
     mean = torch.zeros(x.shape, dtype=compute)
-    reference.decode(expected["message"][None], layout.blocks, mean, [key], q)
+    reference.decode(expected["message"][None], layout.blocks, mean, q, [key])
     reference.rotate(mean, layout.blocks, rotation, block, inverse=True)
     expected["mean"] = mean.to(dtype)
 
     kernels, blocks = kernels_for(DEVICE), layout.blocks.to(DEVICE)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.encode(x.to(DEVICE), blocks, wire, key, q, rotation=rotation)
+    kernels.encode(x.to(DEVICE), blocks, wire, q, key, rotation=rotation)
     found = torch.zeros(x.shape, dtype=dtype, device=DEVICE)
-    kernels.decode(wire[None], blocks, found, [key], q, rotation=rotation)
+    kernels.decode(wire[None], blocks, found, q, [key], rotation=rotation)
     assert differences({"message": wire, "mean": found}, expected) == {}
 
 
@@ -280,13 +283,13 @@ def test_a_tensor_that_begins_anywhere(q: Quantiser, offset: int, dtype: torch.d
     view = torch.zeros(numel + 20, dtype=dtype, device=DEVICE)[offset : offset + numel]
     view.copy_(x)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.encode(view, layout.blocks.to(DEVICE), wire, KEYS[0], q)
+    kernels.encode(view, layout.blocks.to(DEVICE), wire, q, KEYS[0])
     around = torch.full((numel + 20,), 7.0, dtype=dtype, device=DEVICE)
-    kernels.decode(wire[None], layout.blocks.to(DEVICE), around[offset : offset + numel], [KEYS[0]], q)
+    kernels.decode(wire[None], layout.blocks.to(DEVICE), around[offset : offset + numel], q, [KEYS[0]])
 
     expected, mean = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.full((numel + 20,), 7.0, dtype=dtype)
-    reference.encode(x, layout.blocks, expected, KEYS[0], q)
-    reference.decode(expected[None], layout.blocks, mean[offset : offset + numel], [KEYS[0]], q)
+    reference.encode(x, layout.blocks, expected, q, KEYS[0])
+    reference.decode(expected[None], layout.blocks, mean[offset : offset + numel], q, [KEYS[0]])
     assert difference(wire, expected) == "", "the message"
     assert difference(around, mean) == "", "the mean, or what is around it"
 
@@ -301,9 +304,9 @@ def test_positions_beyond_31_bits() -> None:
     blocks = layout.blocks.to(DEVICE)
     x = torch.randn(numel, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE, dtype=dtype)
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.encode(x, blocks, wire, key, q)
+    kernels.encode(x, blocks, wire, q, key)
     y = torch.zeros_like(x)
-    bad = kernels.decode(wire[None], blocks, y, [key], q)
+    bad = kernels.decode(wire[None], blocks, y, q, [key])
     assert int(bad) == 0, f"{int(bad)} blocks are said not to be finite"
 
     for name, rows in {"first": slice(0, tail // block), "last": slice(len(blocks) - tail // block, None)}.items():
@@ -314,8 +317,8 @@ def test_positions_beyond_31_bits() -> None:
         alone = place(table, q, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes)
         part = x[first : first + count].cpu()
         message, expected = torch.zeros(alone.message_bytes, dtype=torch.uint8), torch.zeros_like(part)
-        cpu.encode(part, alone.blocks, message, key, q)
-        cpu.decode(message[None], alone.blocks, expected, [key], q)
+        cpu.encode(part, alone.blocks, message, q, key)
+        cpu.decode(message[None], alone.blocks, expected, q, [key])
         worst = float((y[first : first + count].cpu().double() - part.double()).abs().max())
         assert difference(y[first : first + count], expected) == "", f"{name} blocks; largest error {worst}"
         step = 2 * float(part.abs().max()) * (1 + 2**-7) / (q.levels - 1)
@@ -328,7 +331,7 @@ class _Buffers:
     def __init__(self, q: Quantiser, dtype: torch.dtype, ranks: int = 4) -> None:
         self.q, self.dtype, numel = q, dtype, 1 << 25
         self.layout = layout_of([Segment(0, numel, False)], q, dtype, shards=ranks)
-        self.blocks, self.owned = self.layout.blocks.to(DEVICE), self.layout.shard(0).to(DEVICE)
+        self.blocks, self.owned = self.layout.blocks.to(DEVICE), self.layout.shard(0).blocks.to(DEVICE)
         self.x = torch.randn(numel, device=DEVICE).to(dtype)
         self.y = torch.zeros_like(self.x)
         self.wire = torch.zeros(self.layout.message_bytes, dtype=torch.uint8, device=DEVICE)
@@ -341,9 +344,9 @@ class _Buffers:
         kernels, q = kernels_for(DEVICE), self.q
         keys, down = [(step, rank) for rank in range(self.ranks)], (step, 99)
         return {
-            "encode": lambda: kernels.encode(self.x, self.blocks, self.wire, keys[0], q, **rotation),
-            "reduce": lambda: kernels.reduce(self.wires, self.owned, 0, self.shard, keys, down, q, self.dtype),
-            "decode": lambda: kernels.decode(self.wire[None], self.blocks, self.y, [down], q, **rotation),
+            "encode": lambda: kernels.encode(self.x, self.blocks, self.wire, q, keys[0], **rotation),
+            "reduce": lambda: kernels.reduce(self.wires, self.owned, self.shard, q, keys, down, self.dtype),
+            "decode": lambda: kernels.decode(self.wire[None], self.blocks, self.y, q, [down], **rotation),
         }
 
 
@@ -362,7 +365,7 @@ def _errors_where_the_host_waits() -> Iterator[None]:
 @pytest.mark.parametrize("q", BUFFERED, ids=_label)
 def test_the_host_never_waits(q: Quantiser) -> None:
     buffers = _Buffers(q, torch.bfloat16)
-    rotations: list[dict[str, Key]] = [{}, *([{"rotation": (1, 2)}] if q.kind != Kind.TOP_K else [])]
+    rotations: list[dict[str, Key]] = [{}, *([{"rotation": (1, 2)}] if q.has_scale else [])]
     for rotation in rotations:
         for stage in buffers.stages(0, **rotation).values():
             stage()  # compiles
@@ -379,7 +382,7 @@ def test_the_host_never_waits(q: Quantiser) -> None:
 @pytest.mark.parametrize("q", BUFFERED, ids=_label)
 def test_no_stage_takes_memory(q: Quantiser, dtype: torch.dtype) -> None:
     buffers, used = _Buffers(q, dtype), {}
-    rotations: list[dict[str, Key]] = [{}, *([{"rotation": (1, 2)}] if q.kind != Kind.TOP_K else [])]
+    rotations: list[dict[str, Key]] = [{}, *([{"rotation": (1, 2)}] if q.has_scale else [])]
     for rotation in rotations:
         for stage in buffers.stages(0, **rotation).values():
             stage()
@@ -405,10 +408,10 @@ def test_what_one_stream_encodes_another_decodes() -> None:
     for step in range(3):
         with torch.cuda.stream(here):
             keep_busy()
-            kernels.encode(buffers.x, buffers.blocks, buffers.wire, (step, 1), q)
+            kernels.encode(buffers.x, buffers.blocks, buffers.wire, q, (step, 1))
         there.wait_stream(here)
         with torch.cuda.stream(there):
-            kernels.decode(buffers.wire[None], buffers.blocks, buffers.y, [(step, 1)], q)
+            kernels.decode(buffers.wire[None], buffers.blocks, buffers.y, q, [(step, 1)])
         here.wait_stream(there)
         synchronise()
         worst.append(float((buffers.y - buffers.x).abs().max()))

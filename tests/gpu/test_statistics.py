@@ -36,8 +36,8 @@ def _errors(codec: Codec, x: Tensor) -> Tensor:
     errors = torch.empty(REPEATS, NUMEL, dtype=torch.float64, device=DEVICE)
     for repeat in range(REPEATS):
         key = (repeat * 7919, repeat + 1)
-        kernels.encode(x, blocks, wire, key, q)
-        kernels.decode(wire[None], blocks, y, [key], q)
+        kernels.encode(x, blocks, wire, q, key)
+        kernels.decode(wire[None], blocks, y, q, [key])
         errors[repeat] = y.double() - x.double()
     return errors.view(REPEATS, -1, BLOCK)[:, :, 1:].flatten(1)
 

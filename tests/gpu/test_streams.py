@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.communicator import CollectiveError, Communicator
+from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.pipeline import Job, Runner, release, runner_for
-from lightning_gqsgd.plan import Plan, compile_kernels
+from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.reducers import Setting, Steps, resolve, stages
+from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
 from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.transport.communicator import CollectiveError, Communicator
+from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
 from tests.gpu.card import CPU, DEVICE, difference, is_waiting, keep_busy, marks, synchronise
 from tests.unit.test_kernels import gradient
 
@@ -178,7 +178,7 @@ def _averaged(config: GQSGDConfig, gradients: list[list[Tensor]], device: torch.
     ranks, dtype = len(gradients[0]), gradients[0][0].dtype
     plan = _plan(config, ranks, dtype)
     sizes = {one.parameter: one.numel for one in SEGMENTS if not one.raw}
-    stores = [MemoryStore(config, ranks, sizes, dtype, device) if config.remembers else None for _ in range(ranks)]
+    stores = [new_store(config, ranks, sizes, dtype, device) for _ in range(ranks)]
     found = []
     for step, of_ranks in enumerate(gradients):
         results = [one.to(device, copy=True) for one in of_ranks]

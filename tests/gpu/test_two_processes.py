@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.memory import kinds
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.simulate import average
+from lightning_gqsgd.simulation import average
 from tests.distributed.models import batch, mlp, wrapped
 from tests.distributed.ranks import SPAWN, run
 from tests.gpu.card import DEVICE, difference, marks

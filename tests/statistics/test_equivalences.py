@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import Memory
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.simulate import VirtualRanks
+from lightning_gqsgd.simulation import VirtualRanks
 
 STEPS = 20
 NUMEL = 1000
@@ -97,10 +97,12 @@ def test_diana_with_rate_one_is_ef21_is_markov_compression(codec: str) -> None:
         return torch.zeros_like(v).scatter(-1, largest, v.gather(-1, largest))
 
     # Half a coordinate less, because densities are rounded up, and then the number of coordinates.
-    fields = {"codec": codec, "bits": 1 if codec == "sign" else 32, "density": (kept - 0.5) / NUMEL, "block_size": 1000}
+    fields = {"codec": codec, "block_size": 1000, **({"density": (kept - 0.5) / NUMEL} if codec == "top_k" else {})}
     named = virtual(ranks, "cd_adam", dtype, **fields)
     rate_one = Memory(0.0, 0.3, 1.0)
-    diana = virtual(ranks, "diana", dtype, dither="adaptive", norm="max", levels=None, memory=rate_one, **fields)
+    diana = virtual(
+        ranks, "diana", dtype, dither="adaptive", norm="max", levels=None, bits=None, memory=rate_one, **fields
+    )
     ef21 = virtual(ranks, "comp_ams", dtype, memory="ef21", **fields)
     references, estimate = torch.zeros(ranks, NUMEL, dtype=dtype), torch.zeros(NUMEL, dtype=dtype)
     for step, gradients in enumerate(sequence(ranks, dtype)):

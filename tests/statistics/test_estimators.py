@@ -9,7 +9,8 @@ from benchmarks.accuracy import gaussian, heavy_tailed
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.layout import Segment, cut, place
-from lightning_gqsgd.simulate import average, relative_error
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.simulation import average, relative_error
 
 REPEATS = 400
 DITHERS = ["adaptive", "subtractive", "stochastic"]
@@ -31,8 +32,8 @@ def test_codec_is_unbiased_with_the_variance_of_theory(kernels, dither: str, bit
     for repeat in range(REPEATS):
         wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
         key = (repeat * 7919, repeat + 1)
-        kernels.encode(x, layout.blocks, wire, key, q)
-        kernels.decode(wire[None], layout.blocks, y, [key], q)
+        kernels.encode(x, layout.blocks, wire, q, key)
+        kernels.decode(wire[None], layout.blocks, y, q, [key])
         errors[repeat] = y.double() - x.double()
     free = torch.ones(4096, dtype=torch.bool)
     free[::256] = False
@@ -107,7 +108,7 @@ def test_error_of_the_mean_is_as_predicted(reducer: str, ranks: int, dither: str
         (average(gradients, step=step, reducer=reducer, dither=dither)[0].double() - mean).square().mean()
         for step in range(4)
     ]
-    predicted = LinearCodec(8, dither).mean_error(reducer, ranks)
+    predicted = REDUCERS[reducer].mean_error(LinearCodec(8, dither), ranks)
     # The mean of four stochastic codes falls on quarters of a step, whose rounding errs 6 % less than uniform f(1-f).
     tolerance = 0.08 if (reducer, dither) == ("two_shot", "stochastic") else 0.05
     assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=tolerance)

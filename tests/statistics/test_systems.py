@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_gqsgd import theory
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import StabilityWarning
-from lightning_gqsgd.problems import DigitsMLP, LeastSquares, LogisticRegression
-from lightning_gqsgd.record import Record
-from lightning_gqsgd.simulate import VirtualRanks, average, relative_error, simulate
+from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
+from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
+from lightning_gqsgd.simulation.record import Record
 
 
 @pytest.fixture(autouse=True)

@@ -68,10 +68,10 @@ def main() -> None:
         table = cut([Segment(0, 8192, False)], 256)
         layout = place(table, q, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes)
         wires = torch.zeros(2, layout.message_bytes, dtype=torch.uint8)
-        cuda.encode(x, layout.blocks, wires[0], (1, 2), q, rotation=rotation)
-        cuda.decode(wires[:1], layout.blocks, x, [(1, 2)], q, rotation=rotation)
+        cuda.encode(x, layout.blocks, wires[0], q, (1, 2), rotation=rotation)
+        cuda.decode(wires[:1], layout.blocks, x, q, [(1, 2)], rotation=rotation)
         if compiled.case.startswith("8 bit, fp32") and rotation is None:
-            cuda.reduce(wires, layout.blocks, 0, wires[0], [(1, 2), (3, 4)], (5, 6), q, dtype)
+            cuda.reduce(wires, layout.blocks, wires[0], q, [(1, 2), (3, 4)], (5, 6), dtype)
     print(json.dumps(compiled.found))
 
 

@@ -15,8 +15,8 @@ from benchmarks import gpu_kernels, kernels, report, roofline
 from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Target
 from benchmarks.roofline import Fact
 from benchmarks.timing import EventClock, in_turns, stopwatch
-from lightning_gqsgd.communicator import NCCL_PIECE_NUMEL
 from lightning_gqsgd.reducers import Setting
+from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL
 
 CPU = Target(torch.device("cpu"), stopwatch, lambda: None, cache_bytes=40_000)
 

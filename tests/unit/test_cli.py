@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from lightning_gqsgd.cli import HEADINGS, app, facts_of
+from lightning_gqsgd.cli.app import app
+from lightning_gqsgd.cli.facts import HEADINGS, facts_of
 from lightning_gqsgd.presets import PRESETS
 
 
@@ -119,8 +120,7 @@ def test_one_preset_in_full() -> None:
 
 
 def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = PRESETS["ecq_sgd"].config
-    unstable = type(config)(**{**config.to_dict(), "memory": "ef"})
+    unstable = {**PRESETS["ecq_sgd"].fields, "memory": "ef"}
     monkeypatch.setitem(PRESETS, "unstable", type(PRESETS["ecq_sgd"])(unstable, "none", "plain feedback"))
     assert facts_of("unstable", 8).warnings[0].startswith("memory with alpha=1, beta=1 may diverge")
     assert "warning" in _run("unstable").stdout

@@ -21,10 +21,9 @@ from lightning_gqsgd.codecs import ExponentialCodec, LinearCodec, SignCodec, Top
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.reducers import Setting, resolve
+from lightning_gqsgd.reducers import Setting, new_store, resolve
 from tests.unit import test_kernels as plain
 
 if torch.cuda.is_available():
@@ -119,7 +118,7 @@ def test_what_is_not_finite_stays_so_and_touches_no_other_block(q: plain.Quantis
     maxima = cuda.block_maxima(x, layout.blocks)
     y = torch.zeros_like(x)
     wire = plain.message(cuda, x, layout, (1, 2), q, maxima)
-    assert cuda.decode(wire[None], layout.blocks, y, [(1, 2)], q) == 2
+    assert cuda.decode(wire[None], layout.blocks, y, q, [(1, 2)]) == 2
     assert y[64:128].isnan().all()
     assert y[:64].isfinite().all()
     assert y[128:1000].isfinite().all()
@@ -130,7 +129,7 @@ def test_tensors_without_blocks_are_left_alone() -> None:
     q, x = LinearCodec(8, "adaptive").quantiser(64), torch.ones(5)
     layout = plain.layout_of([], q, x.dtype)
     wire = plain.message(cuda, x, layout, (1, 2), q)
-    assert cuda.decode(wire[None], layout.blocks, x, [(1, 2)], q) == 0
+    assert cuda.decode(wire[None], layout.blocks, x, q, [(1, 2)]) == 0
     assert (x == 1).all()
 
 
@@ -139,7 +138,7 @@ def average(config, ranks: int) -> list[Tensor]:
     segments = [Segment(0, 1500, False), Segment(1, 20, True), Segment(2, 700, False)]
     xs = [plain.gradient(rank, 2220, torch.bfloat16 if config.bits == 4 else torch.float32) for rank in range(ranks)]
     setting = Setting(config, ranks, xs[0].dtype)
-    stores = [MemoryStore(config, ranks, {0: 1500, 2: 700}, setting.dtype, torch.device("cpu")) for _ in range(ranks)]
+    stores = [new_store(config, ranks, {0: 1500, 2: 700}, setting.dtype, torch.device("cpu")) for _ in range(ranks)]
     for step in range(2):
         Plan(segments, setting).average(xs, step, stores if config.remembers else [None] * ranks)
     return xs

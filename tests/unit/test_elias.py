@@ -1,6 +1,7 @@
 """Elias coding of messages: against strings of bits, against QSGD's bounds, and against corrupt streams."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,22 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_gqsgd.codecs import TopKCodec
+from lightning_gqsgd.codecs.linear import LinearQuantiser
 from lightning_gqsgd.kernels import elias
-from lightning_gqsgd.kernels.wire import SCALE_FORMATS, Kind, Quantiser
-from lightning_gqsgd.layout import CODES, LENGTH, RAW, SCALE, START, Segment, code_bytes, cut
+from lightning_gqsgd.kernels.packing import code_bytes
+from lightning_gqsgd.kernels.wire import SCALE_FORMATS
+from lightning_gqsgd.layout import CODES, LENGTH, RAW, SCALE, START, Segment, cut
 
 
-def quantiser(bits: int, levels: int, block_size: int) -> Quantiser:
-    return Quantiser(
-        bits=bits, levels=levels, odd_levels=levels, stochastic_from=-1.0, summable=False, block_size=block_size
-    )
+def quantiser(bits: int, levels: int, block_size: int) -> LinearQuantiser:
+    return LinearQuantiser(bits=bits, levels=levels, odd_levels=levels, stochastic_from=-1.0, block_size=block_size)
 
 
 def aligned(length):
     return -(-length // 16) * 16
 
 
-def placed(rows: list[tuple[int, bool]], q: Quantiser, dtype: torch.dtype, scales: bool = True) -> tuple[Tensor, int]:
+def placed(
+    rows: list[tuple[int, bool]], q: LinearQuantiser, dtype: torch.dtype, scales: bool = True
+) -> tuple[Tensor, int]:
     """A table of parameters of (coordinates, raw or not), and its message's length: scales, codes, raw coordinates."""
     form = SCALE_FORMATS[dtype]
     table = cut([Segment(number, numel, raw) for number, (numel, raw) in enumerate(rows)], q.block_size)
@@ -38,7 +42,7 @@ def placed(rows: list[tuple[int, bool]], q: Quantiser, dtype: torch.dtype, scale
     return torch.from_numpy(table), at
 
 
-def write(codes: np.ndarray, q: Quantiser, message: np.ndarray, at: int) -> None:
+def write(codes: np.ndarray, q: LinearQuantiser, message: np.ndarray, at: int) -> None:
     """Bit planes of 8, 4, 2 and 1 bits: lane l of byte w has coordinate w + l * bytes."""
     j, low = np.arange(len(codes)), 0
     for plane in (8, 4, 2, 1):
@@ -49,7 +53,7 @@ def write(codes: np.ndarray, q: Quantiser, message: np.ndarray, at: int) -> None
             at, low = at + words, low + plane
 
 
-def message_of(codes: np.ndarray, blocks: Tensor, q: Quantiser, size: int, seed: int = 0) -> Tensor:
+def message_of(codes: np.ndarray, blocks: Tensor, q: LinearQuantiser, size: int, seed: int = 0) -> Tensor:
     """A message of these codes, by flat coordinate, with noise wherever no codes lie."""
     message = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     for row in blocks.numpy():
@@ -59,7 +63,7 @@ def message_of(codes: np.ndarray, blocks: Tensor, q: Quantiser, size: int, seed:
     return torch.from_numpy(message)
 
 
-def one_block(codes: list[int], q: Quantiser) -> tuple[Tensor, Tensor]:
+def one_block(codes: list[int], q: LinearQuantiser) -> tuple[Tensor, Tensor]:
     """Message and table of one block without a scale: the stream is the record alone."""
     blocks, size = placed([(len(codes), False)], q, torch.float32, scales=False)
     return message_of(np.array(codes), blocks, q, size), blocks
@@ -74,14 +78,14 @@ def bits_of(stream: Tensor) -> str:
     return "".join(f"{byte:08b}" for byte in stream.tolist())
 
 
-def reference_bits(codes: np.ndarray, blocks: Tensor, q: Quantiser) -> str:
+def reference_bits(codes: np.ndarray, blocks: Tensor, q: LinearQuantiser) -> str:
     coded = [row for row in blocks.numpy() if not row[RAW]]
     records = [codes[row[START] : row[START] + row[LENGTH]].tolist() for row in coded]
     return "".join(elias.reference_block_bits(record, q.odd_levels) for record in records)
 
 
 @st.composite
-def messages(draw: st.DrawFn) -> tuple[np.ndarray, Tensor, Tensor, Quantiser]:
+def messages(draw: st.DrawFn) -> tuple[np.ndarray, Tensor, Tensor, LinearQuantiser]:
     """Codes by coordinate, message, table, quantiser; blocks from all zero over sparse to uniform, some all codes 0."""
     bits = draw(st.integers(2, 8))
     levels = draw(st.one_of(st.just(2**bits - 1), st.integers(1, 2 ** (bits - 1)).map(lambda half: 2 * half - 1)))
@@ -128,7 +132,7 @@ def test_forms_by_hand() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(messages())
-def test_round_trip_is_exact_and_equals_the_reference(case: tuple[np.ndarray, Tensor, Tensor, Quantiser]) -> None:
+def test_round_trip_is_exact_and_equals_the_reference(case: tuple[np.ndarray, Tensor, Tensor, LinearQuantiser]) -> None:
     codes, message, blocks, q = case
     bits = reference_bits(codes, blocks, q)
     rest = len(message) - int(aligned(code_bytes(blocks[blocks[:, RAW] == 0, LENGTH].numpy(), q.bits)).sum())
@@ -141,7 +145,7 @@ def test_round_trip_is_exact_and_equals_the_reference(case: tuple[np.ndarray, Te
 
 @settings(max_examples=100, deadline=None)
 @given(messages())
-def test_the_reference_decodes_itself(case: tuple[np.ndarray, Tensor, Tensor, Quantiser]) -> None:
+def test_the_reference_decodes_itself(case: tuple[np.ndarray, Tensor, Tensor, LinearQuantiser]) -> None:
     codes, _, blocks, q = case
     bits, at = reference_bits(codes, blocks, q), 0
     for row in blocks.numpy():
@@ -314,14 +318,14 @@ def test_the_block_that_is_wrong_is_named() -> None:
         {"summable": True},
         {"bits": 9},
         {"bits": 0},
-        {"kind": Kind.TOP_K},
     ],
 )
 def test_quantisers_without_an_elias_code_are_refused(change: dict) -> None:
     q = quantiser(3, 7, 16)
     message, blocks = one_block([3] * 7, q)
-    with pytest.raises(ValueError, match="odd number of linear levels"):
-        elias.compress(message, blocks, q._replace(**change))
+    for other in (replace(q, **change), TopKCodec(0.1).quantiser(16)):
+        with pytest.raises(ValueError, match="odd number of linear levels"):
+            elias.compress(message, blocks, other)
 
 
 def test_codes_beyond_the_levels_are_refused() -> None:

@@ -9,7 +9,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve, stages
 from lightning_gqsgd.reducers.hierarchical import between_nodes
-from lightning_gqsgd.simulate import average, relative_error
+from lightning_gqsgd.simulation import average, relative_error
 
 SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
 
@@ -113,7 +113,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve(GQSGDConfig(reducer="hierarchical", node_size=3), 8)
     with pytest.raises(ConfigError, match="node_size=2 is for reducer='hierarchical'"):
         GQSGDConfig(node_size=2)
-    with pytest.raises(ConfigError, match="memory goes with the reducers sum, two_shot and gather"):
+    with pytest.raises(ConfigError, match="memory goes with the reducers sum, two_shot, gather"):
         GQSGDConfig(reducer="hierarchical", node_size=2, memory="ef")
     with pytest.raises(ConfigError, match="take scale_per='block'"):
         GQSGDConfig(reducer="hierarchical", node_size=2, scale_per="parameter")

@@ -10,7 +10,10 @@ from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec, SignCod
 from lightning_gqsgd.codecs.variance import smallest_level
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.kernels.wire import Kind, Quantiser, scale_format
+from lightning_gqsgd.kernels.dither import uniform
+from lightning_gqsgd.kernels.packing import unpack
+from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import LENGTH, RAW, START, Layout, Segment, cut, place
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -39,14 +42,14 @@ def layout_of(segments: list[Segment], q: Quantiser, dtype: torch.dtype, shards:
         table,
         q,
         shards=shards,
-        scale_bytes=0 if q.summable or q.kind == Kind.TOP_K else form.nbytes,
+        scale_bytes=0 if q.summable or not q.has_scale else form.nbytes,
         raw_bytes=form.raw_bytes,
     )
 
 
 def message(kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantiser, *maxima: Tensor, **turn) -> Tensor:
     wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-    kernels.encode(x, layout.blocks, wire, key, q, *maxima, **turn)
+    kernels.encode(x, layout.blocks, wire, q, key, *maxima, **turn)
     return wire
 
 
@@ -119,13 +122,12 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
         for rank in range(ranks):
             received = torch.stack([wire.view(ranks, -1)[rank] for wire in wires])
             shards.append(torch.zeros(layout.shard_bytes, dtype=torch.uint8))
-            base = rank * layout.shard_bytes
-            kernels.reduce(received, layout.shard(rank), base, shards[-1], keys, KEYS[3], q, dtype)
+            kernels.reduce(received, layout.shard(rank).blocks, shards[-1], q, keys, KEYS[3], dtype)
         two_shot, gathered = torch.zeros_like(xs[0]), torch.zeros_like(xs[0])
-        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, KEYS[3:], q, **turn)
+        bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, q, KEYS[3:], **turn)
         whole = layout_of(segments, q, dtype)
         wires += [message(kernels, x, whole, key, q, *m, **turn) for x, key, m in zip(xs, keys, maxima, strict=True)]
-        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, keys, q, **turn)
+        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, q, keys, **turn)
         assert bad == 0
         results.append([*wires, *shards, two_shot, gathered])
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
@@ -151,8 +153,8 @@ def test_a_rotation_within_encoding_is_that_of_rotate() -> None:
         wire = message(kernels, x, layout, (1, 2), q, rotation=(3, 4))
         assert torch.equal(wire, message(kernels, turned, layout, (1, 2), q))
         y, z = torch.zeros(300), torch.zeros(300)
-        kernels.decode(wire[None], layout.blocks, y, [(1, 2)], q, rotation=(3, 4))
-        kernels.decode(wire[None], layout.blocks, z, [(1, 2)], q)
+        kernels.decode(wire[None], layout.blocks, y, q, [(1, 2)], rotation=(3, 4))
+        kernels.decode(wire[None], layout.blocks, z, q, [(1, 2)])
         kernels.rotate(z, layout.blocks, (3, 4), 64, inverse=True)
         assert torch.equal(y, z)
 
@@ -180,7 +182,7 @@ def check_sums(case: dict, both=BOTH) -> None:
         wires = [message(kernels, x, layout, key, q, maxima) for x, key in zip(xs, keys, strict=True)]
         total = torch.stack([wire.view(lane) for wire in wires]).sum(0, dtype=lane).view(torch.uint8)
         mean = torch.full_like(xs[0], 7)
-        assert kernels.decode_sum(total, maxima, layout.blocks, mean, keys, q) == 0
+        assert kernels.decode_sum(total, maxima, layout.blocks, mean, q, keys) == 0
         untouched = torch.cat([torch.full((s.numel,), s.raw) for s in segments])
         assert (mean[untouched] == 7).all()
         results.append([*wires, mean])
@@ -198,7 +200,7 @@ def test_every_coordinate_is_within_a_step(kernels, dither: str, bits: int, larg
     x = torch.linspace(-1, 1, 1000) * largest
     layout = layout_of([Segment(0, 1000, False)], q, x.dtype)
     y = torch.empty_like(x)
-    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
+    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
     step = 2 * max(largest, 2.0**-118) * (1 + 2**-7) / (q.levels - 1)
     worst = float((y.double() - x.double()).abs().max())
     assert worst <= step * (0.5 if dither == "subtractive" else 1.0) * (1 + 1e-5)
@@ -211,7 +213,7 @@ def test_all_levels_are_used_and_none_is_passed(kernels, dtype: torch.dtype) -> 
         q = quantiser(bits, "subtractive", 64)
         x = torch.tensor([1.0, -1.0] * 2000, dtype=dtype)
         layout = layout_of([Segment(0, 4000, False)], q, dtype)
-        codes = reference._unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, 0, q)
+        codes = unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, q.bits, q.block_size, summable=q.summable)
         inside = torch.arange(64)[None] < layout.blocks[:, LENGTH, None]
         # At the largest magnitude the dither reaches half a step beyond the last level, never a level more.
         assert set(codes[inside].tolist()) == {0, 2**bits - 1}
@@ -227,7 +229,7 @@ def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dither: str, bad:
     x[70] = bad
     layout = layout_of([Segment(0, 200, False)], q, dtype)
     y = torch.zeros_like(x)
-    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q) == 1
+    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)]) == 1
     assert y[64:128].isnan().all()
     assert y[:64].isfinite().all()
     assert y[128:].isfinite().all()
@@ -240,7 +242,7 @@ def test_non_finite_uncompressed_coordinates_are_counted_and_kept(kernels) -> No
     x[70] = torch.inf
     layout = layout_of([Segment(0, 100, True)], q, x.dtype)
     y = torch.zeros_like(x)
-    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q) == 1
+    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)]) == 1
     assert torch.equal(x, y)
 
 
@@ -254,7 +256,7 @@ def test_zeros(kernels, dtype: torch.dtype) -> None:
     for dither in ("subtractive", "stochastic"):
         q = quantiser(8, dither, 64)
         layout = layout_of([Segment(0, 300, False)], q, dtype)
-        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
+        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
         assert (y[:64] == 0).all()  # a block of zeros stays one
         assert (y[192:] == 0).all()
     assert (y[x == 0] == 0).all()  # stochastic rounding keeps single zeros, too
@@ -268,7 +270,7 @@ def test_uncompressed_16_bit_values_survive(dtype: torch.dtype) -> None:
     for kernels in BOTH:
         layout = layout_of([Segment(0, 2**16, True)], q, dtype)
         y = torch.zeros_like(x)
-        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
+        kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
         assert torch.equal(x.isnan(), y.isnan())
         assert torch.equal(x[~x.isnan()], y[~y.isnan()])
 
@@ -279,8 +281,8 @@ def test_dither_does_not_depend_on_the_rest_of_the_bucket() -> None:
     alone = layout_of([Segment(7, 500, False)], q, x.dtype)
     among = layout_of([Segment(3, 300, True), Segment(7, 500, False), Segment(9, 200, False)], q, x.dtype, shards=3)
     y, z = torch.zeros(500), torch.zeros(1000)
-    cpu.decode(message(cpu, x[300:800].clone(), alone, (1, 2), q)[None], alone.blocks, y, [(1, 2)], q)
-    cpu.decode(message(cpu, x, among, (1, 2), q)[None], among.blocks, z, [(1, 2)], q)
+    cpu.decode(message(cpu, x[300:800].clone(), alone, (1, 2), q)[None], alone.blocks, y, q, [(1, 2)])
+    cpu.decode(message(cpu, x, among, (1, 2), q)[None], among.blocks, z, q, [(1, 2)])
     assert torch.equal(y, z[300:800])
 
 
@@ -299,7 +301,7 @@ def test_adaptive_takes_the_dither_with_the_smaller_error_in_each_block(kernels,
         for step in range(20):
             y = torch.empty_like(x)
             key = (step, step + 1)
-            kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, [key], q)
+            kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
             total += (y - x).view(count, block).square().sum(1)
         errors[dither] = total
     best = torch.minimum(errors["subtractive"], errors["stochastic"])
@@ -313,8 +315,8 @@ def test_adaptive_takes_the_dither_with_the_smaller_error_in_each_block(kernels,
 def test_dither_is_uniform_and_independent() -> None:
     """Moments, neighbours, and the same coordinate under other keys, parameters and blocks."""
     blocks = torch.from_numpy(cut([Segment(0, 1 << 18, False), Segment(1, 1 << 18, False)], 256))
-    one = reference._dither(blocks, (1, 2), 256).double() - 0.5
-    other = reference._dither(blocks, (1, 3), 256).double() - 0.5
+    one = uniform(blocks, (1, 2), 256).double() - 0.5
+    other = uniform(blocks, (1, 3), 256).double() - 0.5
     n = one.numel()
     assert abs(float(one.mean())) < 5 / (12 * n) ** 0.5
     assert abs(float(one.square().mean()) - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
@@ -396,7 +398,7 @@ def test_top_k_keeps_the_largest(kernels, density: float) -> None:
     x[:10] = 5.0  # ties: the first ones
     layout = layout_of([Segment(0, 600, False)], q, x.dtype)
     y = torch.full_like(x, 7)
-    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q) == 0
+    assert kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)]) == 0
     for block in (slice(0, 256), slice(256, 512), slice(512, 600)):
         count = max(1, -(-(block.stop - block.start) * q.kept // 65536))
         assert count == TopKCodec(density).delta(block.stop - block.start) * (block.stop - block.start)
@@ -415,12 +417,12 @@ def test_top_k_with_a_place_outside_of_the_block_is_nan_there(kernels) -> None:
     wire[4 * 4 : 4 * 4 + 2] = 255  # the first place of the first block
     y = torch.zeros(100)
     if kernels is cpu:
-        assert kernels.decode(wire[None], layout.blocks, y, [(1, 2)], q) == 1
+        assert kernels.decode(wire[None], layout.blocks, y, q, [(1, 2)]) == 1
         assert y[:64].isnan().all()
         assert y[64:].isfinite().all()
     else:
         with pytest.raises(IndexError):
-            kernels.decode(wire[None], layout.blocks, y, [(1, 2)], q)
+            kernels.decode(wire[None], layout.blocks, y, q, [(1, 2)])
 
 
 @pytest.mark.parametrize("kernels", BOTH)
@@ -430,7 +432,7 @@ def test_sign_decodes_to_the_scale(kernels) -> None:
     layout = layout_of([Segment(0, 256, False)], q, x.dtype)
     scales = torch.tensor([1.0, 0.5, 2.0, 0.0]).view(torch.int32)
     y = torch.empty_like(x)
-    kernels.decode(message(kernels, x, layout, (1, 2), q, scales)[None], layout.blocks, y, [(1, 2)], q)
+    kernels.decode(message(kernels, x, layout, (1, 2), q, scales)[None], layout.blocks, y, q, [(1, 2)])
     assert torch.equal(y, torch.sign(x) * torch.tensor([1.0, 0.5, 2.0, 0.0]).repeat_interleave(64))
 
 
@@ -442,7 +444,7 @@ def test_sign_of_a_zero_is_drawn(kernels) -> None:
     layout = layout_of([Segment(0, x.numel(), False)], q, x.dtype)
     y, z = torch.empty_like(x), torch.empty_like(x)
     for key, out in (((1, 2), y), ((1, 3), z)):
-        kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, out, [key], q)
+        kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, out, q, [key])
     zeros = x == 0
     assert abs(float(y[zeros].mean())) < 5 / 128
     assert abs(float((y * z)[zeros].mean())) < 5 / 128
@@ -461,8 +463,8 @@ def test_exponential_codes_are_neighbours_and_levels_are_kept(kernels, bits: int
     x = x.to(dtype)
     layout = layout_of([Segment(0, 3000, False)], q, dtype)
     y, again = torch.empty_like(x), torch.empty_like(x)
-    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, [(1, 2)], q)
-    kernels.decode(message(kernels, y, layout, (3, 4), q)[None], layout.blocks, again, [(3, 4)], q)
+    kernels.decode(message(kernels, x, layout, (1, 2), q)[None], layout.blocks, y, q, [(1, 2)])
+    kernels.decode(message(kernels, y, layout, (3, 4), q)[None], layout.blocks, again, q, [(3, 4)])
     assert torch.equal(y, again)  # what is a level is rounded to itself
     magnitudes = [smallest_level(k, mantissa) for k in range(codec.magnitudes, 0, -1)]
     levels = torch.tensor([0.0, *magnitudes], dtype=torch.float64)
@@ -484,11 +486,11 @@ def test_combine_adds_powers_of_two() -> None:
         (100, 1): 100, (1, 228): 228,  # too far apart for a draw of 32 bits
     }  # fmt: skip
     pairs = torch.tensor(list(cases), dtype=torch.uint8)
-    layout = layout_of([Segment(0, len(cases), False)], q._replace(summable=True), torch.float32)
+    layout = place(cut([Segment(0, len(cases), False)], 64), q, shards=1, scale_bytes=0, raw_bytes=4)
     for kernels in BOTH:
         mine, theirs = (torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(2))
         mine[: len(cases)], theirs[: len(cases)] = pairs.T
-        kernels.combine(mine, theirs, layout.blocks, 0, (1, 2), q)
+        kernels.combine(mine, theirs, layout.blocks, q, (1, 2))
         assert mine[: len(cases)].tolist() == list(cases.values())
 
 
@@ -508,6 +510,6 @@ def check_combined(seed: int, bits: int, numel: int, both=BOTH) -> None:
     results = []
     for kernels in both:
         mine, theirs = pair.clone()
-        kernels.combine(mine, theirs, layout.blocks, 0, (seed % 2**32, 2), q)
-        results.append(reference._unpack(mine, layout.blocks, 0, q))
+        kernels.combine(mine, theirs, layout.blocks, q, (seed % 2**32, 2))
+        results.append(unpack(mine, layout.blocks, q.bits, q.block_size, summable=False))
     assert torch.equal(*results)

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gqsgd.kernels.wire import Quantiser
+from lightning_gqsgd.codecs.linear import LinearQuantiser
+from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
 from lightning_gqsgd.layout import (
     ALIGNMENT,
     CODES,
@@ -15,19 +16,17 @@ from lightning_gqsgd.layout import (
     START,
     Run,
     Segment,
-    code_bytes,
     cut,
     owners,
     pieces,
     place,
     place_by_owner,
     runs,
-    summable_code_bytes,
 )
 
 
-def quantiser(bits: int, summable: bool = False) -> Quantiser:
-    return Quantiser(bits, 2, 1, 1.0, summable, 256)
+def quantiser(bits: int, summable: bool = False) -> LinearQuantiser:
+    return LinearQuantiser(bits, 2, 1, 1.0, 256, summable)
 
 
 segments = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12).map(
@@ -119,7 +118,7 @@ def test_owners_depend_on_the_parameter_only(rows: list[Segment], shards: int) -
     layout = place_by_owner(table, quantiser(4), shards=shards, scale_bytes=2, raw_bytes=4)
     assert len(layout.blocks) == len(table)
     for shard in range(shards):
-        assert sorted(layout.shard(shard)[:, START].tolist()) == table[owner == shard, START].tolist()
+        assert sorted(layout.shard(shard).table[:, START].tolist()) == table[owner == shard, START].tolist()
 
 
 @given(segments, st.integers(1, 9), st.booleans())
@@ -148,11 +147,11 @@ def test_a_table_is_copied_to_a_device_once() -> None:
     assert np.shares_memory(layout.blocks.numpy(), layout.table)
     there = layout.on(torch.device("meta"))
     assert "blocks" not in vars(there)  # not before the first use
-    assert there.blocks.device.type == there.shard(1).device.type == there.parts[2].blocks.device.type == "meta"
+    assert there.blocks.device.type == there.shard(1).blocks.device.type == "meta"
     assert layout.on(torch.device("meta")) is there
     assert there.on(torch.device("meta")) is there
     assert (there.first, there.shard_bytes) == (layout.first, layout.shard_bytes)
-    assert there.parts[1].runs == layout.parts[1].runs
+    assert there.shard(1).runs == layout.shard(1).runs
     assert "runs" not in vars(layout.whole)  # only a memory asks for them
 
 

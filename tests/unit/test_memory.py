@@ -13,8 +13,8 @@ from lightning_gqsgd.layout import Segment, cut, owners, runs
 from lightning_gqsgd.memory import MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.reducers import Setting, resolve
-from lightning_gqsgd.simulate import VirtualRanks
+from lightning_gqsgd.reducers import Setting, new_store, resolve
+from lightning_gqsgd.simulation import VirtualRanks
 
 SEGMENTS = [Segment(0, 5000, False), Segment(1, 300, True), Segment(2, 2300, False)]
 NUMEL = 7600
@@ -130,7 +130,7 @@ def test_results_do_not_depend_on_buckets(preset: str, dtype: torch.dtype) -> No
     sizes, device = {0: 5000, 2: 2300}, torch.device("cpu")
     results = []
     for rebuilt in (False, True):
-        stores = [MemoryStore(config, 3, sizes, dtype, device) for _ in range(3)]
+        stores = [new_store(config, 3, sizes, dtype, device) for _ in range(3)]
         whole, first, last = Plan(SEGMENTS, setting), Plan(SEGMENTS[2:], setting), Plan(SEGMENTS[:2], setting)
         for step in range(4):
             xs = gradients(3, step, dtype)

@@ -15,9 +15,8 @@ from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import MemoryStore
-from lightning_gqsgd.plan import Plan, ScatterPlan, compile_kernels
-from lightning_gqsgd.reducers import Setting, resolve, run_virtual
+from lightning_gqsgd.plan import Plan, ScatterPlan
+from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, resolve, run_virtual
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 
 RANKS = 4
@@ -97,13 +96,13 @@ def test_no_step_waits(host: Host, fields: dict[str, Any]) -> None:
     config = resolve(GQSGDConfig(sample_every=1, **fields), RANKS)
     plan = Plan(SEGMENTS, Setting(config, RANKS, torch.float32))
     sizes = {one.parameter: one.numel for one in SEGMENTS if not one.raw}
-    stores = [MemoryStore(config, RANKS, sizes, torch.float32, torch.device("cpu")) for _ in range(RANKS)]
+    stores = [new_store(config, RANKS, sizes, torch.float32, torch.device("cpu")) for _ in range(RANKS)]
     counters, telemetry = [BucketCounters() for _ in range(RANKS)], [Telemetry() for _ in range(RANKS)]
     for step in range(2):
         gradients = [torch.randn(plan.numel) for _ in range(RANKS)]
         gradients[2][5] = torch.inf if step else 0.0
         starts = [
-            plan.starts(x, rank, step, counters[rank], telemetry[rank], stores[rank] if config.remembers else None)
+            plan.starts(x, rank, step, stores[rank], counters[rank], telemetry[rank])
             for rank, x in enumerate(gradients)
         ]
         with host:
@@ -123,9 +122,10 @@ def test_no_step_waits(host: Host, fields: dict[str, Any]) -> None:
 
 def test_no_scattering_step_waits(host: Host) -> None:
     segments = [Segment(rank, 500, False) for rank in range(RANKS)]
-    plan = ScatterPlan(segments, Setting(GQSGDConfig(sample_every=1), RANKS, torch.float32))
+    plan = ScatterPlan(segments, Setting(GQSGDConfig(reducer="two_shot", sample_every=1), RANKS, torch.float32))
     counters, telemetry = BucketCounters(), Telemetry()
-    starts = [plan.starts(torch.randn(plan.numel), rank, 0, counters, telemetry) for rank in range(RANKS)]
+    store = new_store(plan.setting.config, RANKS, {}, torch.float32, torch.device("cpu"))
+    starts = [plan.starts(torch.randn(plan.numel), rank, 0, store, counters, telemetry) for rank in range(RANKS)]
     with host:
         for piece in zip(*starts, strict=True):
             for bad in run_virtual([start() for start in piece]):
@@ -150,7 +150,7 @@ def test_results_do_not_depend_on_pieces(reducer: str) -> None:
         config = resolve(GQSGDConfig(reducer=reducer, bits=5), 3)
         plan = Plan(SEGMENTS, Setting(config, 3, torch.float32, piece_numel))
         results.append([one.clone() for one in gradients])
-        plan.average(results[-1], 0, [None] * 3)
+        plan.average(results[-1], 0, [new_store(config, 3, {}, torch.float32, torch.device("cpu"))] * 3)
     assert reducer == "native" or len(plan._pieces) > 10
     for one in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(one, results[0], strict=True))
@@ -159,4 +159,4 @@ def test_results_do_not_depend_on_pieces(reducer: str) -> None:
 def test_elias_codes_are_for_the_cpu() -> None:
     config = GQSGDConfig(reducer="gather", dither="stochastic", coder="elias")
     with pytest.raises(ConfigError, match=r"coder='elias' is for tensors on the CPU, not on cuda:0.*coder='fixed'"):
-        compile_kernels(config, torch.float32, torch.device("cuda", 0), 2)
+        REDUCERS["gather"].check_device(config, torch.device("cuda", 0))

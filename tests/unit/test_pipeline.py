@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_gqsgd.pipeline import MAX_UNDER_WAY, Job, Sequencer, StreamRunner
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
+from lightning_gqsgd.transport.pipeline import MAX_UNDER_WAY, Job, Sequencer, StreamRunner
 
 
 class FakeWork:

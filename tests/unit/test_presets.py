@@ -12,7 +12,7 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import kinds
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import resolve
-from lightning_gqsgd.simulate import VirtualRanks, average, relative_error
+from lightning_gqsgd.simulation import VirtualRanks, average, relative_error
 
 STATELESS = [name for name, preset in PRESETS.items() if not kinds(preset.config)]
 #: Rough relative L2 error of one step on Gaussian gradients of 3 ranks; those with memory lose more at first.
@@ -133,7 +133,7 @@ def test_rotation_makes_heavy_tails_harmless() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"codec": "sign"}, ["codec='sign' has bits=1, not 8"]),
+        ({"codec": "sign", "bits": 8}, ["codec='sign' has bits=1, not 8", "leave bits out"]),
         ({"codec": "sign", "bits": 1}, ["is biased", "memory='ef'", "'none'"]),
         (
             {"codec": "sign", "bits": 1, "memory": "ef", "reducer": "two_shot"},

@@ -10,7 +10,7 @@ from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import PIECE_NUMEL, Segment
 from lightning_gqsgd.plan import Plan, ScatterPlan
-from lightning_gqsgd.reducers import Setting
+from lightning_gqsgd.reducers import REDUCERS, Setting
 
 REPEATS = 400
 
@@ -96,7 +96,7 @@ def test_error_is_as_predicted(ranks: int, dither: str) -> None:
     for step in range(4):
         parts = reduced(ScatterPlan, gradients, rows([(1 << 17) // ranks], ranks), step, dither=dither)
         squares.append((torch.cat(parts).double() - mean).square().mean())
-    predicted = LinearCodec(8, dither).mean_error("gather", ranks)
+    predicted = REDUCERS["gather"].mean_error(LinearCodec(8, dither), ranks)
     assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=0.05)
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem, Quadratic
-from lightning_gqsgd.record import Record
-from lightning_gqsgd.simulate import average, relative_error, simulate
+from lightning_gqsgd.simulation import average, relative_error, simulate
+from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem, Quadratic
+from lightning_gqsgd.simulation.record import Record
 
 
 def test_every_virtual_rank_gets_the_same_mean_and_gradients_stay_as_they_are() -> None:

@@ -9,11 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lightning_gqsgd import staging
 from lightning_gqsgd.functional import Reduction
-from lightning_gqsgd.pipeline import Job, Sequencer, StreamRunner, release, runner_for
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
+from lightning_gqsgd.transport import staging
+from lightning_gqsgd.transport.pipeline import Job, Sequencer, StreamRunner, release, runner_for
 from tests.unit.fake_cuda import DEVICE, FakeCuda, FakeEvent, cuda, on_gpu
 
 __all__ = ["cuda"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
 
 #: Parameters with fewer coordinates travel uncompressed, as is the default in training.

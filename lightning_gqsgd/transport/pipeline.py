@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.communicator import Communicator
 from lightning_gqsgd.reducers.base import Steps
 from lightning_gqsgd.telemetry import BucketCounters, Moment, Telemetry, moment
+from lightning_gqsgd.transport.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 

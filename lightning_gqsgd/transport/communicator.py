@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.config import ConfigError, describe_difference
+from lightning_gqsgd.errors import CollectiveError, ConfigError, describe_difference
 from lightning_gqsgd.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
-from lightning_gqsgd.staging import Staging
+from lightning_gqsgd.transport.staging import Staging
 
 #: How long ranks wait for each other to agree, at least, whatever the timeout of collectives.
 AGREEMENT_TIMEOUT = timedelta(minutes=10)
@@ -37,10 +37,6 @@ NCCL_PIECE_NUMEL = 1 << 24
 
 #: Bytes of what is compared: JSON, padded.
 AGREEMENT_BYTES = 2048
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed: the message names the rank, the collective and the remedy."""
 
 
 class Communicator:

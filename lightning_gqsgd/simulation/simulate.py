@@ -14,14 +14,13 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import PRESETS, make_config
-from lightning_gqsgd.problems import Problem
-from lightning_gqsgd.record import Record
-from lightning_gqsgd.reducers import Setting, resolve
+from lightning_gqsgd.reducers import Setting, new_store, resolve
+from lightning_gqsgd.simulation.problems import Problem
+from lightning_gqsgd.simulation.record import Record
 
 #: The name for training without compression.
 UNCOMPRESSED = "ddp"
@@ -63,10 +62,7 @@ class VirtualRanks:
         self._plan = Plan(segments, Setting(self.config, ranks, dtype))
         sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
         device = torch.device("cpu")
-        self.stores = [
-            MemoryStore(self.config, ranks, sizes, dtype, device) if self.config.remembers else None
-            for _ in range(ranks)
-        ]
+        self.stores = [new_store(self.config, ranks, sizes, dtype, device) for _ in range(ranks)]
 
     @property
     def wire_bits(self) -> float:
@@ -82,7 +78,7 @@ class VirtualRanks:
     def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
         """The same, for one rank only, with less work where nothing is remembered."""
         results = [one.clone() for one in gradients]
-        only_first = self.stores[0] is None
+        only_first = not self.config.remembers
         self.bytes_sent += self._plan.average(results, step, self.stores, only_first=only_first)
         return results[0]
 

@@ -1,0 +1,107 @@
+"""What a codec is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_gqsgd.kernels.protocol import Quantiser
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from lightning_gqsgd.config import GQSGDConfig
+
+
+class Codec(ABC):
+    """A codec: stateless, frozen, and equal to another if its numbers are.
+
+    Attributes:
+        fields: the fields of a configuration that are this codec's own affair; other codecs leave them alone.
+        default_bits: ``bits`` of a configuration that leaves it out.
+        has_scale: whether each block has a scale.
+        takes_norm: whether the scale is what the fields ``norm``, ``clip`` and ``scale_per`` say.
+        adds_as_integers: whether an integer sum of codes stands for the sum of the numbers, under a shared scale.
+        bits: bits of one code on the wire.
+    """
+
+    fields: ClassVar[frozenset[str]] = frozenset()
+    default_bits: ClassVar[int] = 8
+    has_scale: ClassVar[bool] = True
+    takes_norm: ClassVar[bool] = True
+    adds_as_integers: ClassVar[bool] = False
+    bits: int
+
+    @classmethod
+    @abstractmethod
+    def of(cls, config: GQSGDConfig) -> Self:
+        """The codec of a configuration.
+
+        Raises:
+            ConfigError: a field of the codec's own has a value that cannot work.
+        """
+
+    @property
+    def biased_by(self) -> str:
+        """The setting due to which the mean of the decoded coordinates is not what was encoded, so that training needs
+        a memory; empty if the codec is unbiased."""
+        return ""
+
+    @property
+    def adds_in_pairs(self) -> bool:
+        """Whether codes can be added two at a time, under a shared scale."""
+        return False
+
+    @property
+    def has_odd_levels(self) -> bool:
+        """Whether all codes are numbers of an odd number of levels, which Elias codes need."""
+        return False
+
+    @property
+    def leaves_room_for_sums(self) -> bool:
+        """Whether a code has bits enough for the sum of two ranks' codes."""
+        return True
+
+    @abstractmethod
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate as text, and words that say what they are."""
+
+    @abstractmethod
+    def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
+        """What the kernels need.
+
+        Args:
+            block_size: the largest number of coordinates in a block.
+            summed: number of ranks whose codes are added, under scales that all ranks share; None: none are.
+
+        Raises:
+            ConfigError: the codes of so many ranks cannot be added.
+        """
+
+    @abstractmethod
+    def error_variance(self, summed: int = 1) -> float:
+        """Mean square error of one rank's coordinate, in units of the squared scale; NaN if it is not predicted.
+
+        Args:
+            summed: number of ranks whose codes are added before they are decoded.
+
+        Raises:
+            ConfigError: the codes of so many ranks cannot be added.
+        """
+
+    @abstractmethod
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec is
+        biased.
+
+        Args:
+            dimension: number of coordinates that share a scale.
+            summed: number of ranks whose codes are added before they are decoded; ω is of one rank's codes.
+
+        Raises:
+            ConfigError: the codes of so many ranks cannot be added.
+        """
+
+    @abstractmethod
+    def delta(self, dimension: int) -> float:
+        """δ with E|C(x) - x|² <= (1-δ) |x|², for a biased codec C, or for C = Q/(1+ω)."""

@@ -1,0 +1,63 @@
+"""The errors that users see, and what their messages have in common."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message names the value, the limit and the remedy."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed. The message names the rank, the collective and the remedy."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known name nearest to an unknown one, as the end of a sentence; empty where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def describe_difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """The entries in which two flat dictionaries differ, as ``name: mine != theirs``."""
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    return ", ".join(f"{name}: {json.dumps(mine.get(name))} != {json.dumps(theirs.get(name))}" for name in names)
+
+
+def listed(names: list[str]) -> str:
+    """The first three names in quotes, and the number of the others."""
+    shown = ", ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, in the plural unless the number is one: ``1 tensor``, ``2,000 tensors``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raise ConfigError for a value that is not among the allowed ones."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError for a value that is no integer, or out of a range that includes both ends."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r} must be an integer from {low} to {high}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value} is out of range: {low} to {high}")
+
+
+def check_real(name: str, value: object, low: float, high: float) -> None:
+    """Raise ConfigError for a value that is no number, or out of a range that includes both ends."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name}={value!r} must be a number from {low} to {high}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value} is out of range: {low} to {high}")

@@ -1,0 +1,50 @@
+"""The dither in readable PyTorch: uniform random numbers that depend on a key and on a coordinate's place only.
+
+`wire` has the formula of the hash. Arguments: ``blocks`` is a block table, int64 [B, `layout.COLUMNS`]; ``key`` the two
+32-bit keys of a stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2, Key
+from lightning_gqsgd.layout import INDEX, LENGTH, PARAMETER
+
+_MASK = 0xFFFFFFFF
+
+
+def uniform(blocks: Tensor, key: Key, width: int) -> Tensor:
+    """The dither v of the first ``width`` coordinates of each block, uniform on (0, 1): fp32 [B, width]."""
+    half = (blocks[:, LENGTH] + 1) // 2
+    j = torch.arange(width, device=blocks.device)
+    in_second_half = j >= half[:, None]
+    h = words(blocks, key, torch.where(in_second_half, j - half[:, None], j))
+    k = torch.where(in_second_half, h >> 16, h & 0xFFFF)
+    return k.float() * DITHER_UNIT + DITHER_FIRST
+
+
+def words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
+    """Uniform 32-bit integers: int64 [B, width].
+
+    Args:
+        places: numbers that are hashed with the block, int64 [width] or [B, width].
+    """
+    parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
+    a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
+    b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
+    return _finish(_start((a[:, None] + places) & _MASK) ^ b[:, None])
+
+
+def _start(h: Tensor) -> Tensor:
+    return ((h ^ (h >> 16)) * MULTIPLY_1) & _MASK
+
+
+def _finish(h: Tensor) -> Tensor:
+    h = ((h ^ (h >> 15)) * MULTIPLY_2) & _MASK
+    return h ^ (h >> 16)
+
+
+def _mix(h: Tensor) -> Tensor:
+    return _finish(_start(h))

@@ -1,0 +1,119 @@
+"""How codes and uncompressed coordinates lie in a message, in readable PyTorch, and how many bytes they take.
+
+Codes lie in *bit planes*: a plane of 8, 4, 2 or 1 bits for each power of two in the number of bits. Codes that are to
+be added up lie in *lanes* of one width instead: whole lanes per byte, or per 64-bit word where 8 is no multiple of the
+width. In either layout, lane l of word w of a run holds coordinate w + l * words of the block.
+
+Arguments: ``blocks`` is a block table, int64 [B, `layout.COLUMNS`], whose byte positions count from the start of the
+message ``wire``, uint8 [bytes].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.layout import CODES, LENGTH
+
+#: Widths of the bit planes.
+PLANES = (8, 4, 2, 1)
+
+
+def code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
+    """Bytes of ``length`` codes of ``bits`` bits in bit planes."""
+    return np.sum([-(-length * plane // 8) for plane in PLANES if bits & plane], axis=0)
+
+
+def summable_code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
+    """Bytes of ``length`` codes of ``bits`` bits in lanes that can be added up."""
+    if 8 % bits == 0:
+        return -(-length // (8 // bits))
+    return 8 * -(-length // (64 // bits))
+
+
+def pack(codes: Tensor, blocks: Tensor, wire: Tensor, bits: int, *, summable: bool) -> None:
+    """Write codes, int64 [B, width], of ``bits`` bits each."""
+    j, inside = positions(blocks, codes.shape[1])
+    for run in _runs(blocks, bits, summable=summable):
+        word, lane = j % run.words[:, None], j // run.words[:, None]
+        part = torch.where(inside, ((codes >> run.low) & ((1 << run.width) - 1)) << (run.width * lane), 0)
+        packed = torch.zeros_like(codes).scatter_add_(1, word, part)
+        filled = j < run.words[:, None]
+        for byte in range(run.nbytes):
+            places = (blocks[:, CODES, None] + run.first[:, None] + j * run.nbytes + byte)[filled]
+            wire[places] = (packed[filled] >> 8 * byte & 0xFF).to(torch.uint8)
+
+
+def unpack(wire: Tensor, blocks: Tensor, bits: int, width: int, *, summable: bool) -> Tensor:
+    """Codes of ``bits`` bits each, int64 [B, width]; 0 beyond the end of a block."""
+    j, inside = positions(blocks, width)
+    codes = torch.zeros(inside.shape, dtype=torch.int64, device=wire.device)
+    for run in _runs(blocks, bits, summable=summable):
+        word, lane = j % run.words[:, None], j // run.words[:, None]
+        start = blocks[:, CODES, None] + run.first[:, None] + word * run.nbytes
+        value = sum(wire[start + byte].long() << 8 * byte for byte in range(run.nbytes))
+        codes |= torch.where(inside, ((value >> (run.width * lane)) & ((1 << run.width) - 1)) << run.low, 0)
+    return codes
+
+
+def pack_raw(values: Tensor, blocks: Tensor, wire: Tensor) -> None:
+    """Write uncompressed coordinates, [B, width]."""
+    places, inside = _raw_places(blocks, values.shape[1], values.element_size())
+    wire[places] = bytes_of(values[inside])
+
+
+def unpack_raw(wire: Tensor, blocks: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """Uncompressed coordinates, [B, width]; 0 beyond the end of a block."""
+    places, inside = _raw_places(blocks, width, dtype.itemsize)
+    values = torch.zeros(inside.shape, dtype=dtype, device=wire.device)
+    values[inside] = wire[places].contiguous().view(dtype).flatten()
+    return values
+
+
+def positions(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Number of each coordinate in its block, [1, width], and whether the block is that long, [B, width]."""
+    j = torch.arange(width, device=blocks.device)[None]
+    return j, j < blocks[:, LENGTH, None]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of each number: uint8 [..., itemsize]."""
+    return x.contiguous().view(torch.uint8).reshape(*x.shape, x.element_size())
+
+
+class _Run(NamedTuple):
+    """Words that hold ``width`` bits of every code of a block, from bit ``low`` of the code on.
+
+    Attributes:
+        nbytes: bytes of a word.
+        first: byte position of the first word after the start of the block's codes, [B].
+        words: number of words, [B].
+    """
+
+    low: int
+    width: int
+    nbytes: int
+    first: Tensor
+    words: Tensor
+
+
+def _runs(blocks: Tensor, bits: int, *, summable: bool) -> list[_Run]:
+    length, zero = blocks[:, LENGTH], torch.zeros_like(blocks[:, LENGTH])
+    if summable and 8 % bits:
+        return [_Run(0, bits, 8, zero, -(-length // (64 // bits)))]
+    runs: list[_Run] = []
+    first, low = zero, 0
+    for plane in PLANES:
+        if bits & plane:
+            runs.append(_Run(low, plane, 1, first, -(-length * plane // 8)))
+            first, low = first + runs[-1].words, low + plane
+    return runs
+
+
+def _raw_places(blocks: Tensor, width: int, itemsize: int) -> tuple[Tensor, Tensor]:
+    j, inside = positions(blocks, width)
+    first = (blocks[:, CODES, None] + j * itemsize)[inside]
+    return first[:, None] + torch.arange(itemsize, device=blocks.device), inside

@@ -1,0 +1,227 @@
+"""What every set of kernels offers, and what the kernels need to know of a codec.
+
+`reference` (PyTorch on any device, the truth), `cpu` (Numba) and `cuda` (Triton) are modules with the functions of
+`Kernels`. The three give the same codes, and decode them to the same bits.
+
+What the arguments have in common:
+
+* ``x``: flat gradient of dtype fp32, fp16, bf16 or fp64, [numel].
+* ``blocks``: block table, int64 [number of blocks, `layout.COLUMNS`]. Its first column counts coordinates of ``x``, and
+  its byte positions count from the start of the message that is passed with it.
+* ``wire``: one message, uint8 [bytes]. ``wires``: one message of each source, uint8 [sources, bytes].
+* ``q``: the quantiser. ``key``: the two 32-bit dither keys of one stream; ``keys``: those of each source, in rank
+  order.
+* ``scales``: the scale of each block, as the bits of the compute dtype: int32 for fp32, fp16 and bf16 gradients, int64
+  for fp64 ones, [number of blocks]. Bits of non-negative floats are ordered like the floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.wire import Key
+
+#: A number of blocks. On a GPU it is a 0-d tensor there, so that nothing has to wait for it.
+Count = int | Tensor
+
+#: Lengths of blocks: one, or an array or tensor of many.
+Lengths = TypeVar("Lengths", int, np.ndarray, Tensor)
+
+
+class Kind(IntEnum):
+    """The families of codes that kernels tell apart."""
+
+    LINEAR = 0  # numbers of equidistant levels
+    EXPONENTIAL = 1  # sign, exponent and mantissa, from the highest bit downwards
+    TOP_K = 2  # coordinates as they are, and their places
+
+
+class Quantiser(Protocol):
+    """One codec at one block size, as kernels see it: a frozen, hashable value.
+
+    Each family has a class of its own in `codecs`, with the numbers that its kernels need, and with its encoding and
+    decoding in readable PyTorch, which `reference` calls. The class is a `ScaledQuantiser` or a `WholeQuantiser`.
+
+    Attributes:
+        kind: the family.
+        has_scale: whether it is a `ScaledQuantiser`.
+        bits: bits of one code on the wire.
+        block_size: the largest number of coordinates in a block.
+        summable: whether codes lie in lanes, so that messages can be added without a carry from lane to lane.
+    """
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def has_scale(self) -> bool: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def summable(self) -> bool: ...
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """Bytes of the codes of blocks with these lengths; ``raw_bytes``: of one uncompressed coordinate."""
+        ...
+
+
+class ScaledQuantiser(Quantiser, Protocol):
+    """A quantiser whose records are a scale and codes of a fixed width."""
+
+    def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of blocks, int64 [B, width], and a flag of each block that travels with its scale, bool [B].
+
+        Args:
+            values: coordinates in the compute dtype, [B, width], zero beyond the end of a block.
+            lengths: number of coordinates of each block, int64 [B].
+            scales: the blocks' scales, [B]; 0 where a block is all zero or not finite.
+            uniform: the dither, fp32 on (0, 1), [B, width].
+        """
+        ...
+
+    def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
+        """Coordinates that codes stand for, [B, width]; the arguments are those of `encode` and what it returned."""
+        ...
+
+    def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
+        """The mean that the sums of all ranks' codes stand for, [B, width]; ``uniforms``: the dither of each rank."""
+        ...
+
+
+class PairwiseQuantiser(ScaledQuantiser, Protocol):
+    """A quantiser whose codes can be added in pairs."""
+
+    def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
+        """Codes of the sums of two codes' numbers, without bias; all arguments are int64 [B, width].
+
+        Args:
+            codes, others: codes under the same scales.
+            words: uniform 32-bit integers.
+        """
+        ...
+
+
+class WholeQuantiser(Quantiser, Protocol):
+    """A quantiser that lays out a block's record itself, without a scale."""
+
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor) -> None:
+        """Write the records of blocks; ``values``: their coordinates in the compute dtype, [B, width]."""
+        ...
+
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """The coordinates of blocks, [B, block_size], in the compute dtype ``dtype``."""
+        ...
+
+
+class Kernels(Protocol):
+    """The functions of a set of kernels; the module's docstring says what their arguments are."""
+
+    def block_maxima(self, x: Tensor, blocks: Tensor) -> Tensor:
+        """Largest magnitude of each block, as ``scales`` are: int32 or int64 [B].
+
+        NaN and infinity come out larger than every finite number, so that an integer MAX over ranks keeps them.
+        """
+        ...
+
+    def block_moments(self, x: Tensor, blocks: Tensor) -> Tensor:
+        """The sums Σ x, Σ |x| and Σ x² of each block, fp64 [B, 3].
+
+        Coordinates l, l + 16, l + 32, ... are added up in lane l, and then the 16 lanes in order. All kernels add in
+        this order, so they give the same bits.
+        """
+        ...
+
+    def rotate(self, x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+        """Turn each block that is not raw by H D, in place, or back by D H.
+
+        D has random signs from ``key``, and H is the orthonormal Hadamard matrix. A block whose length is no power of
+        two is turned in parts, of which the largest power of two comes first. ``x`` is fp32 or fp64.
+        """
+        ...
+
+    def encode(
+        self,
+        x: Tensor,
+        blocks: Tensor,
+        wire: Tensor,
+        q: Quantiser,
+        key: Key,
+        scales: Tensor | None = None,
+        rotation: Key | None = None,
+    ) -> None:
+        """Write the record of each block: its scale, where the table has a place for one, and its codes. A raw block's
+        record has its coordinates in the compute dtype.
+
+        Args:
+            scales: the scales to use; what is larger than its scale is clipped. None: the largest magnitude of each
+                block, rounded up to the wire's format.
+            rotation: key by which blocks are turned first, as by `rotate`; ``x`` stays as it is. None: no rotation.
+        """
+        ...
+
+    def reduce(
+        self,
+        wires: Tensor,
+        blocks: Tensor,
+        out: Tensor,
+        q: Quantiser,
+        keys: Sequence[Key],
+        out_key: Key,
+        dtype: torch.dtype,
+    ) -> None:
+        """Decode one shard's messages of all ranks, average them in rank order, and encode the mean into ``out``.
+
+        Args:
+            out: the mean's message, uint8 [bytes].
+            out_key: dither keys of the mean's codes.
+            dtype: dtype of the gradients.
+        """
+        ...
+
+    def decode(
+        self,
+        wires: Tensor,
+        blocks: Tensor,
+        x: Tensor,
+        q: Quantiser,
+        keys: Sequence[Key],
+        rotation: Key | None = None,
+    ) -> Count:
+        """Write the mean of the decoded messages into ``x``; return the number of blocks that are not finite.
+
+        What is finite stays finite: in a 16-bit dtype, the mean of compressed blocks is clamped to the largest number.
+
+        Args:
+            rotation: key by which the mean is turned back. None: no rotation.
+        """
+        ...
+
+    def decode_sum(
+        self, wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]
+    ) -> Count:
+        """Write the mean that one message of summed codes stands for into ``x``, as `decode` does; return the number of
+        blocks that are not finite."""
+        ...
+
+    def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+        """Replace the codes of one message by unbiased codes of the sums of both messages' numbers.
+
+        For the quantisers whose codes can be added in pairs; see `codecs.exponential`.
+
+        Args:
+            mine: uint8 [bytes], codes without scales; changed in place.
+            theirs: uint8 [bytes], codes of the same blocks.
+            key: of the random numbers.
+        """
+        ...

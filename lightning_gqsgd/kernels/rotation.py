@@ -1,0 +1,39 @@
+"""Random Hadamard rotations of blocks, in readable PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.dither import uniform
+from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.layout import LENGTH
+
+
+def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> Tensor:
+    """What `Kernels.rotate` makes of the coordinates of blocks, [B, width]; zeros beyond the end of a block stay."""
+    width = values.shape[1]
+    signs = torch.where(uniform(blocks, key, width) < 0.5, -1, 1).to(values.dtype)
+    values = values.clone() if inverse else values * signs
+    start = torch.zeros_like(blocks[:, LENGTH])
+    for power in (1 << k for k in reversed(range(width.bit_length()))):
+        has_part = (blocks[:, LENGTH] & power) != 0
+        places = (
+            start[has_part, None] + torch.arange(power, device=values.device)[None],
+            has_part.nonzero(),
+        )
+        part = values[places[1], places[0]]
+        root = torch.tensor(power**-0.5, dtype=values.dtype, device=values.device)
+        values[places[1], places[0]] = _hadamard(part) * root
+        start = start + has_part * power
+    return values * signs if inverse else values
+
+
+def _hadamard(values: Tensor) -> Tensor:
+    """Products with the Hadamard matrix, [rows, power of two]; not normalised."""
+    half = 1
+    while half < values.shape[1]:
+        first, second = values.unflatten(1, (-1, 2, half)).unbind(2)
+        values = torch.stack([first + second, first - second], dim=2).flatten(1)
+        half *= 2
+    return values
