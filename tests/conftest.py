@@ -1,8 +1,15 @@
-"""Settings that have to be made before anything is imported."""
+"""Settings that have to be made before anything is imported, and options of slow tests."""
 
 import os
 
 import torch
+
+from tests.touched import (  # noqa: F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_setup,
+)
 
 # Without a GPU, Triton's kernels run in its interpreter; it decides when it is imported.
 if not torch.cuda.is_available():

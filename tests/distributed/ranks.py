@@ -36,18 +36,20 @@ def run(
     collective_timeout: float = 60,
     dies: tuple[int, ...] = (),
     initialise: bool = True,
+    torchrun: bool = True,
     context: Any = _CONTEXT,
 ) -> list[Any]:
     """Results of ``function(rank, *args)`` by rank; None for the ranks that are expected to die.
 
     The process group is initialised before, and destroyed after; ``collective_timeout`` is its timeout in seconds.
-    Without ``initialise``, ranks find torchrun's environment instead. ``context``: how processes are started.
+    Without ``initialise``, ranks find torchrun's environment instead; without ``torchrun``, they do not find it either,
+    as in a process that no launcher started. ``context``: how processes are started.
     """
     group = None
     if initialise:
         store = f"file://{tmp_path}/store-{time.monotonic_ns()}"
         group = {"init_method": store, "world_size": ranks, "timeout": timedelta(seconds=collective_timeout)}
-    environment = _torchrun(ranks)
+    environment = _torchrun(ranks) if torchrun else {}
     answers: Any = context.Queue()
     processes = [
         context.Process(target=_main, args=(function, rank, environment, group, answers, args)) for rank in range(ranks)
@@ -108,7 +110,8 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    if environment:
+        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         if group is not None:
             dist.init_process_group("gloo", rank=rank, **group)

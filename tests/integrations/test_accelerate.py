@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs, debug_launcher
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
@@ -368,6 +369,7 @@ def output_of(*command: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_accelerate_launch() -> None:
     output = output_of(*LAUNCH, str(EXAMPLE))
     assert output.count("at 4 bits") == 1
@@ -375,27 +377,20 @@ def test_accelerate_launch() -> None:
     assert float(output.rsplit("accuracy ", 1)[1].split()[0]) > 0.9
 
 
-DEBUG_LAUNCHER = """
-from accelerate import debug_launcher
-from tests.integrations.test_accelerate import fit
-import torch.distributed as dist
+def _debugged(folder: Path) -> None:
+    seen = fit(dist.get_rank(), handler={"bits": 4})
+    (folder / f"rank{dist.get_rank()}").write_text(f"{seen['ranks']} {seen['hook']} {seen['steps']} {seen['bits']}")
 
-def main():
-    seen = fit(dist.get_rank() if dist.is_initialized() else 0, handler={"bits": 4})
-    print(f"\\n{seen['ranks']} {seen['hook']} {seen['steps']} {seen['bits']}\\n", end="", flush=True)  # one write
 
-if __name__ == "__main__":
-    debug_launcher(main, num_processes=2)
-"""
+def _launches(_: int, folder: Path) -> None:
+    debug_launcher(_debugged, (folder,), num_processes=2)
 
 
 def test_debug_launcher(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(DEBUG_LAUNCHER)
-    output = output_of(str(script), PYTHONPATH=f"{Path(__file__).parents[2]}")
-    found = re.findall(r"2 gqsgd_hook \[6\] (\w{64})", output)
-    assert len(found) == 2, output
-    assert found[0] == found[1]
+    run(_launches, 1, tmp_path, tmp_path, initialise=False, torchrun=False)
+    first, second = ((tmp_path / f"rank{rank}").read_text() for rank in range(2))
+    assert first.startswith("2 gqsgd_hook [6] ")
+    assert first == second
 
 
 def _alone(rank: int, example: Path) -> str:

@@ -86,7 +86,7 @@ def hooked(model: Any) -> str:
     return (getattr(wrapped, "_orig_mod", wrapped))._get_ddp_logging_data().get("comm_hook", "none")
 
 
-@pytest.mark.parametrize("flavour", ["lightning.fabric", "lightning_fabric"])
+@pytest.mark.parametrize("flavour", ["lightning.fabric", pytest.param("lightning_fabric", marks=pytest.mark.slow)])
 def test_a_string_or_an_object_is_enough(flavour: str, tmp_path: Path) -> None:
     cases = [
         {"strategy": "ddp"},
@@ -164,28 +164,47 @@ def test_what_cannot_be_saved_or_restored_is_said(tmp_path: Path) -> None:
     assert "gqsgd" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
 
 
-SPAWNED = """
-import torch
-from lightning.fabric import Fabric
-
-def train(fabric):
+def train(fabric: Any) -> None:
     model = torch.nn.Linear(64, 64)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     fabric.backward(model(torch.randn(4, 64)).square().mean())
     assert model._forward_module._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
-    print(f"trained {fabric.global_rank} of {fabric.world_size}\\n", end="")  # one write
+    print(f"trained {fabric.global_rank} of {fabric.world_size}\n", end="")  # one write
+
+
+def starts(_: int, strategy: str, output: Path) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        importlib.import_module("lightning.fabric").Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(
+            train
+        )
+        sys.stdout.flush()
+
+
+def test_fabric_starts_processes_by_fork(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    run(starts, 1, tmp_path, "gqsgd_fork", output, initialise=False, torchrun=False)
+    assert "trained 0 of 2" in output.read_text()
+    assert "trained 1 of 2" in output.read_text()
+
+
+SCRIPT = """
+from lightning.fabric import Fabric
+from tests.integrations.test_fabric import train
 
 if __name__ == "__main__":
     Fabric(accelerator="cpu", devices=2, strategy=STRATEGY).launch(train)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["gqsgd", "gqsgd_spawn"])
 def test_start_methods(strategy: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SPAWNED.replace("STRATEGY", repr(strategy)))
+    script.write_text(SCRIPT.replace("STRATEGY", repr(strategy)))
     command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained 0 of 2" in done.stdout
     assert "trained 1 of 2" in done.stdout

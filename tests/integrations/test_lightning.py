@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib
+import importlib.resources
 import importlib.util
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
+import typing
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +25,16 @@ import torch
 import lightning_gqsgd
 from lightning_gqsgd._autoload import STRATEGY_PRESETS, strategy_names
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.integrations import trainer
 from lightning_gqsgd.presets import PRESETS
-from tests.distributed.ranks import run
+from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
 
 SCRIPT = Path(__file__).with_name("fit.py")
 
 
-def start(folder: Path, *runs: dict[str, Any], fails: bool = False, **environment: str) -> list[list[dict[str, Any]]]:
-    """Run the script; what each rank saw in each run. With ``fails``, it must fail, and its output is the result."""
+def start(folder: Path, *runs: dict[str, Any], **environment: str) -> list[list[dict[str, Any]]]:
+    """Run the script in a new interpreter, which takes seconds; what each rank saw in each run."""
     folder.mkdir(exist_ok=True)
     options = json.dumps({"folder": str(folder), "runs": list(runs)})
     done = subprocess.run(
@@ -39,9 +46,6 @@ def start(folder: Path, *runs: dict[str, Any], fails: bool = False, **environmen
         check=False,
     )
     output = done.stdout + done.stderr
-    if fails:
-        assert done.returncode != 0, output
-        return output  # type: ignore[return-value]
     assert done.returncode == 0, output
     (folder / "output.txt").write_text(output)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
@@ -52,7 +56,12 @@ def elastic(folder: Path, *runs: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return run(fits, 2, folder, folder, *runs, initialise=False)
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def alone(folder: Path, *runs: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The same in one process that no launcher started."""
+    return run(fits, 1, folder, folder, *runs, initialise=False, torchrun=False)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_a_string_is_enough_in_both_packages(package: str, tmp_path: Path) -> None:
     """No import of ours; the hook is installed on the CPU; two fits in a process; the start-up line; logged
     counters."""
@@ -76,9 +85,14 @@ def test_a_string_is_enough_in_both_packages(package: str, tmp_path: Path) -> No
     assert 8 < float(rows[-1]["gqsgd/bits_per_coordinate"]) < 10
 
 
-@pytest.mark.parametrize("name", ["gqsgd_spawn", "gqsgd_fork_find_unused_parameters_true"])
-def test_other_start_methods(name: str, tmp_path: Path) -> None:
-    ((result,),) = start(tmp_path, {"strategy": name})
+def test_lightning_starts_processes_by_fork(tmp_path: Path) -> None:
+    ((result,),) = alone(tmp_path, {"strategy": "gqsgd_fork_find_unused_parameters_true"})
+    assert result["metrics"]["gqsgd/bytes_sent"] > 0
+
+
+@pytest.mark.slow
+def test_lightning_starts_processes_by_spawn(tmp_path: Path) -> None:
+    ((result,),) = start(tmp_path, {"strategy": "gqsgd_spawn"})
     assert result["metrics"]["gqsgd/bytes_sent"] > 0
 
 
@@ -128,8 +142,9 @@ def test_checkpoints_go_between_ddp_and_gqsgd(tmp_path: Path) -> None:
 
 
 def test_another_number_of_processes_in_one_process_is_an_error(tmp_path: Path) -> None:
-    output = start(tmp_path, {"strategy": "gqsgd", "devices": 1}, {"strategy": "gqsgd", "devices": 2}, fails=True)
-    assert "this run asks for 2 processes, but the process group of an earlier run in this process has 1" in output
+    message = "this run asks for 2 processes, but the process group of an earlier run in this process has 1"
+    with pytest.raises(RankFailed, match=message):
+        alone(tmp_path, {"strategy": "gqsgd", "devices": 1}, {"strategy": "gqsgd", "devices": 2})
 
 
 @pytest.mark.parametrize(
@@ -200,8 +215,13 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_names_are_known_without_an_import_unless_switched_off() -> None:
-    assert _python(NO_IMPORT).returncode == 0
+def test_names_are_known_without_an_import() -> None:
+    done = _python(NO_IMPORT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_names_are_known_unless_switched_off() -> None:
     off = _python(NO_IMPORT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert "strategy='gqsgd'" in off.stderr
     assert off.returncode != 0
@@ -258,53 +278,58 @@ def test_a_platform_without_fork_can_import_what_looks_after_forks(name: str, mo
     spec.loader.exec_module(sys.modules["on_windows"])
 
 
-def test_autoload_warns_and_never_raises() -> None:
+def test_autoload_warns_and_never_raises(tmp_path: Path) -> None:
+    """A package that stands for Lightning takes less time to import."""
+    (tmp_path / "lightning" / "pytorch" / "strategies").mkdir(parents=True)
+    for folder in ("lightning", "lightning/pytorch", "lightning/pytorch/strategies"):
+        (tmp_path / folder / "__init__.py").write_text("")
     code = (
         "import warnings, lightning_gqsgd._autoload as a;"
         "a._register = lambda *_: 1 / 0;"
         "warnings.simplefilter('always');"
-        "import lightning.pytorch.strategies"
+        "import torch, lightning.pytorch.strategies"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0
+    done = _python(code, PYTHONPATH=str(tmp_path), PYTHONWARNINGS="always")
+    assert done.returncode == 0, done.stderr
     assert "could not register its strategies by name (ZeroDivisionError: division by zero)" in done.stderr
 
 
-ALL_REGISTRIES = """
-import lightning_gqsgd, inspect, importlib.resources
-from lightning.pytorch.strategies import StrategyRegistry as a
-from pytorch_lightning.strategies import StrategyRegistry as b
-from lightning.fabric.strategies import STRATEGY_REGISTRY as c
-from lightning_fabric.strategies import STRATEGY_REGISTRY as d
-import lightning.pytorch.strategies as m
-inspect.getsource(m); importlib.resources.files(m)
-kinds = set()
-for registry in (a, b, c, d):
-    for name in NAMES:
-        one = registry.get(name)
-        kinds.add(type(one))
-        assert one.gqsgd_config.bits == BITS[name]
-        assert one._start_method == NAMES_START[name]
-        assert one._ddp_kwargs.get("find_unused_parameters") == NAMES_UNUSED[name]
-assert len(kinds) == 4, kinds
-import importlib; importlib.reload(m); importlib.reload(lightning_gqsgd)
-"""
+def find_all_names(_: int) -> None:
+    """In a process of its own, for it loads modules again."""
+    import lightning.fabric.strategies
+    import lightning.pytorch.strategies
+    import lightning_fabric.strategies
+    import pytorch_lightning.strategies
+
+    inspect.getsource(lightning.pytorch.strategies)
+    importlib.resources.files(lightning.pytorch.strategies)
+    registries = [
+        lightning.pytorch.strategies.StrategyRegistry,
+        pytorch_lightning.strategies.StrategyRegistry,
+        lightning.fabric.strategies.STRATEGY_REGISTRY,
+        lightning_fabric.strategies.STRATEGY_REGISTRY,
+    ]
+    kinds = set()
+    for registry in registries:
+        for name, arguments in strategy_names().items():
+            strategy = registry.get(name)
+            kinds.add(type(strategy))
+            assert strategy.gqsgd_config == PRESETS[arguments["preset"]].config
+            assert strategy._start_method == arguments["start_method"]
+            assert strategy._ddp_kwargs.get("find_unused_parameters") == arguments.get("find_unused_parameters")
+    assert len(kinds) == 4, kinds
+    importlib.reload(lightning.pytorch.strategies)
+    importlib.reload(lightning_gqsgd)
 
 
-def test_all_names_are_in_all_four_registries() -> None:
+def test_all_names_are_in_all_four_registries(tmp_path: Path) -> None:
     names = strategy_names()
     assert tuple(PRESETS) == STRATEGY_PRESETS
     assert len(names) == len(PRESETS) * 4 * 3
     assert {"gqsgd", "gqsgd_4bit", "gqsgd_spawn", "gqsgd_fork_find_unused_parameters_true", "gqsgd_notebook"} <= set(
         names
     )
-    code = f"NAMES = {list(names)}\n"
-    code += f"NAMES_START = { {name: one['start_method'] for name, one in names.items()} }\n"
-    bits = {name: PRESETS[one["preset"]].config.bits for name, one in names.items()}
-    code += f"BITS = {bits}\n"
-    code += f"NAMES_UNUSED = { {name: one.get('find_unused_parameters') for name, one in names.items()} }\n"
-    done = _python(code + ALL_REGISTRIES)
-    assert done.returncode == 0, done.stderr
+    run(find_all_names, 1, tmp_path, initialise=False, torchrun=False)
 
 
 def test_every_field_is_an_argument() -> None:
@@ -338,6 +363,25 @@ def test_every_field_is_an_argument() -> None:
     assert lightning_gqsgd.GQSGDStrategy(preset="gqsgd_4bit", block_size=64).gqsgd_config == GQSGDConfig(
         bits=4, block_size=64
     )
+
+
+def test_the_strategys_signature_the_fields_and_their_description_agree() -> None:
+    """The signature repeats the fields, because jsonargparse and editors read nothing else."""
+    inherited = inspect.signature(lightning_gqsgd.GQSGDStrategy).parameters
+    fields = {field.name: field for field in dataclasses.fields(GQSGDConfig)}
+    repeated = [name for name in inherited if name not in ("preset", "telemetry", "kwargs")]
+    assert repeated == list(fields)
+    types = typing.get_type_hints(trainer.TrainerMixin.__init__)
+    for name, field in typing.get_type_hints(GQSGDConfig).items():
+        assert inherited[name].default is None
+        assert inherited[name].kind is inspect.Parameter.KEYWORD_ONLY
+        taken = set(typing.get_args(types[name]))
+        if name == "exclude":
+            assert taken == {Sequence[str], type(None)}
+        else:
+            assert taken >= {*(typing.get_args(field) or (field,)), type(None)}
+    described = re.findall(r"^        (\w+): ", str(GQSGDConfig.__doc__), re.MULTILINE)
+    assert [name for name in described if name != "ConfigError"] == list(fields)
 
 
 @pytest.mark.parametrize("strategy", ["GQSGDStrategy", "GQSGDFabricStrategy"])

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from lightning_gqsgd.config import GQSGDConfig, Memory
-
-SCRIPT = """
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-
-class Model(BoringModel):
-    def on_train_end(self):
-        wrapped = self.trainer.strategy.model
-        assert wrapped._get_ddp_logging_data()["comm_hook"] == "gqsgd_hook"
-        state = self.trainer.strategy.gqsgd_state
-        print(f"step {state.step} at {state.config.bits} bits\\n", end="")  # one write
-
-if __name__ == "__main__":
-    LightningCLI(Model, BoringDataModule)
-"""
+from tests.distributed.ranks import run
 
 OBJECT = """
 trainer:
@@ -88,13 +73,25 @@ def test_a_wrong_value_is_the_parsers_error(capsys: pytest.CaptureFixture[str]) 
     assert "bits" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--trainer.strategy=gqsgd_4bit", "--trainer.max_steps=2"], ["--config=strategy.yaml"]]
-)
-def test_fit(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "strategy.yaml").write_text(OBJECT)
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", "script.py", "fit", *DEVICES, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("step 2 at 4 bits") == 2
+def fit(_: int, *arguments: str) -> tuple[str, int, int]:
+    """The hook that a command line installs, its steps, and its bits."""
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    hooks = []
+
+    class Model(BoringModel):
+        def on_train_end(self) -> None:
+            hooks.append(self.trainer.strategy.model._get_ddp_logging_data()["comm_hook"])
+
+    warnings.simplefilter("ignore")
+    strategy = LightningCLI(Model, BoringDataModule, args=["fit", *DEVICES, *arguments]).trainer.strategy
+    return hooks[0], strategy.gqsgd_state.step, strategy.gqsgd_config.bits
+
+
+def test_fit(tmp_path: Path) -> None:
+    by_name = ["--trainer.strategy=gqsgd_4bit", "--trainer.max_steps=2", "--trainer.enable_checkpointing=false"]
+    assert run(fit, 2, tmp_path, *by_name, initialise=False) == [("gqsgd_hook", 2, 4)] * 2
+    file = tmp_path / "strategy.yaml"
+    file.write_text(OBJECT)
+    assert run(fit, 2, tmp_path, f"--config={file}", initialise=False) == [("gqsgd_hook", 2, 4)] * 2

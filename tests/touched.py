@@ -1,0 +1,82 @@
+"""Which slow tests a change touches, and how long they may take: what continuous integration runs of them.
+
+``pytest -m slow --touched-since main --slow-seconds 600`` runs the slow tests whose own file, or whose subject (see
+`SUBJECTS`), differs between ``main`` and the files here. After 600 seconds it starts no other, and says which were
+left.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: What each folder or file of tests is about: paths from the root, and any path that starts like them.
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "tests/recipes/": ("recipes/", "conf/", "workloads/", "netlab/"),
+    "tests/distributed/test_benchmarks.py": ("benchmarks/", "workloads/"),
+    "tests/distributed/test_netlab.py": ("netlab/",),
+    "tests/distributed/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
+    "tests/integrations/test_examples.py": ("examples/",),
+    "tests/integrations/test_readme.py": ("README.md",),
+    "tests/integrations/test_lightning": ("lightning_gqsgd/_autoload", "lightning_gqsgd/integrations/"),
+    "tests/integrations/test_fabric.py": ("lightning_gqsgd/integrations/fabric",),
+    "tests/integrations/test_accelerate.py": ("lightning_gqsgd/integrations/accelerate",),
+    "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/", "lightning_gqsgd/memory.py"),
+    "tests/unit/test_cuda_kernels": ("lightning_gqsgd/kernels/",),
+    "tests/unit/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/kernels/"),
+}
+#: When the last slow test may start, in seconds of `time.time`: read by the processes that run tests.
+_DEADLINE = "SLOW_TESTS_START_UNTIL"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("slow tests")
+    group.addoption("--touched-since", metavar="COMMIT", help="run only slow tests that a change since COMMIT touches")
+    group.addoption("--slow-seconds", type=float, help="start no slow test after this many seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds = config.getoption("--slow-seconds")
+    if seconds is not None:  # the processes that run tests inherit it
+        os.environ.setdefault(_DEADLINE, str(time.time() + seconds))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    commit = config.getoption("--touched-since")
+    if commit is None:
+        return
+    changed = changed_since(commit)
+    left_out = [item for item in items if item.get_closest_marker("slow") and not touches(changed, item.nodeid)]
+    config.hook.pytest_deselected(items=left_out)
+    kept = set(items) - set(left_out)
+    items[:] = [item for item in items if item in kept]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and time.time() > float(os.environ.get(_DEADLINE, "inf")):
+        pytest.skip("the time for slow tests is over (--slow-seconds); run it with `pytest -m slow`")
+
+
+def changed_since(commit: str) -> list[str]:
+    """Paths from the root that differ between a commit and the files here.
+
+    Raises:
+        pytest.UsageError: git does not know the commit.
+    """
+    command = ["git", "diff", "--name-only", commit, "--"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise pytest.UsageError(f"--touched-since {commit}: {done.stderr.strip()}")
+    return done.stdout.splitlines()
+
+
+def touches(changed: list[str], test: str) -> bool:
+    """Whether changed paths have a part in a test, which is named by its file and whatever follows."""
+    file = test.partition("::")[0]
+    subjects = [subject for start, paths in SUBJECTS.items() if file.startswith(start) for subject in paths]
+    return any(path == file or path.startswith(tuple(subjects)) for path in changed)

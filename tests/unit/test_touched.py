@@ -1,0 +1,35 @@
+"""Continuous integration runs the slow tests that a change touches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import touched
+
+
+@pytest.mark.parametrize(
+    ("changed", "test", "runs"),
+    [
+        ("recipes/run.py", "tests/recipes/test_run.py::test_a", True),
+        ("conf/exp/quickstart.yaml", "tests/recipes/test_run.py::test_a", True),
+        ("tests/recipes/test_run.py", "tests/recipes/test_run.py::test_a[x-y]", True),
+        ("tests/recipes/test_text.py", "tests/recipes/test_run.py::test_a", False),
+        ("docs/index.md", "tests/recipes/test_run.py::test_a", False),
+        ("README.md", "tests/integrations/test_readme.py::test_example", True),
+        ("lightning_gqsgd/integrations/fabric.py", "tests/integrations/test_lightning.py::test_a", True),
+        ("lightning_gqsgd/codecs/linear.py", "tests/statistics/test_systems.py::test_a", True),
+    ],
+)
+def test_a_slow_test_runs_when_its_file_or_its_subject_changed(changed: str, test: str, runs: bool) -> None:
+    assert touched.touches(["LICENSE", changed], test) is runs
+
+
+def test_every_subject_and_every_file_of_tests_exists() -> None:
+    for start, paths in touched.SUBJECTS.items():
+        for name in (start, *paths):
+            assert list(touched.ROOT.glob(f"{name.rstrip('/')}*")), name
+
+
+def test_an_unknown_commit_is_an_error_that_names_it() -> None:
+    with pytest.raises(pytest.UsageError, match="--touched-since no-such-commit: fatal"):
+        touched.changed_since("no-such-commit")
