@@ -1,8 +1,15 @@
-"""Casts that Numba has no function for, as LLVM's own instructions. ``like`` is a number of the type that is wanted."""
+"""Operations on numbers and arrays that Numba has no function for, as instructions of LLVM.
+
+Numba widens all integer arithmetic to 64 bits, and its slices and comparisons have branches that no kernel needs.
+
+Where a function has an argument ``like``, the type of ``like`` is the type of the result, and the value of ``like``
+does not matter.
+"""
 
 from __future__ import annotations
 
 from numba import types
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
@@ -20,8 +27,19 @@ def float_of(typing_context, bits, like):
 
 
 @intrinsic
+def bits_of(typing_context, value):
+    """The bits of a float, as a signed integer of the same width."""
+    integer = types.int32 if value == types.float32 else types.int64
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return integer(value), generate
+
+
+@intrinsic
 def narrowed(typing_context, value, like):
-    """An int64 as an integer of the type of ``like``: Numba widens all arithmetic to 64 bits."""
+    """An int64 as an integer of the type of ``like``, without its highest bits."""
 
     def generate(context, builder, signature, arguments):
         target = context.get_value_type(signature.return_type)
@@ -41,8 +59,28 @@ def integer_of(typing_context, value, like):
 
 
 @intrinsic
+def shifted_down(typing_context, value, count):
+    """A signed integer, shifted to the right by ``count`` bits; ``count`` has the type of the integer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ashr(arguments[0], arguments[1])
+
+    return value(value, value), generate
+
+
+@intrinsic
+def shifted_up(typing_context, value, count):
+    """An integer, shifted to the left by ``count`` bits; ``count`` has the type of the integer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.shl(arguments[0], arguments[1])
+
+    return value(value, value), generate
+
+
+@intrinsic
 def clamped(typing_context, value, limit):
-    """A number, or the nearer end of -limit to limit"""
+    """A float, or the nearer end of the range from -limit to limit. NaN stays NaN."""
 
     def generate(context, builder, signature, arguments):
         value, limit = arguments
@@ -54,43 +92,56 @@ def clamped(typing_context, value, limit):
 
 
 @intrinsic
-def larger(typing_context, one, other):
-    def generate(context, builder, signature, arguments):
-        return builder.select(builder.icmp_signed(">", arguments[0], arguments[1]), arguments[0], arguments[1])
+def larger(typing_context, left, right):
+    """The larger one of two signed integers of one type."""
 
-    return one(one, one), generate
+    def generate(context, builder, signature, arguments):
+        return builder.select(builder.icmp_signed(">", *arguments), *arguments)
+
+    return left(left, left), generate
 
 
 @intrinsic
-def smaller(typing_context, one, other):
-    def generate(context, builder, signature, arguments):
-        return builder.select(builder.icmp_signed("<", arguments[0], arguments[1]), arguments[0], arguments[1])
+def smaller(typing_context, left, right):
+    """The smaller one of two signed integers of one type."""
 
-    return one(one, one), generate
+    def generate(context, builder, signature, arguments):
+        return builder.select(builder.icmp_signed("<", *arguments), *arguments)
+
+    return left(left, left), generate
 
 
 @intrinsic
 def part(typing_context, array, first, count):
-    """The ``count`` numbers of a contiguous array from number ``first`` on, as an array; nothing is checked.
-
-    A slice does the same with a dozen branches, for negative and for large numbers.
-    """
+    """The ``count`` numbers of a contiguous array from number ``first`` on, as an array. Nothing is checked."""
+    _check_contiguous(array)
     return array(array, types.intp, types.intp), _view
 
 
 @intrinsic
 def numbers(typing_context, memory, first, count, like):
-    """``count`` numbers of the type of ``like`` in a contiguous array, from its number ``first`` on; nothing is checked."""
+    """``count`` numbers of the type of ``like`` in a contiguous array, from its number ``first`` on, as an array.
+    Nothing is checked."""
+    _check_contiguous(memory)
     return types.Array(like, 1, "C")(memory, types.intp, types.intp, like), _view
 
 
+def _check_contiguous(array):
+    """Raise TypingError for an array whose numbers do not lie side by side."""
+    if array.layout != "C" or array.ndim != 1:
+        raise TypingError(f"kernels take contiguous arrays of one dimension, not {array}")
+
+
 def _view(context, builder, signature, arguments):
+    """Generate an array that lies within another one."""
     source = context.make_array(signature.args[0])(context, builder, arguments[0])
     view = context.make_array(signature.return_type)(context, builder)
-    itemsize = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(signature.return_type.dtype)))
+    number = context.get_data_type(signature.return_type.dtype)
+    itemsize = context.get_constant(types.intp, context.get_abi_sizeof(number))
+    first = builder.gep(source.data, [arguments[1]])
     arrayobj.populate_array(
         view,
-        data=builder.bitcast(builder.gep(source.data, [arguments[1]]), view.data.type),
+        data=builder.bitcast(first, view.data.type),
         shape=[arguments[2]],
         strides=[itemsize],
         itemsize=itemsize,

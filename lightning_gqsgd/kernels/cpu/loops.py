@@ -1,27 +1,30 @@
-"""Loops over one array each."""
+"""Loops over the coordinates of a block that every family of codes needs."""
+
 from __future__ import annotations
 
 from numba import int32
 
 from lightning_gqsgd.kernels.cpu.casts import clamped, larger
-from lightning_gqsgd.kernels.cpu.jit import inlined, inlined_tiny
+from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 
 
-@inlined_tiny
+@inlined
 def fill(target, value):
+    """Set all numbers of an array."""
     for j in range(target.size):
         target[j] = value
 
 
-@inlined_tiny
+@inlined
 def copy(source, target):
+    """Set the numbers of an array to those of another array."""
     for j in range(source.size):
         target[j] = source[j]
 
 
-@inlined_tiny
+@loop
 def add_scaled(values, factor, add, out):
-    """Set, or add to, what is in ``out``: the values times a factor."""
+    """Set the numbers of ``out`` to the values times a factor, or add the values times a factor to them."""
     if not add:
         for j in range(out.size):
             out[j] = 0
@@ -29,22 +32,32 @@ def add_scaled(values, factor, add, out):
         out[j] += values[j] * factor
 
 
-@inlined_tiny
+@inlined
 def divide(values, divisor):
+    """Divide all numbers of an array."""
     for j in range(values.size):
         values[j] /= divisor
 
 
-@inlined_tiny
+@loop
 def maximum(bits, mask):
+    """Largest magnitude of floats.
+
+    Magnitudes are compared as integers: LLVM does not vectorise a maximum of floats, and such a maximum loses NaN.
+
+    Args:
+        bits: bits of the floats, as signed integers.
+        mask: all bits but the sign.
+    """
     largest = mask & bits[0]
     for j in range(bits.size):
         largest = larger(largest, bits[j] & mask)
     return largest
 
 
-@inlined
+@loop
 def maximum_and_zeros(bits, mask):
+    """Largest magnitude of floats, as in `maximum`, and the number of zeros."""
     largest = mask & bits[0]
     zeros = int32(0)
     for j in range(bits.size):
@@ -54,17 +67,18 @@ def maximum_and_zeros(bits, mask):
     return largest, zeros
 
 
-@inlined_tiny
+@loop
 def is_finite(values):
+    """Whether all numbers of an array are finite."""
     check = values[0] - values[0]
     for j in range(values.size):
         check += values[j] - values[j]
     return check == 0
 
 
-@inlined_tiny
+@loop
 def clamp(values, limit):
-    """Clamp finite numbers; NaN and infinity stay."""
+    """Clamp finite numbers to the range from -limit to limit. NaN and infinity stay."""
     for j in range(values.size):
         value = values[j]
         if value - value == 0:
