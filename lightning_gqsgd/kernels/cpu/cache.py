@@ -172,9 +172,11 @@ class KernelCache(_Cache):
 
     @property
     def _prefix(self) -> str:
+        """What the names of all files of the kernel begin with."""
         return f"gqsgd.{self._name}."
 
     def _file_name(self, sig: Any, codegen: Any) -> str:
+        """Name of the file for argument types and a processor."""
         key = repr((str(sig), codegen.magic_tuple()))
         return f"{self._prefix}{_source_digest()[:16]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}{_SUFFIX}"
 
@@ -184,11 +186,15 @@ class KernelCache(_Cache):
         return [file for file in folder.glob(f"{self._prefix}*{_SUFFIX}") if not file.name.startswith(current)]
 
     def _reason(self) -> str:
+        """Why the kernel has to be compiled."""
+        if writable_folder() is None:
+            return f"none of the folders {', '.join(map(str, folders()))} is writable"
         if any(self._stale(folder) for folder in folders()):
             return "the package, Numba or Python has changed since they were compiled"
         return "they have not been compiled for this dtype on this machine yet"
 
     def _tell(self, reason: str, *, kept: bool = True) -> None:
+        """Tell all watchers of a compilation; ``kept``: whether its result is going to be kept, if that is possible."""
         for watcher in [*_watchers]:
             watcher(Compilation(self._name, reason, writable_folder() if kept else None))
 

@@ -1,6 +1,6 @@
 """The functions of `protocol.Kernels`: what tensors become before a kernel is called.
 
-Numba has no 16-bit floats on the CPU. Coordinates in bf16 and fp16 are widened to fp32 first, and PyTorch rounds them
+Kernels take contiguous arrays. Numba has no 16-bit floats on the CPU. Coordinates in bf16 and fp16 are widened to fp32 first, and PyTorch rounds them
 afterwards.
 """
 
@@ -135,13 +135,16 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
             was.
     """
     compute, x = COMPUTE_DTYPES[x.dtype], x.detach()
-    if compute == x.dtype or not len(blocks):
-        yield x.to(compute).numpy(), blocks.numpy()
+    if not len(blocks):
+        yield np.empty(0, float_type(x.dtype)), blocks.numpy()
+        return
+    if compute == x.dtype and x.is_contiguous():
+        yield x.numpy(), blocks.numpy()
         return
     table = blocks.numpy().copy()
     first = int(table[:, START].min())
     spanned = x[first : int((table[:, START] + table[:, LENGTH]).max())]
-    wide = spanned.to(compute)
+    wide = spanned.to(compute).contiguous()
     table[:, START] -= first
     yield wide.numpy(), table
     if write:
