@@ -68,7 +68,7 @@ def _jobs(
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
         raise ConfigError(f"unknown dtype {unknown[0]!r} (dtypes: {', '.join(DTYPES)})")
-    jobs = {}
+    jobs: dict[tuple[GQSGDConfig, str], tuple[str, GQSGDConfig, str, int]] = {}
     for name in presets:
         for count in ranks:
             with warnings.catch_warnings():  # nothing is trained here

@@ -19,14 +19,17 @@ from lightning_gqsgd.layout import CODES, LENGTH, RAW
 
 #: The most coordinates of a block: codes have at most 43 bits, and positions fit int32.
 MOST = 2**31 - 1
+_ENDS = -2
+_COUNT = -3
+_GAP = -4
+_LEVEL = -5
 #: What is wrong with a stream, by the number that `read_records` returns.
 REASONS = {
-    -2: "the stream ends within it",
-    -3: "more non-zeros than coordinates",
-    -4: "a non-zero lies beyond its end",
-    -5: "a level is out of range",
+    _ENDS: "the stream ends within it",
+    _COUNT: "more non-zeros than coordinates",
+    _GAP: "a non-zero lies beyond its end",
+    _LEVEL: "a level is out of range",
 }
-_ENDS, _COUNT, _GAP, _LEVEL = REASONS
 
 _WINDOW = 63  # bits in view while reading: a signed 64-bit integer that stays non-negative
 _MASK = 2**_WINDOW - 1
@@ -35,8 +38,10 @@ _MASK = 2**_WINDOW - 1
 @inlined
 def _window(words, at):
     """The _WINDOW bits from ``at`` on, the first one highest, as a non-negative integer."""
-    high, low, shift = words[at >> 6], words[(at >> 6) + 1], uint64(at & 63)
-    return int64(((high << shift) | ((low >> uint64(1)) >> (uint64(63) - shift))) >> uint64(1))
+    shift = uint64(at & 63)
+    high = words[at >> 6] << shift
+    low = (words[(at >> 6) + 1] >> uint64(1)) >> (uint64(63) - shift)
+    return int64((high | low) >> uint64(1))
 
 
 @called

@@ -36,7 +36,8 @@ def _append(word, length, bits, fill, at, words):
 @called
 def _omega(k):
     """Codeword of k, at most 2^31, and its length."""
-    word, length = uint64(0), 1
+    word = uint64(0)
+    length = 1
     while k > 1:
         size = 0
         while k >> size:
@@ -102,7 +103,8 @@ def _plan(codes, t, positions):
     dense = 2
     for j in range(codes.size):
         dense += int64(t.dense_length[codes[j]])
-    sparse, before = 1 + _omega_length(count + 1, t), -1
+    sparse = 1 + _omega_length(count + 1, t)
+    before = -1
     for i in range(count):
         j = int64(positions[i])
         sparse += _omega_length(j - before, t) + int64(t.level_length[codes[j]])
@@ -128,7 +130,9 @@ def count_bits(message, blocks, width, t, codes, positions):
 @kernel("elias_compress")
 def write_records(message, blocks, width, t, codes, positions, words):
     """Write all records; return their bits, or `BAD_CODE`. ``width``: the bits of a code in the message."""
-    bits, fill, at = uint64(0), 0, 0
+    bits = uint64(0)
+    fill = 0
+    at = 0
     for k in range(blocks.shape[0]):
         if blocks[k, RAW] != 1:
             n = blocks[k, LENGTH]

@@ -47,7 +47,7 @@ class Exponential(NamedTuple):
         per_smallest: 1 / smallest.
         shrink: 2^-headroom.
         sum_factor: 2^headroom / number of ranks.
-        one: 1.
+        top: 1, the largest level.
     """
 
     form: Form
@@ -61,7 +61,7 @@ class Exponential(NamedTuple):
     per_smallest: np.floating
     shrink: np.floating
     sum_factor: np.floating
-    one: np.floating
+    top: np.floating
 
 
 @lru_cache
@@ -83,7 +83,7 @@ def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Expo
         per_smallest=real(1) / smallest,
         shrink=real(2.0**-q.headroom),
         sum_factor=real(2.0**q.headroom / sources),
-        one=real(1),
+        top=real(1),
     )
 
 
@@ -136,7 +136,7 @@ def _no_flag(zeros, n, c):
 def _encode(values, scale, flag, block, key, c, s):
     """Write codes into ``s.codes``."""
     dither(key, block, values.size, FIRST, s.u)
-    _quantise(values, c.one / scale, s.u, c, s.codes)
+    _quantise(values, c.top / scale, s.u, c, s.codes)
 
 
 @loop
@@ -144,7 +144,7 @@ def _quantise(values, inverse, u, c, codes):
     """Write the sign and the magnitude of each value. ``inverse``: 1 / scale."""
     sign = int32(c.bits - 1)
     for j in range(values.size):
-        y = clamped(abs(values[j] * inverse), c.one) * c.shrink
+        y = clamped(abs(values[j] * inverse), c.top) * c.shrink
         rounded = narrowed(bits_of(y) + integer_of(u[j] * c.cut_off, c.cut), c.cut)
         magnitude = int32(shifted_down(rounded, c.cut)) - int32(c.offset)
         smallest = int32(y * c.per_smallest > u[j])  # u times the smallest level might be denormal, and slow
@@ -173,7 +173,7 @@ def _dequantise(codes, scale, c, add, out):
             out[j] = 0
     for j in range(out.size):
         bits = shifted_up(narrowed((codes[j] & mask) + c.offset, c.cut), c.cut)
-        value = float_of(bits, c.one) * scale
+        value = float_of(bits, c.top) * scale
         value = clamped(-value if codes[j] >> sign else value, c.form.largest)
         out[j] += value if codes[j] & mask else value * 0
 

@@ -1,7 +1,7 @@
 """The functions of `protocol.Kernels`: what tensors become before a kernel is called.
 
-Kernels take contiguous arrays. Numba has no 16-bit floats on the CPU. Coordinates in bf16 and fp16 are widened to fp32 first, and PyTorch rounds them
-afterwards.
+Kernels take contiguous arrays. Numba has no 16-bit floats on the CPU, so that coordinates in bf16 and fp16 are widened
+to fp32 first, and PyTorch rounds them afterwards.
 """
 
 from __future__ import annotations

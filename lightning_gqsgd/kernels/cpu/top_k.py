@@ -134,7 +134,8 @@ def _read(wire, at, block, key, c, s, add, out):
     if not add:
         fill(out, 0)
     for i in range(count):
-        place, value = int64(places[i]), kept[i]
+        place = int64(places[i])
+        value = kept[i]
         if place >= out.size or value - value != 0:
             fill(out, np.nan)
             break
