@@ -39,7 +39,6 @@ def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget() -> None:
     """Forget the kernel of the codec top_k, as in a new process."""
-    top_k.codec.cache_clear()
     top_k._codec.cache_clear()
 
 

@@ -117,12 +117,14 @@ def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantis
 
 @lru_cache
 def _codec() -> Any:
+    """See `codec`: all exponential quantisers share one kernel."""
     write = record_writer(_no_flag, _encode, pack_planes)
     return codec_kernel("exponential", write, record_reader(_decode, unpack_planes))
 
 
 @lru_cache
 def _summed() -> Any:
+    """See `summed`: all exponential quantisers share one kernel."""
     return sum_kernel("exponential_sum", sum_reader(_decode_sum, unpack_planes))
 
 

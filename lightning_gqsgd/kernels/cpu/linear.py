@@ -96,6 +96,7 @@ def _has_lanes(q: LinearQuantiser) -> bool:
 
 @lru_cache
 def _codec(*, lanes: bool) -> Any:
+    """See `codec`; ``lanes``: see `_has_lanes`."""
     write = record_writer(_is_stochastic, _encode, pack_lanes if lanes else pack_planes)
     read = record_reader(_decode, unpack_lanes if lanes else unpack_planes)
     return codec_kernel("linear_lanes" if lanes else "linear", write, read)
@@ -103,6 +104,7 @@ def _codec(*, lanes: bool) -> Any:
 
 @lru_cache
 def _summed(*, lanes: bool) -> Any:
+    """See `summed`; ``lanes``: see `_has_lanes`."""
     read_sum = sum_reader(_decode_sum, unpack_lanes if lanes else unpack_planes)
     return sum_kernel("linear_lanes_sum" if lanes else "linear_sum", read_sum)
 

@@ -152,15 +152,18 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
 
 
 def _received(wires: Tensor, keys: Sequence[Key]) -> Received:
+    """Messages to decode; ``wires``: uint8 [sources, bytes]."""
     return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys))
 
 
 def _sent(wire: Tensor, key: Key, dtype: torch.dtype, scales: np.ndarray | None = None) -> Sent:
+    """A message to write, under scales if they are given; ``wire``: uint8 [bytes]."""
     scales = np.empty(0, integer_type(dtype)) if scales is None else scales
     return Sent(wire.numpy(), np.array(key, dtype=np.uint32), scales)
 
 
 def _keys(keys: Sequence[Key]) -> np.ndarray:
+    """Dither keys of streams, uint32 [streams, 2]."""
     return np.array(keys, dtype=np.uint32).reshape(-1, 2)
 
 

@@ -50,7 +50,6 @@ def is_for_sums(q: TopKQuantiser) -> bool:
     return False
 
 
-@lru_cache
 def codec(q: TopKQuantiser) -> Any:
     """The kernel that encodes, reduces and decodes."""
     return _codec()
@@ -67,6 +66,7 @@ def summed(q: TopKQuantiser) -> Any:
 
 @lru_cache
 def _codec() -> Any:
+    """See `codec`: all top-k quantisers share one kernel."""
     return codec_kernel("top_k", _write, _read)
 
 
