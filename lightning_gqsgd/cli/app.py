@@ -2,6 +2,7 @@
 
 gqsgd presets --ranks 8
 gqsgd presets diana --json
+gqsgd warmup gqsgd --dtype bfloat16
 
 Each command imports what it needs when it runs, so that ``--help`` answers at once.
 """
@@ -51,6 +52,31 @@ def presets(
         tables.show(tables.in_full(rows[0]))
     else:
         tables.show(tables.fitting_table(rows), *facts.notes(rows))
+
+
+@app.command()
+def warmup(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets to compile for; none: all.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtype of gradients, repeatable.  [default: float32]")] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, help="Number of ranks, repeatable.  [default: 2 and 8]")
+    ] = None,
+) -> None:
+    """Compile the kernels for the CPU into the cache, so that no training has to: for images of containers."""
+    from lightning_gqsgd.cli import warming
+    from lightning_gqsgd.errors import ConfigError
+    from lightning_gqsgd.presets import PRESETS
+
+    try:
+        typer.echo(warming.warm(names or list(PRESETS), dtype or ["float32"], ranks or [2, 8]))
+    except ConfigError as error:
+        typer.echo(f"gqsgd: {error}", err=True)
+        raise typer.Exit(2) from None
+    except warming.NoFolderError as error:
+        typer.echo(f"gqsgd: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def main() -> None:

@@ -81,7 +81,7 @@ class Gather(Reducer):
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
         """The same through Elias codes, which are as long as the longest rank's on the wire."""
-        from lightning_gqsgd.kernels import elias  # Numba takes a second to import
+        from lightning_gqsgd.kernels.cpu import elias  # Numba takes a second to import
 
         blocks, q = self.layout.blocks, self.link.quantiser
         stream = elias.compress(sent, blocks, q)

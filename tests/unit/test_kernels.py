@@ -286,6 +286,20 @@ def test_dither_does_not_depend_on_the_rest_of_the_bucket() -> None:
     assert torch.equal(y, z[300:800])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_with_gaps_in_memory_is_like_one_without(dtype: torch.dtype) -> None:
+    q = quantiser(8, "adaptive", 64)
+    x = torch.randn(400).to(dtype)[::2]
+    layout = layout_of([Segment(0, 150, False), Segment(1, 50, True)], q, dtype)
+    wire = message(cpu, x, layout, (1, 2), q)
+    assert torch.equal(wire, message(cpu, x.contiguous(), layout, (1, 2), q))
+    y, z = torch.zeros(400, dtype=dtype), torch.zeros(200, dtype=dtype)
+    cpu.decode(wire[None], layout.blocks, y[::2], q, [(1, 2)])
+    cpu.decode(wire[None], layout.blocks, z, q, [(1, 2)])
+    assert torch.equal(y[::2], z)
+    assert (y[1::2] == 0).all()
+
+
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_adaptive_takes_the_dither_with_the_smaller_error_in_each_block(kernels, bits: int) -> None:

@@ -1,0 +1,80 @@
+"""Kernels for the CPU are compiled ahead of time, e.g. while an image is built."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.cpu.cache import REMEDY, folders, writable_folder
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.memory import StabilityWarning
+from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.reducers import resolve
+
+#: Gradient dtypes by name.
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
+
+
+class NoFolderError(Exception):
+    """No folder for compiled kernels is writable."""
+
+
+def warm(presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]) -> str:
+    """Compile the CPU kernels of presets into the cache, with a progress bar on standard error.
+
+    Args:
+        presets: names of presets.
+        dtypes: names of gradient dtypes.
+        ranks: numbers of ranks. The reducer that a preset chooses depends on this number.
+
+    Returns:
+        A line that names the folder and the time.
+
+    Raises:
+        ConfigError: an unknown preset or dtype, or a preset that cannot work at a number of ranks.
+        NoFolderError: no folder is writable.
+    """
+    jobs = _jobs(presets, dtypes, ranks)
+    folder = writable_folder()
+    if folder is None:
+        raise NoFolderError(f"none of the folders {', '.join(map(str, folders()))} is writable: {REMEDY}")
+    start = perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("kernels", total=len(jobs))
+        for name, config, dtype, count in jobs:
+            progress.update(task, description=f"{name}, {dtype}")
+            compile_kernels(config, DTYPES[dtype], torch.device("cpu"), count)
+            progress.advance(task)
+    return f"CPU kernels of {len(presets)} presets are in {folder} ({perf_counter() - start:.1f} s)"
+
+
+def _jobs(
+    presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]
+) -> list[tuple[str, GQSGDConfig, str, int]]:
+    """The name, the configuration, the dtype and the number of ranks of each first run; none comes twice.
+
+    Raises:
+        ConfigError: see `warm`.
+    """
+    unknown = [name for name in dtypes if name not in DTYPES]
+    if unknown:
+        raise ConfigError(f"unknown dtype {unknown[0]!r} (dtypes: {', '.join(DTYPES)})")
+    jobs: dict[tuple[GQSGDConfig, str], tuple[str, GQSGDConfig, str, int]] = {}
+    for name in presets:
+        for count in ranks:
+            with warnings.catch_warnings():  # nothing is trained here
+                warnings.simplefilter("ignore", StabilityWarning)
+                config = resolve(make_config(name), count)
+            for dtype in dtypes:
+                # Kernels for the CPU do not depend on the number of ranks, beyond the choice of the reducer.
+                jobs.setdefault((config, dtype), (name, config, dtype, count))
+    return list(jobs.values())

@@ -1,0 +1,31 @@
+"""Fast kernels on the CPU: one pass over memory per stage, a block at a time in L1, without the GIL.
+
+The functions and their arguments are those of `protocol.Kernels`. The codes are those of `reference`.
+
+A kernel is put together of parts, with one file for each:
+
+* `stages` turns tensors into the arguments of kernels.
+* `blocks` has the loops over blocks.
+* `linear`, `exponential` and `top_k` have what each family of codes does to one block, and `records` has what the
+  families with a scale share.
+* `dither`, `rotation`, `packing`, `scales` and `loops` have the loops over coordinates. `casts` has single operations.
+* `statistics` has largest magnitudes and sums of blocks.
+* `elias` is the entropy coder, with its tables, its writer and its reader in `elias_tables`, `elias_writer` and
+  `elias_reader`.
+* `jit` says how parts are compiled, and `cache` keeps compiled kernels.
+"""
+
+from __future__ import annotations
+
+from lightning_gqsgd.kernels.cpu.stages import (
+    block_maxima,
+    block_moments,
+    combine,
+    decode,
+    decode_sum,
+    encode,
+    reduce,
+    rotate,
+)
+
+__all__ = ["block_maxima", "block_moments", "combine", "decode", "decode_sum", "encode", "reduce", "rotate"]

@@ -1,0 +1,173 @@
+"""The loops over blocks, which call what a family of codes does to one block.
+
+Encoding, averaging and decoding are one kernel. The reduction of a shard needs the parts of the other two, and every
+copy of a part takes seconds to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import int64
+
+from lightning_gqsgd.kernels.cpu.casts import numbers, part
+from lightning_gqsgd.kernels.cpu.jit import inlined, kernel
+from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, is_finite
+from lightning_gqsgd.kernels.cpu.rotation import turn_block
+from lightning_gqsgd.layout import CODES, LENGTH, RAW, START
+
+
+class Received(NamedTuple):
+    """Messages to decode, typed for the kernels.
+
+    Attributes:
+        memory: the messages, one after the other, uint8 [bytes].
+        stride: bytes of a message.
+        keys: dither keys of each source, uint32 [sources, 2]. There is nothing to decode if there is no source.
+    """
+
+    memory: np.ndarray
+    stride: int
+    keys: np.ndarray
+
+
+class Sent(NamedTuple):
+    """A message to write, typed for the kernels.
+
+    Attributes:
+        memory: the message, uint8 [bytes]. There is nothing to write if it is empty.
+        key: dither keys, uint32 [2].
+        scales: bits of the scales to use, as integers as wide as the compute dtype, [number of blocks]. If it is empty,
+            every block has its largest magnitude for a scale.
+    """
+
+    memory: np.ndarray
+    key: np.ndarray
+    scales: np.ndarray
+
+
+class Scratch(NamedTuple):
+    """Space for one block. Dither comes in pairs, so there is space for one coordinate more.
+
+    Attributes:
+        u: dither, fp32.
+        other: dither of another rank, fp32.
+        codes: codes, uint8.
+        mean: coordinates, in the compute dtype.
+    """
+
+    u: np.ndarray
+    other: np.ndarray
+    codes: np.ndarray
+    mean: np.ndarray
+
+
+def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Any:
+    """The kernel that encodes, reduces and decodes the blocks of a family of codes.
+
+    Args:
+        name: name of the kernel.
+        write: compiled function ``write(values, given, block, key, c, s, wire)``, which writes a block's record. The
+            bits of the block's scale are ``given``, or follow from the values if ``given`` is negative.
+        read: compiled function ``read(wire, at, block, key, c, s, add, out)``, which sets ``out`` to a block's
+            coordinates times ``c.each``, or adds them to ``out``. The message starts at byte ``at`` of ``wire``.
+    """
+
+    @inlined
+    def average(received, block, c, s, out):
+        """Write the mean of one block over all messages, which are added up in their order."""
+        for source in range(received.keys.shape[0]):
+            at, add = source * received.stride, source > 0
+            if block[RAW]:
+                add_scaled(numbers(received.memory, at + block[CODES], out.size, c.form.zero), c.each, add, out)
+            else:
+                read(received.memory, at, block, received.keys[source], c, s, add, out)
+        if c.rest != 1:
+            divide(out, c.rest)
+
+    @kernel(name)
+    def run(x, blocks, received, sent, turn, c, s):
+        """Decode messages into their mean, or encode coordinates or the mean.
+
+        Args:
+            x: coordinates in the compute dtype. They are read if nothing was received, written if nothing is sent, and
+                not used otherwise.
+            blocks: block table.
+            received: the messages to decode, `Received`; None: there are none, and no code to decode any is compiled.
+            sent: the message to write, `Sent`.
+            turn: the rotation, `Turn`; None: there is none.
+            c: constants of the family.
+            s: `Scratch`.
+
+        Returns:
+            The number of blocks of ``x`` that are not finite after decoding.
+        """
+        not_finite = 0
+        writes = sent.memory.size > 0
+        for k in range(blocks.shape[0]):
+            block = blocks[k]
+            n = block[LENGTH]
+            values = part(x, block[START], n)
+            if received is not None and received.keys.shape[0]:
+                if writes:
+                    values = part(s.mean, 0, n)
+                average(received, block, c, s, values)
+                if not writes:
+                    # What was decoded, and not turned, is NaN in all places or in none.
+                    checked = n if block[RAW] else 1
+                    if turn is not None and not block[RAW]:
+                        turn_block(values, block, turn, True, s.u)
+                        checked = n
+                    not_finite += not is_finite(part(values, 0, checked))
+                    if c.form.limit < c.form.largest and not block[RAW]:
+                        clamp(values, c.form.limit)
+            if writes:
+                if block[RAW]:
+                    copy(values, numbers(sent.memory, block[CODES], n, c.form.zero))
+                else:
+                    if turn is not None:
+                        copy(values, part(s.mean, 0, n))
+                        values = part(s.mean, 0, n)
+                        turn_block(values, block, turn, False, s.u)
+                    given = int64(sent.scales[k]) if sent.scales.size else int64(-1)
+                    write(values, given, block, sent.key, c, s, sent.memory)
+        return not_finite
+
+    return run
+
+
+def sum_kernel(name: str, read_sum: Callable[..., Any]) -> Any:
+    """The kernel that decodes sums of codes.
+
+    Args:
+        name: name of the kernel.
+        read_sum: compiled function ``read_sum(wire, scale_bits, block, keys, c, s, out)``, which writes the mean that a
+            block's summed codes stand for.
+    """
+
+    @kernel(name)
+    def decode_sum(wire, scales, blocks, x, keys, c, s):
+        """Write the mean of all blocks into ``x``; return the number of blocks that are not finite.
+
+        Args:
+            wire: the message of summed codes, uint8 [bytes].
+            scales: bits of the scales, [number of blocks].
+            blocks: block table.
+            x: coordinates in the compute dtype.
+            keys: dither keys of each rank, uint32 [ranks, 2].
+            c: constants of the family.
+            s: `Scratch`.
+        """
+        not_finite = 0
+        for k in range(blocks.shape[0]):
+            block = blocks[k]
+            mean = part(x, block[START], block[LENGTH])
+            read_sum(wire, int64(scales[k]), block, keys, c, s, mean)
+            not_finite += not is_finite(part(mean, 0, 1))
+            if c.form.limit < c.form.largest:
+                clamp(mean, c.form.limit)
+        return not_finite
+
+    return decode_sum

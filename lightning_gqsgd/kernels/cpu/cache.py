@@ -1,0 +1,219 @@
+"""Machine code of kernels on disk, so that only the first process on a machine has to compile them.
+
+Numba's own cache cannot be used, for three reasons. It compares the file of a kernel only, and does not notice when a
+file that the kernel includes has changed. It cannot find a kernel again that is made of other compiled functions. Two
+processes that compile one kernel for two dtypes at the same time can exchange the code of both.
+
+Here, each kernel has one file for every combination of argument types, processor and source text. The text is that of
+all files that a kernel can include. Files are written under another name first, so that no process reads half a file.
+
+Files are looked for in these folders, in this order, and written to the first folder that is writable:
+
+1. the folder that the environment variable ``NUMBA_CACHE_DIR`` names, if there is one;
+2. ``__pycache__`` beside the sources;
+3. Numba's folder in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+from numba.core.caching import AppDirs, UserProvidedCacheLocator, _Cache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+#: Remedy where nothing can be kept.
+REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable"
+
+_SUFFIX = ".nbc"
+_DIGEST_BYTES = 32
+
+
+class Compilation(NamedTuple):
+    """A kernel that has to be compiled, or that could not be kept.
+
+    Attributes:
+        kernel: name of the kernel.
+        reason: why, in words that complete a sentence.
+        folder: where the machine code is going to be kept; None: nowhere.
+    """
+
+    kernel: str
+    reason: str
+    folder: Path | None
+
+
+#: Called for every compilation, see `watching`.
+_watchers: list[Callable[[Compilation], None]] = []
+
+
+@contextmanager
+def watching(watcher: Callable[[Compilation], None]) -> Iterator[None]:
+    """Call a function before every compilation in this process, and after every failure to keep machine code."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def included_files() -> list[Path]:
+    """All source files that a kernel can include, in a fixed order."""
+    package = Path(__file__).parent.parent
+    return [*sorted(package.rglob("*.py")), package.parent / "layout.py"]
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """Digest of the names and the contents of files, and of the versions of Numba and Python."""
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:2]}".encode())
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"\0{file.name} {len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _source_digest() -> str:
+    """Digest of the sources of this process: what is imported does not change with the files."""
+    return digest_of(included_files())
+
+
+def folders() -> list[Path]:
+    """The folders in which machine code is looked for."""
+    # One NUMBA_CACHE_DIR may serve several copies of the package.
+    place = UserProvidedCacheLocator.get_suitable_cache_subpath(__file__)
+    user = Path(AppDirs(appname="numba", appauthor=False).user_cache_dir) / place
+    chosen = vars(numba.config)["CACHE_DIR"]
+    named = [Path(chosen) / place] if chosen else []
+    return [*named, Path(__file__).parent / "__pycache__", user]
+
+
+def writable_folder() -> Path | None:
+    """The folder in which machine code is kept, which is created if it is missing; None: no folder is writable."""
+    for folder in folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError:
+            continue
+        return folder
+    return None
+
+
+class KernelCache(_Cache):
+    """The cache of one kernel, in the form that Numba's dispatchers expect.
+
+    Args:
+        function: the kernel's Python function.
+        name: the kernel's name.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._function, self._name = function, name
+
+    @property
+    def cache_path(self) -> str | None:
+        """The folder in which machine code is kept; None: nowhere."""
+        folder = writable_folder()
+        return None if folder is None else str(folder)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled kernel for argument types; None: it has to be compiled."""
+        target_context.refresh()
+        file_name = self._file_name(sig, target_context.codegen())
+        damaged = []
+        for folder in folders():
+            content = _content_of(folder / file_name)
+            if content is not None and hashlib.sha256(content[_DIGEST_BYTES:]).digest() == content[:_DIGEST_BYTES]:
+                # The file is as trustworthy as the sources: whoever can write one can write the other.
+                return CompileResult._rebuild(target_context, *pickle.loads(content[_DIGEST_BYTES:]))  # noqa: S301
+            if content is not None:
+                damaged.append(str(folder / file_name))
+        self._tell(f"{damaged[0]} is damaged" if damaged else self._reason())
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a compiled kernel, and remove those of older sources."""
+        folder = writable_folder()
+        if folder is None:
+            return  # `load_overload` has told so
+        content = dumps(data._reduce())
+        try:
+            _write(folder / self._file_name(sig, data.codegen), hashlib.sha256(content).digest() + content)
+        except OSError as error:
+            self._tell(f"its file could not be written: {error}", kept=False)
+            return
+        for file in self._stale(folder):
+            with suppress(OSError):  # another process may have removed the file
+                file.unlink()
+
+    def enable(self) -> None:
+        """Do nothing: the cache is always used."""
+
+    def disable(self) -> None:
+        """Do nothing: the cache is always used."""
+
+    def flush(self) -> None:
+        """Remove all files of the kernel."""
+        for folder in folders():
+            for file in folder.glob(f"{self._prefix}*{_SUFFIX}"):
+                file.unlink()
+
+    @property
+    def _prefix(self) -> str:
+        """What the names of all files of the kernel begin with."""
+        return f"gqsgd.{self._name}."
+
+    def _file_name(self, sig: Any, codegen: Any) -> str:
+        """Name of the file for argument types and a processor."""
+        key = repr((str(sig), codegen.magic_tuple()))
+        return f"{self._prefix}{_source_digest()[:16]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}{_SUFFIX}"
+
+    def _stale(self, folder: Path) -> list[Path]:
+        """Files of the kernel that belong to other sources."""
+        current = f"{self._prefix}{_source_digest()[:16]}."
+        return [file for file in folder.glob(f"{self._prefix}*{_SUFFIX}") if not file.name.startswith(current)]
+
+    def _reason(self) -> str:
+        """Why the kernel has to be compiled."""
+        if writable_folder() is None:
+            return f"none of the folders {', '.join(map(str, folders()))} is writable"
+        if any(self._stale(folder) for folder in folders()):
+            return "the package, Numba or Python has changed since they were compiled"
+        return "they have not been compiled for this dtype on this machine yet"
+
+    def _tell(self, reason: str, *, kept: bool = True) -> None:
+        """Tell all watchers of a compilation; ``kept``: whether its result is going to be kept, if that is possible."""
+        for watcher in [*_watchers]:
+            watcher(Compilation(self._name, reason, writable_folder() if kept else None))
+
+
+def _content_of(file: Path) -> bytes | None:
+    """Content of a file; None: there is none, or it may not be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file that is whole as soon as it has its name."""
+    partial = file.with_suffix(f".tmp.{os.getpid()}.{uuid.uuid4().hex[:16]}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(file)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise

@@ -1,0 +1,150 @@
+"""Operations on numbers and arrays that Numba has no function for, as instructions of LLVM.
+
+Numba widens all integer arithmetic to 64 bits, and its slices and comparisons have branches that no kernel needs.
+
+Where a function has an argument ``like``, the type of ``like`` is the type of the result, and the value of ``like``
+does not matter.
+"""
+
+from __future__ import annotations
+
+from numba import types
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+from numba.np import arrayobj
+
+
+@intrinsic
+def float_of(typing_context, bits, like):
+    """The float of the type of ``like`` that has these bits, an int64."""
+
+    def generate(context, builder, signature, arguments):
+        integer = context.get_value_type(types.int32 if like == types.float32 else types.int64)
+        narrow = builder.trunc(arguments[0], integer) if like == types.float32 else arguments[0]
+        return builder.bitcast(narrow, context.get_value_type(signature.return_type))
+
+    return like(types.int64, like), generate
+
+
+@intrinsic
+def bits_of(typing_context, value):
+    """The bits of a float, as a signed integer of the same width."""
+    integer = types.int32 if value == types.float32 else types.int64
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return integer(value), generate
+
+
+@intrinsic
+def narrowed(typing_context, value, like):
+    """An int64 as an integer of the type of ``like``, without its highest bits."""
+
+    def generate(context, builder, signature, arguments):
+        target = context.get_value_type(signature.return_type)
+        return builder.trunc(arguments[0], target) if target.width < 64 else arguments[0]
+
+    return like(types.int64, like), generate
+
+
+@intrinsic
+def integer_of(typing_context, value, like):
+    """A float, rounded to zero, as an integer of the type of ``like``."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fptosi(arguments[0], context.get_value_type(signature.return_type))
+
+    return like(value, like), generate
+
+
+@intrinsic
+def shifted_down(typing_context, value, count):
+    """A signed integer, shifted to the right by ``count`` bits; ``count`` has the type of the integer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ashr(arguments[0], arguments[1])
+
+    return value(value, value), generate
+
+
+@intrinsic
+def shifted_up(typing_context, value, count):
+    """An integer, shifted to the left by ``count`` bits; ``count`` has the type of the integer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.shl(arguments[0], arguments[1])
+
+    return value(value, value), generate
+
+
+@intrinsic
+def clamped(typing_context, value, limit):
+    """A float, or the nearer end of the range from -limit to limit. NaN stays NaN."""
+
+    def generate(context, builder, signature, arguments):
+        value, limit = arguments
+        negative = builder.fneg(limit)
+        value = builder.select(builder.fcmp_ordered("<", value, negative), negative, value)
+        return builder.select(builder.fcmp_ordered(">", value, limit), limit, value)
+
+    return value(value, value), generate
+
+
+@intrinsic
+def larger(typing_context, left, right):
+    """The larger one of two signed integers of one type."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.select(builder.icmp_signed(">", *arguments), *arguments)
+
+    return left(left, left), generate
+
+
+@intrinsic
+def smaller(typing_context, left, right):
+    """The smaller one of two signed integers of one type."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.select(builder.icmp_signed("<", *arguments), *arguments)
+
+    return left(left, left), generate
+
+
+@intrinsic
+def part(typing_context, array, first, count):
+    """The ``count`` numbers of a contiguous array from number ``first`` on, as an array. Nothing is checked."""
+    _check_contiguous(array)
+    return array(array, types.intp, types.intp), _view
+
+
+@intrinsic
+def numbers(typing_context, memory, first, count, like):
+    """``count`` numbers of the type of ``like`` in a contiguous array, from its number ``first`` on, as an array.
+    Nothing is checked."""
+    _check_contiguous(memory)
+    return types.Array(like, 1, "C")(memory, types.intp, types.intp, like), _view
+
+
+def _check_contiguous(array):
+    """Raise TypingError for an array whose numbers do not lie side by side."""
+    if array.layout != "C" or array.ndim != 1:
+        raise TypingError(f"kernels take contiguous arrays of one dimension, not {array}")
+
+
+def _view(context, builder, signature, arguments):
+    """Generate an array that lies within another one."""
+    source = context.make_array(signature.args[0])(context, builder, arguments[0])
+    view = context.make_array(signature.return_type)(context, builder)
+    number = context.get_data_type(signature.return_type.dtype)
+    itemsize = context.get_constant(types.intp, context.get_abi_sizeof(number))
+    first = builder.gep(source.data, [arguments[1]])
+    arrayobj.populate_array(
+        view,
+        data=builder.bitcast(first, view.data.type),
+        shape=[arguments[2]],
+        strides=[itemsize],
+        itemsize=itemsize,
+        meminfo=None,
+    )
+    return view._getvalue()

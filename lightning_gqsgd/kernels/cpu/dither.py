@@ -1,0 +1,90 @@
+"""The dither of a block, see `kernels.wire` for its formula.
+
+The hash is made of instructions of LLVM, because Numba would widen its 32-bit integers to 64 bits at every step. One
+hash gives two coordinates their 16 bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import float32, int32, types, uint32
+from numba.extending import intrinsic
+
+from lightning_gqsgd.kernels.cpu.casts import part
+from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2
+from lightning_gqsgd.layout import INDEX, PARAMETER
+
+#: The dither of the 16-bit integer 0.
+FIRST = np.float32(DITHER_FIRST)
+_UNIT = np.float32(DITHER_UNIT)
+
+
+@intrinsic
+def _mix(typing_context, h):
+    """The function ``mix`` of `kernels.wire`, of a 32-bit integer."""
+
+    def generate(context, builder, signature, arguments):
+        return _finish(builder, _start(builder, arguments[0]))
+
+    return types.uint32(types.uint32), generate
+
+
+@intrinsic
+def word(typing_context, place, a, b):
+    """The hash h of `kernels.wire`, for the place p, and the numbers a and b of the block."""
+
+    def generate(context, builder, signature, arguments):
+        place, a, b = arguments
+        return _finish(builder, builder.xor(_start(builder, builder.add(place, a)), b))
+
+    return types.uint32(types.uint32, types.uint32, types.uint32), generate
+
+
+def _start(builder, h):
+    """Generate the function ``start`` of `kernels.wire`."""
+    return builder.mul(_folded(builder, h, 16), h.type(MULTIPLY_1))
+
+
+def _finish(builder, h):
+    """Generate the function ``finish`` of `kernels.wire`."""
+    return _folded(builder, builder.mul(_folded(builder, h, 15), h.type(MULTIPLY_2)), 16)
+
+
+def _folded(builder, h, shift):
+    """Generate the exclusive or of an integer and its highest bits."""
+    return builder.xor(h, builder.lshr(h, h.type(shift)))
+
+
+@inlined
+def block_keys(key, block):
+    """The numbers a and b of a block's hash, uint32.
+
+    Args:
+        key: the two keys of the stream, uint32 [2].
+        block: the block's row of the table.
+    """
+    parameter, index = block[PARAMETER], block[INDEX]
+    a = _mix(_mix(key[0] ^ parameter) + GOLDEN * index)
+    b = _mix(_mix(key[1] + parameter) ^ index)
+    return a, b
+
+
+@loop
+def dither(key, block, n, first, u):
+    """Write the dither of the ``n`` coordinates of a block, plus a number, into ``u``.
+
+    Args:
+        key: the two keys of the stream, uint32 [2].
+        block: the block's row of the table.
+        n: number of coordinates.
+        first: the dither of the 16-bit integer 0, `FIRST` or `FIRST` plus a number.
+        u: fp32; there is space for an even number of coordinates.
+    """
+    a, b = block_keys(key, block)
+    half = (n + 1) // 2
+    u0, u1 = part(u, 0, half), part(u, half, half)
+    for p in range(half):
+        h = word(p, a, b)
+        u0[p] = float32(int32(uint32(h & uint32(0xFFFF)))) * _UNIT + first
+        u1[p] = float32(int32(uint32(h >> uint32(16)))) * _UNIT + first

@@ -1,0 +1,85 @@
+"""Loops over the coordinates of a block that every family of codes needs."""
+
+from __future__ import annotations
+
+from numba import int32
+
+from lightning_gqsgd.kernels.cpu.casts import clamped, larger
+from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+
+
+@inlined
+def fill(target, value):
+    """Set all numbers of an array."""
+    for j in range(target.size):
+        target[j] = value
+
+
+@inlined
+def copy(source, target):
+    """Set the numbers of an array to those of another array."""
+    for j in range(source.size):
+        target[j] = source[j]
+
+
+@loop
+def add_scaled(values, factor, add, out):
+    """Set the numbers of ``out`` to the values times a factor, or add the values times a factor to them."""
+    if not add:
+        for j in range(out.size):
+            out[j] = 0
+    for j in range(out.size):
+        out[j] += values[j] * factor
+
+
+@inlined
+def divide(values, divisor):
+    """Divide all numbers of an array."""
+    for j in range(values.size):
+        values[j] /= divisor
+
+
+@loop
+def maximum(bits, mask):
+    """Largest magnitude of floats.
+
+    Magnitudes are compared as integers: LLVM does not vectorise a maximum of floats, and such a maximum loses NaN.
+
+    Args:
+        bits: bits of the floats, as signed integers.
+        mask: all bits but the sign.
+    """
+    largest = mask & bits[0]
+    for j in range(bits.size):
+        largest = larger(largest, bits[j] & mask)
+    return largest
+
+
+@loop
+def maximum_and_zeros(bits, mask):
+    """Largest magnitude of floats, as in `maximum`, and the number of zeros."""
+    largest = mask & bits[0]
+    zeros = int32(0)
+    for j in range(bits.size):
+        magnitude = bits[j] & mask
+        largest = larger(largest, magnitude)
+        zeros = int32(zeros + int32(magnitude == 0))
+    return largest, zeros
+
+
+@loop
+def is_finite(values):
+    """Whether all numbers of an array are finite."""
+    check = values[0] - values[0]
+    for j in range(values.size):
+        check += values[j] - values[j]
+    return check == 0
+
+
+@loop
+def clamp(values, limit):
+    """Clamp finite numbers to the range from -limit to limit. NaN and infinity stay."""
+    for j in range(values.size):
+        value = values[j]
+        if value - value == 0:
+            values[j] = clamped(value, limit)

@@ -1,0 +1,89 @@
+"""Scales of blocks as bits of floats, and on the wire; see `kernels.wire.ScaleFormat`, which is the readable form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import int64
+
+from lightning_gqsgd.kernels.cpu.casts import larger
+from lightning_gqsgd.kernels.cpu.jit import inlined
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, scale_format
+
+
+class Form(NamedTuple):
+    """The number formats of a gradient dtype, typed for the kernels.
+
+    Attributes:
+        zero: 0 in the compute dtype.
+        largest: the largest finite number of the compute dtype.
+        limit: the largest finite number of the gradient dtype, in the compute dtype.
+        mask: all bits of the compute dtype but the sign's, in the signed integer of the same width.
+        scale: 0 in the unsigned integer that a scale is on the wire.
+        shift, infinity, tiny: see `kernels.wire.ScaleFormat`.
+    """
+
+    zero: np.floating
+    largest: np.floating
+    limit: np.floating
+    mask: np.signedinteger
+    scale: np.unsignedinteger
+    shift: int
+    infinity: int
+    tiny: int
+
+
+def float_type(dtype: torch.dtype) -> type[np.floating]:
+    """NumPy type of the compute dtype of a gradient dtype."""
+    return np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+
+
+def integer_type(dtype: torch.dtype) -> type[np.signedinteger]:
+    """Signed NumPy integer as wide as the compute dtype of a gradient dtype."""
+    return np.int64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.int32
+
+
+def form_of(dtype: torch.dtype) -> Form:
+    """The number formats of a gradient dtype."""
+    fields, real, wide = scale_format(dtype), float_type(dtype), integer_type(dtype)
+    return Form(
+        zero=real(0),
+        largest=real(np.finfo(real).max),
+        limit=real(torch.finfo(dtype).max),
+        mask=wide(np.iinfo(wide).max),
+        scale={2: np.uint16, 4: np.uint32}[fields.nbytes](0),
+        shift=fields.shift,
+        infinity=fields.infinity,
+        tiny=fields.tiny,
+    )
+
+
+@inlined
+def rounded_up(bits, form):
+    """Bits of the scale for a largest magnitude with these bits. They are infinity's if the magnitude is not finite."""
+    if bits >= form.infinity:
+        bits = form.infinity
+    elif bits > 0:
+        bits = (larger(bits, form.tiny) + (int64(1) << form.shift) - 1) >> form.shift << form.shift
+        if bits == form.infinity:  # a finite magnitude was rounded up to infinity: take the largest finite number
+            bits = form.infinity - 1
+    return bits
+
+
+@inlined
+def sent(bits, flag, form):
+    """What a scale with these bits and a block's flag are on the wire. What is not finite has all ones."""
+    return int64(-1) if bits == form.infinity else ((bits + 1) >> form.shift) << 1 | int64(flag)
+
+
+@inlined
+def received(code, form):
+    """Bits of the scale that an integer on the wire stands for."""
+    bits = (code >> 1) << form.shift
+    if bits > form.infinity:
+        bits = form.infinity
+    elif bits == form.infinity:  # the largest finite number travels as infinity
+        bits = form.infinity - 1
+    return bits

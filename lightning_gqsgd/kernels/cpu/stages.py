@@ -1,0 +1,178 @@
+"""The functions of `protocol.Kernels`: what tensors become before a kernel is called.
+
+Kernels take contiguous arrays. Numba has no 16-bit floats on the CPU, so that coordinates in bf16 and fp16 are widened
+to fp32 first, and PyTorch rounds them afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.cpu import exponential, linear, top_k
+from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
+from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
+from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
+from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
+from lightning_gqsgd.layout import LENGTH, START
+
+_FAMILIES: dict[Kind, ModuleType] = {Kind.LINEAR: linear, Kind.EXPONENTIAL: exponential, Kind.TOP_K: top_k}
+
+
+def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
+    """See `protocol.Kernels.block_maxima`."""
+    out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device="cpu")
+    with _widened(x, blocks) as (values, table):
+        maxima(values, table, form_of(x.dtype).mask, out.numpy())
+    return out
+
+
+def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
+    """See `protocol.Kernels.block_moments`."""
+    out = torch.empty(len(blocks), 3, dtype=torch.float64, device="cpu")
+    with _widened(x, blocks) as (values, table):
+        moments(values, table, np.empty((3, LANES)), out.numpy())
+    return out
+
+
+def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+    """See `protocol.Kernels.rotate`."""
+    scratch = _scratch(block_size, x.dtype)
+    rotate_blocks(x.numpy(), blocks.numpy(), Turn.of(key, block_size, x.dtype), inverse, scratch.u)
+
+
+def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+    """See `protocol.Kernels.combine`."""
+    exponential.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
+
+
+def encode(
+    x: Tensor,
+    blocks: Tensor,
+    wire: Tensor,
+    q: Quantiser,
+    key: Key,
+    scales: Tensor | None = None,
+    rotation: Key | None = None,
+) -> None:
+    """See `protocol.Kernels.encode`."""
+    given = None if scales is None else scales.numpy()
+    with _widened(x, blocks) as (values, table):
+        _run(values, table, q, x.dtype, sent=_sent(wire, key, x.dtype, given), rotation=rotation)
+
+
+def reduce(
+    wires: Tensor,
+    blocks: Tensor,
+    out: Tensor,
+    q: Quantiser,
+    keys: Sequence[Key],
+    out_key: Key,
+    dtype: torch.dtype,
+) -> None:
+    """See `protocol.Kernels.reduce`."""
+    nowhere = np.empty(0, float_type(dtype))
+    _run(nowhere, blocks.numpy(), q, dtype, received=_received(wires, keys), sent=_sent(out, out_key, dtype))
+
+
+def decode(
+    wires: Tensor,
+    blocks: Tensor,
+    x: Tensor,
+    q: Quantiser,
+    keys: Sequence[Key],
+    rotation: Key | None = None,
+) -> int:
+    """See `protocol.Kernels.decode`."""
+    with _widened(x, blocks, write=True) as (values, table):
+        return _run(values, table, q, x.dtype, received=_received(wires, keys), rotation=rotation)
+
+
+def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
+    """See `protocol.Kernels.decode_sum`."""
+    family, scratch = _FAMILIES[q.kind], _scratch(q.block_size, x.dtype)
+    constants = family.constants(q, x.dtype, len(keys))
+    with _widened(x, blocks, write=True) as (values, table):
+        return family.summed(q)(wire.numpy(), scales.numpy(), table, values, _keys(keys), constants, scratch)
+
+
+def _run(
+    values: np.ndarray,
+    table: np.ndarray,
+    q: Quantiser,
+    dtype: torch.dtype,
+    *,
+    received: Received | None = None,
+    sent: Sent | None = None,
+    rotation: Key | None = None,
+) -> int:
+    """Call the kernel that encodes, reduces and decodes, see `blocks.codec_kernel`."""
+    family = _FAMILIES[q.kind]
+    sources = 1 if received is None else len(received.keys)
+    if received is None and not family.is_for_sums(q):  # the same machine code as for decoding
+        received = Received(np.empty(0, np.uint8), 0, _keys([]))
+    turn = None if rotation is None else Turn.of(rotation, q.block_size, dtype)
+    sent = sent or _sent(torch.empty(0, dtype=torch.uint8), (0, 0), dtype)
+    constants, scratch = family.constants(q, dtype, sources), _scratch(q.block_size, dtype)
+    return family.codec(q)(values, table, received, sent, turn, constants, scratch)
+
+
+@contextmanager
+def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The coordinates that blocks span, in the compute dtype, and a block table that counts from the first of them.
+
+    Args:
+        x: coordinates of a gradient dtype.
+        blocks: block table.
+        write: whether to put the coordinates back into ``x`` afterwards. What lies between the blocks comes back as it
+            was.
+    """
+    compute, x = COMPUTE_DTYPES[x.dtype], x.detach()
+    if not len(blocks):
+        yield np.empty(0, float_type(x.dtype)), blocks.numpy()
+        return
+    if compute == x.dtype and x.is_contiguous():
+        yield x.numpy(), blocks.numpy()
+        return
+    table = blocks.numpy().copy()
+    first = int(table[:, START].min())
+    spanned = x[first : int((table[:, START] + table[:, LENGTH]).max())]
+    wide = spanned.to(compute).contiguous()
+    table[:, START] -= first
+    yield wide.numpy(), table
+    if write:
+        spanned.copy_(wide)
+
+
+def _received(wires: Tensor, keys: Sequence[Key]) -> Received:
+    """Messages to decode; ``wires``: uint8 [sources, bytes]."""
+    return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys))
+
+
+def _sent(wire: Tensor, key: Key, dtype: torch.dtype, scales: np.ndarray | None = None) -> Sent:
+    """A message to write, under scales if they are given; ``wire``: uint8 [bytes]."""
+    scales = np.empty(0, integer_type(dtype)) if scales is None else scales
+    return Sent(wire.numpy(), np.array(key, dtype=np.uint32), scales)
+
+
+def _keys(keys: Sequence[Key]) -> np.ndarray:
+    """Dither keys of streams, uint32 [streams, 2]."""
+    return np.array(keys, dtype=np.uint32).reshape(-1, 2)
+
+
+def _scratch(block_size: int, dtype: torch.dtype) -> Scratch:
+    """Space for one block. Every call has its own, because kernels run on several threads at once."""
+    size = block_size + 1
+    return Scratch(
+        u=np.empty(size, np.float32),
+        other=np.empty(size, np.float32),
+        codes=np.empty(size, np.uint8),
+        mean=np.empty(size, float_type(dtype)),
+    )

@@ -1,0 +1,125 @@
+"""What is compiled before the first step, and what users are told of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lightning_gqsgd import compiling
+from lightning_gqsgd.cli import warming
+from lightning_gqsgd.cli.app import app
+from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels.cpu import cache, top_k
+from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.reducers import Setting, resolve
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of the cache, which is empty."""
+    monkeypatch.setattr(cache, "folders", lambda: [tmp_path])
+    forget()
+    return tmp_path
+
+
+@pytest.fixture
+def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache has no folder that is writable."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cache, "folders", lambda: [tmp_path / "file" / "folder"])
+    forget()
+
+
+def forget() -> None:
+    """Forget the kernel of the codec top_k, as in a new process."""
+    top_k._codec.cache_clear()
+
+
+def compile_top_k() -> None:
+    """Compile one kernel, the one of the codec top_k."""
+    compile_kernels(resolve(make_config("topk_ef"), 2), torch.float32, CPU, 2)
+
+
+def test_one_line_says_that_kernels_are_compiled_and_none_that_they_are_in_the_cache(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "lightning_gqsgd"):
+        compile_top_k()
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "float32" in record.message
+    assert "not been compiled" in record.message
+    assert str(folder) in record.message
+    caplog.clear()
+    forget()
+    with caplog.at_level(logging.INFO, "lightning_gqsgd"):
+        compile_top_k()
+    assert caplog.records == []
+
+
+@pytest.mark.usefixtures("no_folder")
+def test_a_warning_names_the_remedy_where_compiled_kernels_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_gqsgd"):
+        compile_top_k()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "NUMBA_CACHE_DIR" in record.message
+    assert "writable" in record.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"block_size": 1024, "bits": 5, "rotation": True, "warmup_steps": 3},
+        {"block_size": 64, "codec": "exponential", "mantissa": 1, "reducer": "gather"},
+        {"block_size": 48, "codec": "top_k", "density": 0.1, "memory": "ef"},
+        {"block_size": 80, "reducer": "sum", "scale_per": "parameter"},
+    ],
+)
+def test_kernels_are_compiled_for_the_configuration_as_it_is(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(GQSGDConfig(**fields), 8)
+    run: list[Setting] = []
+    monkeypatch.setattr(compiling, "_run", lambda setting, device: run.append(setting))
+    compile_kernels(config, torch.bfloat16, CPU, 8)
+    assert run[0] == Setting(config, 2, torch.bfloat16)
+    assert len(run) == 1 + bool(config.warmup_steps)
+
+
+def test_warmup_fills_the_cache_and_names_its_folder(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["warmup", "topk_ef"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"CPU kernels of 1 presets are in {folder} (")
+    files = set(folder.iterdir())
+    assert any("top_k" in file.name for file in files)
+    forget()
+    assert CliRunner().invoke(app, ["warmup", "topk_ef", "--dtype", "bfloat16"]).exit_code == 0  # fp32 arithmetic
+    assert set(folder.iterdir()) == files
+
+
+@pytest.mark.usefixtures("no_folder")
+def test_warmup_fails_with_one_line_if_no_folder_is_writable() -> None:
+    result = CliRunner().invoke(app, ["warmup", "topk_ef"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert "NUMBA_CACHE_DIR" in line
+
+
+@pytest.mark.parametrize(("arguments", "word"), [(["topk"], "topk_ef"), (["topk_ef", "--dtype", "int8"], "bfloat16")])
+def test_warmup_refuses_what_it_does_not_know(arguments: list[str], word: str) -> None:
+    result = CliRunner().invoke(app, ["warmup", *arguments])
+    assert result.exit_code == 2
+    assert word in result.stderr
+
+
+def test_warmup_can_prepare_every_preset_and_nothing_twice() -> None:
+    jobs = warming._jobs(list(PRESETS), ["float32"], [2, 8])
+    assert {name for name, *_ in jobs} == set(PRESETS)
+    assert len({(config, dtype) for _, config, dtype, _ in jobs}) == len(jobs)

@@ -1,0 +1,194 @@
+"""Compiled kernels are kept on disk, and compiled anew if anything that they include has changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gqsgd.kernels.cpu import cache
+from lightning_gqsgd.kernels.cpu.cache import Compilation
+from lightning_gqsgd.kernels.cpu.jit import kernel
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of the cache, which is empty."""
+    monkeypatch.setattr(cache, "folders", lambda: [tmp_path])
+    return tmp_path
+
+
+@pytest.fixture
+def told() -> Iterator[list[Compilation]]:
+    """What watchers are told."""
+    compilations: list[Compilation] = []
+    with cache.watching(compilations.append):
+        yield compilations
+
+
+def doubling() -> Callable[[float], Any]:
+    """A kernel as a new process would have it: nothing of it is in memory."""
+
+    @kernel("doubling_of_a_test")
+    def doubling(x):  # type: ignore[no-untyped-def]
+        return 2 * x
+
+    return doubling
+
+
+def test_a_kernel_is_compiled_once_for_each_type(folder: Path, told: list[Compilation]) -> None:
+    assert doubling()(1.5) == 3.0
+    assert doubling()(2.5) == 5.0
+    assert [compilation.folder for compilation in told] == [folder]
+    assert "not been compiled" in told[0].reason
+    assert doubling()(7) == 14
+    assert len(told) == len(list(folder.iterdir())) == 2
+
+
+def test_sources_that_have_changed_are_compiled_anew_and_old_files_go(
+    folder: Path, told: list[Compilation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubling()(1.5)
+    (old,) = folder.iterdir()
+    monkeypatch.setattr(cache, "_source_digest", lambda: "0" * 64)
+    assert doubling()(1.5) == 3.0
+    assert "has changed" in told[1].reason
+    (new,) = folder.iterdir()
+    assert new != old
+
+
+def test_every_file_that_kernels_include_is_part_of_the_digest(tmp_path: Path) -> None:
+    package = Path(cache.__file__).parent.parent
+    files = cache.included_files()
+    for needed in ("wire.py", "cpu/loops.py", "cpu/dither.py", "cpu/packing.py", "cpu/linear.py", "../layout.py"):
+        assert (package / needed).resolve() in [file.resolve() for file in files]
+    copies = []
+    for number, file in enumerate(files):
+        copies.append(tmp_path / f"{number}" / file.name)
+        copies[-1].parent.mkdir()
+        copies[-1].write_bytes(file.read_bytes())
+    digest = cache.digest_of(copies)
+    assert digest == cache.digest_of(files)
+    for copy in copies:
+        content = copy.read_bytes()
+        copy.write_bytes(content + b"#")
+        assert cache.digest_of(copies) != digest
+        copy.write_bytes(content)
+
+
+def test_a_damaged_file_is_replaced(folder: Path, told: list[Compilation]) -> None:
+    doubling()(1.5)
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for content in (b"", whole[:-1], whole[:40] + b"?" + whole[41:]):
+        file.write_bytes(content)
+        assert doubling()(1.5) == 3.0
+        assert told[-1].reason == f"{file} is damaged"
+        told.clear()
+        doubling()(1.5)
+        assert told == []
+
+
+def test_a_folder_that_is_only_readable_is_read_and_the_next_one_written(
+    tmp_path: Path, told: list[Compilation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, user = tmp_path / "image", tmp_path / "user"
+    monkeypatch.setattr(cache, "folders", lambda: [image, user])
+    doubling()(1.5)
+    assert told.pop().folder == image
+
+    temporary_file = tempfile.TemporaryFile
+
+    def refuse(*, dir: Path) -> Any:
+        if dir == image:
+            raise PermissionError(f"{dir} is not writable")
+        return temporary_file(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert doubling()(1.5) == 3.0
+    assert told == []
+    assert doubling()(7) == 14
+    assert told.pop().folder == user
+    assert len(list(image.iterdir())) == len(list(user.iterdir())) == 1
+
+
+def test_kernels_work_where_no_folder_is_writable(
+    tmp_path: Path, told: list[Compilation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cache, "folders", lambda: [tmp_path / "file" / "folder"])
+    assert doubling()(1.5) == 3.0
+    assert doubling()(1.5) == 3.0
+    assert [compilation.folder for compilation in told] == [None, None]
+    assert f"{tmp_path}/file/folder is writable" in told[0].reason
+
+
+def test_a_full_disk_is_told_and_leaves_no_part_of_a_file(
+    folder: Path, told: list[Compilation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Path, target: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert doubling()(1.5) == 3.0
+    assert [compilation.folder for compilation in told] == [folder, None]
+    assert "no space left" in told[1].reason
+    assert list(folder.iterdir()) == []
+
+
+def test_the_environment_names_the_first_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.numba.config, "CACHE_DIR", "")
+    beside, user = cache.folders()
+    assert beside.parent == Path(cache.__file__).parent
+    monkeypatch.setattr(cache.numba.config, "CACHE_DIR", str(tmp_path))
+    named, *others = cache.folders()
+    assert named.parent == tmp_path
+    assert others == [beside, user]
+
+
+#: Prints the number of compilations; argument: a dtype.
+_PROCESS = """
+import sys
+import torch
+from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels.cpu import cache
+from lightning_gqsgd.layout import Segment, cut
+
+x = torch.arange(8, dtype=getattr(torch, sys.argv[1]))
+blocks = torch.from_numpy(cut([Segment(0, 8, False)], 16))
+compilations = []
+print("ready", flush=True)
+input()
+with cache.watching(compilations.append):
+    assert cpu.block_moments(x, blocks).tolist() == [[28, 28, 140]]
+print(len(compilations))
+"""
+
+
+def test_processes_that_compile_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def counts(*dtypes: str) -> list[int]:
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        pipe = subprocess.PIPE
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", _PROCESS, dtype], env=environment, stdin=pipe, stdout=pipe, text=True
+            )
+            for dtype in dtypes
+        ]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return [int(process.communicate(timeout=200)[0]) for process in processes]
+
+    assert max(counts("float32", "float64", "float32")) == 1
+    assert counts("float32", "float64") == [0, 0]
