@@ -85,7 +85,8 @@ def fit(_: int, *arguments: str) -> tuple[str, int, int]:
             hooks.append(self.trainer.strategy.model._get_ddp_logging_data()["comm_hook"])
 
     warnings.simplefilter("ignore")
-    strategy = LightningCLI(Model, BoringDataModule, args=["fit", *DEVICES, *arguments]).trainer.strategy
+    arguments = ("fit", *DEVICES, *arguments)
+    strategy = LightningCLI(Model, BoringDataModule, args=[*arguments], save_config_callback=None).trainer.strategy
     return hooks[0], strategy.gqsgd_state.step, strategy.gqsgd_config.bits
 
 
