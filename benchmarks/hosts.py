@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.netlab import NetLab, NetLabError, parse_rate, run_everywhere
 from benchmarks.report import Report, present
+from netlab.lab import NetLab, NetLabError, parse_rate
+from netlab.ranks import run_everywhere
 
 RESULT = "GQSGD_BENCHMARK_RESULT"
 TIMEOUT_S = 1800.0

@@ -2,7 +2,7 @@
 
     python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --save
 
-Needs Linux, root and iproute2, see `benchmarks.netlab`. Cases run in turns: torch's allreduce of fp32 and of bf16 (with
+Needs Linux, root and iproute2, see `netlab`. Cases run in turns: torch's allreduce of fp32 and of bf16 (with
 both casts, as its compression hook does), each reducer, and the reducer's messages without the codec. The two ways of
 adding exponential codes, in pairs along a tree or exactly after two shots:
 
@@ -34,8 +34,9 @@ from benchmarks.timing import Spread, in_turns, ratio
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.reducers import Setting, link, resolve, stages, tree, two_shot
+from lightning_gqsgd.reducers import Setting, link, new_store, resolve, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.telemetry import Telemetry
@@ -90,8 +91,9 @@ class Bench:
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_numel)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
+        store = new_store(config, self.ranks, {0: self.buffer.numel()}, self.buffer.dtype, self.buffer.device)
         name = f"{case}, {bits} bit"
-        self.cases |= {name: partial(self._run, plan), name + BARE: partial(self._run_bare, plan)}
+        self.cases |= {name: partial(self._run, plan, store), name + BARE: partial(self._run_bare, plan, store)}
         self.bytes[name] = self.bytes[name + BARE] = plan.sent_bytes
 
     def close(self) -> None:
@@ -99,18 +101,18 @@ class Bench:
         release(self.runner)
         self.communicator.close()
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: Plan, store: MemoryStore) -> None:
         counters = self.telemetry.bucket(0)
-        starts = plan.starts(self.buffer, self.rank, counters.calls, counters, self.telemetry)
+        starts = plan.starts(self.buffer, self.rank, counters.calls, store, counters, self.telemetry)
         job = Job(self.buffer, starts, "a bucket", counters, self.telemetry, last_of_step=True)
         self.runner.submit(self.communicator, job)
         job.future.wait()
 
-    def _run_bare(self, plan: Plan) -> None:
+    def _run_bare(self, plan: Plan, store: MemoryStore) -> None:
         with ExitStack() as stack:
             for module in (link, sum_, tree, two_shot):
                 stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
-            self._run(plan)
+            self._run(plan, store)
 
 
 def case_config(case: str, bits: int) -> GQSGDConfig:
@@ -159,7 +161,7 @@ def measure(options: argparse.Namespace) -> Report:
         },
         notes=(
             "wire = bytes sent by each host / rate of its link; time = median over rounds of the slowest host's time. "
-            "TCP's headers take 4.4 % of the rate (`python -m benchmarks.netlab --rate 1gbit --check`), so that "
+            "TCP's headers take 4.4 % of the rate (`python -m netlab --rate 1gbit --check`), so that "
             "time / wire cannot fall below 1.05.",
             "'without codec' sends the same messages through the same pipeline and neither encodes nor decodes: what "
             "it has above 1.05 is Gloo's. Gloo takes about 0.5 ms of processor per collective, and a rank cannot "

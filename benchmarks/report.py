@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import re
 import shlex
 import subprocess
@@ -21,6 +19,9 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from lightning_gqsgd.errors import counted
+from netlab.machine import cores, device_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -96,14 +97,9 @@ def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespa
 
 
 def machine() -> str:
-    """Processor, cores and versions."""
-    model = platform.processor() or platform.machine()
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    except OSError:
-        pass  # no /proc: the platform's name has to do
-    return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}, numba {numba.__version__}"
+    """Processor, number of cores and versions."""
+    processor, number = device_name(on_cuda=False), counted(cores(), "core")
+    return f"{processor}, {number}, torch {torch.__version__}, numba {numba.__version__}"
 
 
 def gpu_machine(device: torch.device) -> str:

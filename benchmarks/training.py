@@ -2,7 +2,7 @@
 
     python -m benchmarks.training --hosts 2 --rate 1gbit --save
 
-Needs Linux, root and iproute2, see `benchmarks.netlab`. Every case is a DDP model of its own in the same processes;
+Needs Linux, root and iproute2, see `netlab`. Every case is a DDP model of its own in the same processes;
 they train in turns, on equal data. PowerSGD is missing because torch's hook aborts on Gloo.
 """
 

@@ -14,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from benchmarks.netlab import NetLabError
 from lightning_gqsgd.config import ConfigError
+from netlab.lab import NetLabError
 from recipes.tasks.errors import RecipeError
 from recipes.tasks.hardware import (
     MULTI_NODE,

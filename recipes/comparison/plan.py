@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from benchmarks.netlab import NetLabError, parse_rate
 from lightning_gqsgd.presets import PRESETS
+from netlab.lab import NetLabError, parse_rate
 from recipes.tasks.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
 from recipes.tasks.metrics import METRICS, Metric
 

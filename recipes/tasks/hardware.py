@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.netlab import parse_rate
+from netlab.lab import parse_rate
 from recipes.tasks.errors import RecipeError
 from recipes.tasks.launch import local_processes
 

@@ -1,4 +1,4 @@
-"""Runs that start themselves on the hosts of a lab (benchmarks/netlab.py)."""
+"""Runs that start themselves on the hosts of a lab (netlab/)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.netlab import NetLab, exit_on_signals, run_everywhere
+from netlab.lab import NetLab
+from netlab.ranks import exit_on_signals, run_everywhere
 from recipes.tasks.launch import folder_argument
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"

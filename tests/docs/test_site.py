@@ -42,7 +42,7 @@ COMPARE_SETTINGS = {
     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
 }
 
-_PROGRAM = r"(?P<program>python recipes/(?:run|compare)\.py|python -m benchmarks\.\w+|gqsgd(?= [a-z-]))"
+_PROGRAM = r"(?P<program>python recipes/(?:run|compare)\.py|python -m (?:benchmarks\.\w+|netlab)|gqsgd(?= [a-z-]))"
 _COMMAND = re.compile(rf"(?:^ *|`)(?:uv run )?{_PROGRAM}(?P<arguments>(?:\\\n|[^`\n])*)", re.MULTILINE)
 
 
@@ -127,7 +127,8 @@ def test_commands_are_found() -> None:
     assert {"target", "output"} <= COMPARE_SETTINGS
     assert len(quoted("python recipes/run.py")) >= 5
     assert len(quoted("python recipes/compare.py")) >= 10
-    assert len([name for name, *_ in QUOTED if name.startswith("python -m benchmarks.")]) >= 7
+    assert len([name for name, *_ in QUOTED if name.startswith("python -m benchmarks.")]) >= 6
+    assert len(quoted("python -m netlab")) >= 2
 
 
 @pytest.mark.parametrize("arguments", quoted("gqsgd"), ids=" ".join)
@@ -162,6 +163,12 @@ def test_recipes_compose(script: str, arguments: list[str]) -> None:
             assert name.removeprefix("strategy.") in GQSGDConfig.field_names()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         compose("config", overrides=chosen)
+
+
+@pytest.mark.parametrize("arguments", quoted("python -m netlab"), ids=" ".join)
+def test_netlab_has_the_options(arguments: list[str]) -> None:
+    source = (ROOT / "netlab" / "__main__.py").read_text()
+    assert not [word for word in arguments if word.startswith("--") and f'"{word}"' not in source]
 
 
 @pytest.mark.parametrize(

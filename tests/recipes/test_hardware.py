@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.netlab import NetLabError
+from netlab.lab import NetLabError
 from recipes import run
 from recipes.tasks import slurm
 from recipes.tasks.hardware import HardwareError, described, hardware_facts, profile_environment
