@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from benchmarks.report import Report, present
 from lightning_gqsgd.simulation import average, relative_error
-from recipes.tasks.networks import ResNet
+from workloads.resnet import ResNet
 
 NUMEL = 1 << 18
 LAYERS = 64

@@ -41,11 +41,10 @@ from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.theory import bits_at
-from recipes.comparison.plots import COLOURS, DPI, STYLE
-from recipes.tasks import jpegs
-from recipes.tasks.digits import load_digits
-from recipes.tasks.networks import ResNet
-from recipes.tasks.sources import default_cache_dir
+from pictures.style import COLOURS, DPI, STYLE
+from workloads.digits import load_digits
+from workloads.image_files import decode
+from workloads.resnet import ResNet
 
 COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
 #: Steps on the same gradients over which presets with a memory are averaged, and for how many ranks at most.
@@ -180,10 +179,10 @@ def _images() -> tuple[Tensor, Tensor]:
     """Images (N, 3, 32, 32) as uint8, and labels."""
     if "GQSGD_DATA" in os.environ:
         archive = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
-        found = jpegs.load_cached(archive, default_cache_dir(), "CIFAR-10", 32, 3)
+        images = decode(archive, "CIFAR-10", 32, 3)
     else:
-        found = load_digits("digits, resized", 32, 3)
-    return torch.from_numpy(found.train_images).permute(0, 3, 1, 2), torch.from_numpy(found.train_labels)
+        images = load_digits("digits, resized", 32, 3)
+    return torch.from_numpy(images.train_images).permute(0, 3, 1, 2), torch.from_numpy(images.train_labels)
 
 
 @cache

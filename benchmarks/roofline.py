@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from recipes.comparison.plots import COLOURS, DPI, STYLE
+from pictures.style import COLOURS, DPI, STYLE
 
 #: Size of the buckets that are shown, in 10^6 bytes, if it was measured.
 MEGABYTES = 100.0

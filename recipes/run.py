@@ -16,18 +16,11 @@ from omegaconf import DictConfig
 
 from lightning_gqsgd.config import ConfigError
 from netlab.lab import NetLabError
-from recipes.tasks.errors import RecipeError
-from recipes.tasks.hardware import (
-    MULTI_NODE,
-    NETLAB,
-    SLURM,
-    HardwareError,
-    check_devices,
-    check_profile,
-    profile_environment,
-)
-from recipes.tasks.hosts import run_on_hosts
-from recipes.tasks.launch import (
+from recipes.errors import RecipeError
+from recipes.launch.environment import profile_environment
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
+from recipes.launch.hosts import run_on_hosts
+from recipes.launch.processes import (
     LaunchError,
     check_launch,
     external_rank,
@@ -35,7 +28,8 @@ from recipes.tasks.launch import (
     local_processes,
     torchrun_needed,
 )
-from recipes.tasks.slurm import SlurmError, prepare_submission
+from recipes.launch.slurm import prepare_submission
+from recipes.strategies.choices import check_strategies, register_presets
 
 
 def _check(cfg: DictConfig) -> None:
@@ -83,7 +77,7 @@ def main(cfg: DictConfig) -> float:
                 hosts, ranks = _places(cfg)
                 sys.exit(run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder))
             # Here, not above: Lightning takes seconds to import, and what is refused or only starts others needs none.
-            from recipes.tasks.training import train
+            from recipes.training.train import train
 
             return train(cfg, folder)
     except (RecipeError, NetLabError, ConfigError) as error:
@@ -94,8 +88,10 @@ def main(cfg: DictConfig) -> float:
 
 if __name__ == "__main__":
     try:
+        check_strategies(sys.argv[1:])
         prepare_submission(sys.argv[1:], os.environ)
-    except SlurmError as error:
-        sys.exit(f"SlurmError: {error}")
+    except RecipeError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    register_presets()
     sys.argv += hydra_arguments(sys.argv[1:], os.environ)
     main()

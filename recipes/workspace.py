@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
 from recipes.comparison.workspace import TABLE, Definition, WorkspaceError, save_workspace
-from recipes.tasks.metrics import METRICS
+from recipes.measuring.metrics import METRICS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from recipes.comparison.plan import Cell, Plan
 from recipes.comparison.workspace import PLOTS, TABLE, Definition, WorkspaceError, save_workspace
-from recipes.tasks.loggers import Labels, start_wandb, wandb_mode
-from recipes.tasks.metrics import Metric
+from recipes.loggers.labels import Labels
+from recipes.loggers.wandb_client import start_wandb, wandb_mode
+from recipes.measuring.metrics import Metric
 
 JOB_TYPE = "comparison"
 WORKSPACE_FILE = "workspace.json"

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from recipes.comparison.plots import LABELS, Axis, colours, save_curves, save_step_times
+from pictures.style import colours
+from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
 from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
 
 AXES: tuple[Axis, ...] = ("time", "epoch", "mb_sent")

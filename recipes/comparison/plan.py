@@ -10,26 +10,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from lightning_gqsgd.presets import PRESETS
 from netlab.lab import NetLabError, parse_rate
-from recipes.tasks.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
-from recipes.tasks.metrics import METRICS, Metric
+from recipes.configuration import compose_configuration
+from recipes.files import RESULT_FILE
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
+from recipes.measuring.metrics import METRICS, Metric
+from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_strategies
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 CELL_FILE = "cell.json"
-RESULT_FILE = "result.json"
 
 #: The first steps compile kernels, and DDP sorts its buckets after one; the median is to be of others.
 LEAST_PROBE = 8
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
-
-#: What ``strategy=all`` stands for: every preset, and the baselines that run on every device (powersgd needs CUDA).
-ALL_STRATEGIES = ("ddp", "ddp_bf16", *PRESETS)
 
 
 class PlanError(ValueError):
@@ -106,6 +102,10 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     """
     arguments = [_without_all(argument) for argument in arguments]
     try:
+        check_strategies(arguments)
+    except UnknownStrategyError as error:
+        raise PlanError(str(error)) from error
+    try:
         overrides = OverridesParser.create().parse_overrides(arguments)
     except Exception as error:  # Hydra's parser raises ANTLR's errors as well as its own
         raise PlanError(f"cannot read {' '.join(arguments)!r}: {error}") from error
@@ -118,8 +118,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     swept = _swept(passed)
     if settings.links:
         passed += _on_unlimited_links(passed, settings.links)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = [(choice, _composed(choice)) for choice in _choices(passed)]
+    composed = [(choice, _composed(choice)) for choice in _choices(passed)]
     folder = Path(settings.output).absolute() / _slug("-".join([experiment, *_hardware([one for _, one in composed])]))
     cells = [_cell(choice, config, swept, folder) for choice, config in composed]
     _check_distinct(cells)
@@ -146,13 +145,12 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
         **{"test": "false", "checkpoint": "false", "logger": "csv"},
     }
     probes = []
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for link, cell in itertools.product(settings.links, reversed(first.values())):
-            own = {**short, "hardware.rate": link}
-            kept = [one for one in cell.overrides if _key(one) not in own and not _key(one).startswith("logger.")]
-            choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
-            folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
-            probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
+    for link, cell in itertools.product(settings.links, reversed(first.values())):
+        own = {**short, "hardware.rate": link}
+        kept = [one for one in cell.overrides if _key(one) not in own and not _key(one).startswith("logger.")]
+        choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
+        folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
+        probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
     return tuple(probes)
 
 
@@ -163,7 +161,7 @@ def _without_all(argument: str) -> str:
         return argument
     if value != "all":
         raise PlanError(f"{argument}: 'all' includes the others; take strategy=all, or a list of names")
-    return f"strategy={','.join(ALL_STRATEGIES)}"
+    return f"strategy={','.join(ALL)}"
 
 
 def _settings(overrides: Sequence[Override]) -> Settings:
@@ -211,7 +209,7 @@ def _choices(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        composed = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+        composed = OmegaConf.to_container(compose_configuration(overrides), resolve=True)
         assert isinstance(composed, dict)
         check_profile(composed)
     except Exception as error:  # Hydra and OmegaConf have several families of errors; all of them name the key

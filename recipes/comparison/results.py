@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gqsgd.theory import bits_at
-from recipes.tasks import names
-from recipes.tasks.metrics import METRICS, Metric
+from recipes.files import METRICS_FILE, RESULT_FILE
+from recipes.measuring import names
+from recipes.measuring.metrics import METRICS, Metric
 
 Curve = NDArray[np.float64]
 
@@ -56,8 +57,8 @@ class Run:
     @classmethod
     def load(cls, folder: Path) -> Run:
         """Read ``result.json`` and ``metrics.csv``."""
-        facts = json.loads((folder / "result.json").read_text())
-        rows = read_rows(folder / "metrics.csv")
+        facts = json.loads((folder / RESULT_FILE).read_text())
+        rows = read_rows(folder / METRICS_FILE)
         metric = METRICS[facts["metric"]]
         points = [row for row in rows if metric.val in row]
         tests = [{**row, metric.val: row[metric.test]} for row in rows if metric.test in row]  # the same split

@@ -20,9 +20,10 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from recipes.comparison.plan import CELL_FILE, RESULT_FILE, Cell
-from recipes.tasks.launch import folder_argument
-from recipes.tasks.metrics import METRICS
+from recipes.comparison.plan import CELL_FILE, Cell
+from recipes.files import RESULT_FILE
+from recipes.launch.processes import folder_argument
+from recipes.measuring.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = "output.log"

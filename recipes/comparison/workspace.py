@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.comparison.plots import COLOURS
-from recipes.tasks import names
-from recipes.tasks.loggers import wandb_mode
-from recipes.tasks.metrics import METRICS
+from pictures.style import COLOURS
+from recipes.loggers.wandb_client import wandb_mode
+from recipes.measuring import names
+from recipes.measuring.metrics import METRICS
 
 #: Names of the comparison's own run: table, and plots by their file names.
 TABLE = "comparison"

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from typer.main import get_command
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
+from recipes.configuration import compose_configuration
+from recipes.strategies.choices import strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -157,12 +158,13 @@ def test_recipes_compose(script: str, arguments: list[str]) -> None:
         values = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
         assert lists or not values, f"recipes/run.py takes one value: {override.input_line}"
         chosen.append(f"{override.get_key_element()}={values[0]}" if values else override.input_line)
-        if (ROOT / "conf" / name).is_dir():
+        if name == "strategy":
+            assert set(values) <= set(strategies())
+        elif (ROOT / "conf" / name).is_dir():
             assert not [value for value in values if not (ROOT / "conf" / name / f"{value}.yaml").is_file()]
         if override.is_add() and name.startswith("strategy."):
             assert name.removeprefix("strategy.") in GQSGDConfig.field_names()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        compose("config", overrides=chosen)
+    compose_configuration(chosen)
 
 
 @pytest.mark.parametrize("arguments", quoted("python -m netlab"), ids=" ".join)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
+
+from recipes.configuration import compose_configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,11 +35,10 @@ TINY = (
 
 @pytest.fixture
 def composed() -> Callable[..., DictConfig]:
-    """Configuration of a command line."""
+    """The configuration of a command line."""
 
     def make(*overrides: str) -> DictConfig:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return compose("config", overrides=list(overrides))
+        return compose_configuration(overrides)
 
     return make
 

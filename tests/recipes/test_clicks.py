@@ -19,18 +19,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics.functional.classification import binary_auroc
 
-from recipes.tasks import criteo
-from recipes.tasks.baselines import BaselineDDPStrategy
-from recipes.tasks.click_features import NUMBER_CLASSES, field_ids, mixed, number_classes
-from recipes.tasks.clicks import FALLBACK, ClickData, ClickSet
-from recipes.tasks.criteo import MISSING, ClickLog, load_log
-from recipes.tasks.deepfwfm import DeepFwFM
-from recipes.tasks.metrics import AUC
+from recipes.data import criteo
+from recipes.data.click_features import NUMBER_CLASSES, field_ids, mixed, number_classes
+from recipes.data.clicks import FALLBACK, ClickData, ClickSet
+from recipes.data.criteo import MISSING, ClickLog, load_log
+from recipes.data.sources import DataError
+from recipes.data.splits import split
+from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
+from recipes.measuring.metrics import AUC
+from recipes.models.deepfwfm import DeepFwFM
+from recipes.strategies.baselines import BaselineDDPStrategy
 from recipes.tasks.optimizers import OptimizerError
-from recipes.tasks.sources import DataError
-from recipes.tasks.splits import split
-from recipes.tasks.synthetic_clicks import TRUE_AUC, synthetic_clicks
-from recipes.tasks.training import train
+from recipes.training.train import train
 from tests.distributed import ranks
 
 Compose = Callable[..., DictConfig]

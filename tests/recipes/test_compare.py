@@ -17,15 +17,17 @@ from PIL import Image
 from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
+from pictures.style import COLOURS
 from recipes.compare import _fitting, _table, _title
 from recipes.comparison.labels import place_labels
 from recipes.comparison.page import Section, headlines, write_page
-from recipes.comparison.plan import ALL_STRATEGIES, CONF, Cell, PlanError, make_plan
-from recipes.comparison.plots import COLOURS, MANY, save_curves, save_family, save_step_times
+from recipes.comparison.plan import Cell, PlanError, make_plan
+from recipes.comparison.plots import MANY, save_curves, save_family, save_step_times
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
 from recipes.comparison.runner import command
-from recipes.tasks import names
-from recipes.tasks.metrics import ACCURACY, PERPLEXITY, Metric
+from recipes.measuring import names
+from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
+from recipes.strategies.choices import ALL, strategies
 from tests.recipes.conftest import ROOT, TINY
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
@@ -74,7 +76,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device() -> None:
     [
         (["+exp=quickstart", "strategy=ddp,all"], "strategy=ddp,all: 'all' includes the others; take strategy=all"),
         (["strategy=ddp"], r"\+exp=NAME, one of deeplight_criteo, quickstart, resnet_cifar"),
-        (["+exp=quickstart", "strategy=dpp"], "dpp"),
+        (["+exp=quickstart", "strategy=dpp"], "strategy=dpp is not one of ddp, .*; did you mean 'ddp'"),
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
         (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
         (["+exp=quickstart", "target=high"], "target='high' cannot be read"),
@@ -411,7 +413,7 @@ def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) ->
 
 def test_many_curves_get_panels_of_their_own(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", [0.5, 0.9, 0.97, 1.0])
-    many: dict[str, list[Run]] = {name: [run] for name in ALL_STRATEGIES}
+    many: dict[str, list[Run]] = {name: [run] for name in ALL}
     assert len(many) > MANY
     for axis in ("time", "epoch", "mb_sent"):
         save_curves(many, axis, "title", tmp_path / f"{axis}.png", target=0.9)
@@ -423,7 +425,7 @@ def test_many_curves_get_panels_of_their_own(tmp_path: Path) -> None:
 
 
 def test_every_strategy_has_a_colour_of_its_own() -> None:
-    assert set(COLOURS) == {file.stem for file in (CONF / "strategy").glob("*.yaml")}
+    assert set(COLOURS) == set(strategies())
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 

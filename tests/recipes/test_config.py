@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd import GQSGDStrategy
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.presets import PRESETS
-from recipes.tasks.building import ALLOWED_TARGETS, TargetError, build
-from recipes.tasks.networks import ResNet
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
+from lightning_gqsgd.presets import PRESETS, Preset, make_config
+from recipes.strategies.choices import CONF, TARGET, UnknownStrategyError, check_strategies, strategies
+from recipes.training.building import ALLOWED_TARGETS, TargetError, build
+from workloads.resnet import ResNet
 
 Compose = Callable[..., DictConfig]
 
@@ -25,7 +23,10 @@ def _choices(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("strategy", _choices("strategy"))
+# --- strategies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", strategies())
 @pytest.mark.parametrize("experiment", _choices("exp"))
 def test_every_experiment_with_every_strategy(composed: Compose, experiment: str, strategy: str) -> None:
     cfg = composed(f"+exp={experiment}", f"strategy={strategy}")
@@ -38,16 +39,66 @@ def test_every_experiment_with_every_strategy(composed: Compose, experiment: str
         assert config["model"].get(number) == config["data"].get(number)
 
 
-def test_one_strategy_for_each_preset_besides_the_baselines() -> None:
-    baselines = ["ddp", "ddp_bf16", "ddp_fp16", "powersgd"]
-    assert _choices("strategy") == sorted([*baselines, *PRESETS])
+def test_every_preset_is_a_strategy_and_only_torchs_own_strategies_have_files() -> None:
+    assert strategies() == ["ddp", "ddp_bf16", "ddp_fp16", "powersgd", *PRESETS]
+    targets = {OmegaConf.load(file)._target_ for file in (CONF / "strategy").glob("*.yaml")}
+    assert targets == {"recipes.strategies.baselines.BaselineDDPStrategy"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_strategy_has_the_presets_configuration(composed: Compose, preset: str) -> None:
-    built = build(composed(f"strategy={preset}").strategy, leave_out=("name",))
-    assert built.gqsgd_config == PRESETS[preset].config
-    assert (CONF / "strategy" / f"{preset}.yaml").read_text().startswith("# ")
+    node = composed(f"strategy={preset}").strategy
+    assert build(node, leave_out=("name",)).gqsgd_config == PRESETS[preset].config
+    assert (node.name, node.preset) == (preset, preset)
+    # The preset says everything else; the package's own presets list the one field in which they differ.
+    assert set(node) - {"name", "_target_", "preset"} == ({"bits"} if preset in ("gqsgd", "gqsgd_4bit") else set())
+
+
+def test_a_new_preset_is_a_strategy_at_once(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "mine", Preset({"bits": 3, "reducer": "sum"}, "a paper", "what it does"))
+    check_strategies(["strategy=mine"])
+    node = composed("strategy=mine", "+strategy.block_size=64").strategy
+    assert OmegaConf.to_container(node) == {
+        "name": "mine",
+        "_target_": "lightning_gqsgd.GQSGDStrategy",
+        "preset": "mine",
+        "block_size": 64,
+    }
+
+
+def test_fields_are_added_or_changed(composed: Compose) -> None:
+    added = build(composed("strategy=dore", "+strategy.block_size=128").strategy, leave_out=("name",))
+    assert added.gqsgd_config == make_config("dore", block_size=128)
+    changed = build(composed("strategy=gqsgd", "strategy.bits=2").strategy, leave_out=("name",))
+    assert changed.gqsgd_config == make_config("gqsgd", bits=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["+exp=quickstart", "strategy=dor"], r"strategy=dor is not one of ddp, .*, topk_ef; did you mean 'dore'\?"),
+        (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is not one of .* did you mean 'gqsgd'"),
+        (["strategy=quantum"], "strategy=quantum is not one of ddp, .*, topk_ef$"),
+        (["strategy=all"], r"strategy=all is a comparison .* take python recipes/compare\.py"),
+    ],
+)
+def test_a_misspelt_strategy_is_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(UnknownStrategyError, match=message) as caught:
+        check_strategies(arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["strategy=dore", "strategy.name=mine", "title=strategy=none"],
+        ["-m", "strategy=choice(ddp,gqsgd)"],
+        ["--config-dir", "there", "strategy=mine"],
+        ["hydra.searchpath=[file://there]", "strategy=mine"],
+    ],
+)
+def test_only_names_of_strategies_are_checked(arguments: list[str]) -> None:
+    check_strategies(arguments)
 
 
 def test_memory_is_given_by_name_or_by_numbers(composed: Compose) -> None:
@@ -92,14 +143,15 @@ def test_experiments_are_added_not_overridden(composed: Compose) -> None:
         composed("exp=quickstart")
 
 
-def test_the_files_name_exactly_the_allowed_targets() -> None:
+def test_files_and_presets_name_exactly_the_allowed_targets() -> None:
     # Hydra itself builds its launcher.
     files = [OmegaConf.load(file) for file in CONF.rglob("*.yaml") if "hydra" not in file.relative_to(CONF).parts]
     named = {cfg._target_ for cfg in files if isinstance(cfg, DictConfig) and "_target_" in cfg}
-    assert named == ALLOWED_TARGETS
+    assert {*named, TARGET} == ALLOWED_TARGETS
+    assert {target.partition(".")[0] for target in ALLOWED_TARGETS} == {"lightning_gqsgd", "recipes", "workloads"}
 
 
-@pytest.mark.parametrize("target", ["os.system", "recipes.tasks.images.np.load", None])
+@pytest.mark.parametrize("target", ["os.system", "recipes.data.images.np.load", None])
 def test_no_other_target_is_called(target: str | None) -> None:
     with pytest.raises(TargetError, match="is not one of"):
         build(OmegaConf.create({"_target_": target, "command": "true"}))
@@ -108,7 +160,7 @@ def test_no_other_target_is_called(target: str | None) -> None:
 def test_targets_inside_a_node_are_not_called() -> None:
     node = OmegaConf.create(
         {
-            "_target_": "recipes.tasks.networks.ResNet",
+            "_target_": "workloads.resnet.ResNet",
             "blocks": {"_target_": "os.system", "command": "true"},
             "width": 4,
         }
@@ -123,7 +175,7 @@ def test_build_calls_with_plain_values(composed: Compose) -> None:
     assert len(network.stages) == 3
 
 
-def test_lightnings_strategies_are_built_from_their_files(composed: Compose) -> None:
-    for strategy in _choices("strategy"):
+def test_all_strategies_are_built(composed: Compose) -> None:
+    for strategy in strategies():
         built = build(composed(f"strategy={strategy}").strategy, leave_out=("name",))
         assert hasattr(built, "configure_ddp")

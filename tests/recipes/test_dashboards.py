@@ -20,8 +20,8 @@ from recipes.comparison import dashboard, workspace
 from recipes.comparison.dashboard import grouping, publish
 from recipes.comparison.plan import make_plan
 from recipes.comparison.workspace import Definition, WorkspaceError, save_workspace
-from recipes.tasks import names
-from recipes.tasks.metrics import ACCURACY, PERPLEXITY
+from recipes.measuring import names
+from recipes.measuring.metrics import ACCURACY, PERPLEXITY
 from tests.recipes.conftest import TINY, clean_environment, run_script
 from tests.recipes.wandb_files import WandbFile, read_run
 

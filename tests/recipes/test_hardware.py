@@ -13,17 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig, OmegaConf
 
 from netlab.lab import NetLabError
 from recipes import run
-from recipes.tasks import slurm
-from recipes.tasks.hardware import HardwareError, described, hardware_facts, profile_environment
-from recipes.tasks.launch import LaunchError
-from recipes.tasks.slurm import SlurmError, prepare_submission
+from recipes.configuration import compose_configuration
+from recipes.launch import slurm
+from recipes.launch.environment import profile_environment
+from recipes.launch.hardware import HardwareError, described, hardware_facts
+from recipes.launch.processes import LaunchError
+from recipes.launch.slurm import SlurmError, prepare_submission
 from tests.recipes import fake_slurm
 from tests.recipes.conftest import ROOT, TINY
 
@@ -48,8 +49,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     def make(*overrides: str, mode: str = "RUN") -> None:
         monkeypatch.setattr(sys, "argv", ["recipes/run.py", *overrides])
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("config", overrides=[*overrides, f"hydra.mode={mode}"], return_hydra_config=True)
+        cfg = compose_configuration([*overrides, f"hydra.mode={mode}"], with_hydra=True)
         HydraConfig.instance().set_config(cfg)
         run._check(cfg)
 
@@ -315,10 +315,7 @@ def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: 
 
 
 def test_gpus_are_asked_for() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose(
-            "config", overrides=["hardware=slurm", "trainer.devices=8", "hardware.nodes=2"], return_hydra_config=True
-        )
+    cfg = compose_configuration(["hardware=slurm", "trainer.devices=8", "hardware.nodes=2"], with_hydra=True)
     launcher = cfg.hydra.launcher
     expected = {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8, "timeout_min": 60, "max_num_timeout": 0}
     assert {name: launcher[name] for name in expected} == expected

@@ -20,11 +20,11 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
 
-from recipes.tasks import image_folder
-from recipes.tasks.image_folder import MEAN, STD, ImageFolderData
-from recipes.tasks.metrics import ACCURACY
-from recipes.tasks.sources import DataError
-from recipes.tasks.training import train
+from recipes.data import image_folder
+from recipes.data.image_folder import MEAN, STD, ImageFolderData
+from recipes.data.sources import DataError
+from recipes.measuring.metrics import ACCURACY
+from recipes.training.train import train
 
 
 def _data(root: Path | None, **settings: Any) -> ImageFolderData:

@@ -7,8 +7,9 @@ import torch
 import torchvision
 from torch import nn
 
-from recipes.tasks.networks import ResNet, torchvision_resnet
+from recipes.models.imagenet import torchvision_resnet
 from recipes.tasks.schedules import make_schedule
+from workloads.resnet import ResNet
 
 
 def _parameters(network: nn.Module) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tasks import names
-from recipes.tasks.metrics import ACCURACY
+from recipes.measuring import names
+from recipes.measuring.metrics import ACCURACY
 from tests.recipes.conftest import ROOT, TINY, run_ranks
 from tests.recipes.wandb_files import read_run
 

@@ -23,17 +23,17 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.tasks import corpus, wikitext
-from recipes.tasks.building import build
-from recipes.tasks.download import download
+from recipes.data import corpus, wikitext
+from recipes.data.download import download
+from recipes.data.sources import DataError
+from recipes.data.text import Windows
+from recipes.data.tokenizers import Vocabulary, splitter
+from recipes.data.wikitext import FALLBACK, WikiTextData
+from recipes.measuring.metrics import PERPLEXITY
+from recipes.models.transformer import Transformer
 from recipes.tasks.language_model import Perplexity
-from recipes.tasks.metrics import PERPLEXITY
-from recipes.tasks.sources import DataError
-from recipes.tasks.text import Windows
-from recipes.tasks.tokenizers import Vocabulary, splitter
-from recipes.tasks.training import train
-from recipes.tasks.transformer import Transformer
-from recipes.tasks.wikitext import FALLBACK, WikiTextData
+from recipes.training.building import build
+from recipes.training.train import train
 
 TRAIN = " = Title = \n the cat sat on the mat . \n the dog sat . \n" * 20
 VALID = " the cat sat on the zebra . \n" * 20
