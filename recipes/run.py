@@ -29,7 +29,7 @@ from recipes.launch.processes import (
     torchrun_needed,
 )
 from recipes.launch.slurm import prepare_submission
-from recipes.strategies.choices import check_strategies, register_presets
+from recipes.strategies.choices import CONF, check_strategies, register_presets
 
 
 def _check(cfg: DictConfig) -> None:
@@ -66,7 +66,7 @@ def _places(cfg: DictConfig) -> tuple[int, int]:
     return cfg.trainer.num_nodes, local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> float:
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
@@ -86,7 +86,12 @@ def main(cfg: DictConfig) -> float:
         sys.exit(f"{type(error).__name__}: {error}")  # a traceback would hide it
 
 
-if __name__ == "__main__":
+def start() -> None:
+    """Train as the command line of this process says.
+
+    Raises:
+        SystemExit: the command line asks for something that cannot be; its code is the message, in one line.
+    """
     try:
         check_strategies(sys.argv[1:])
         prepare_submission(sys.argv[1:], os.environ)
@@ -95,3 +100,7 @@ if __name__ == "__main__":
     register_presets()
     sys.argv += hydra_arguments(sys.argv[1:], os.environ)
     main()
+
+
+if __name__ == "__main__":
+    start()

@@ -7,16 +7,19 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hydra.core.singleton import Singleton
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+from recipes import run
 from recipes.configuration import compose_configuration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +58,9 @@ def tiny(composed: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
     return make
 
 
-@pytest.fixture
-def clean_process() -> Iterator[None]:
-    """Takes back what training in this process leaves behind: environment, process group, rank, threads."""
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Take back what training in this process leaves behind: environment, process group, rank, threads."""
     environment, rank, threads = dict(os.environ), rank_zero_only.rank, torch.get_num_threads()
     yield
     if dist.is_initialized():
@@ -66,6 +69,35 @@ def clean_process() -> Iterator[None]:
     os.environ.update(environment)
     rank_zero_only.rank = rank
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def clean_process() -> Iterator[None]:
+    """See `restored_process`."""
+    with restored_process():
+        yield
+
+
+@pytest.fixture
+def refusal(
+    clean_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., str | int | None]]:
+    """What run.py ends with when it refuses a command line, in this process: its message, on stderr in a real run."""
+    hydra_state = Singleton.get_state()
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def start(*arguments: str) -> str | int | None:
+        # Hydra's loggers would outlive this test.
+        quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+        monkeypatch.setattr(sys, "argv", ["recipes/run.py", *quiet, *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            run.start()
+        return stopped.value.code
+
+    yield start
+    Singleton.set_state(hydra_state)
 
 
 @pytest.fixture

@@ -18,13 +18,14 @@ from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
 from pictures.style import COLOURS
-from recipes.compare import _fitting, _table, _title
+from recipes.compare import _fitting, _table, _title, main
 from recipes.comparison.labels import place_labels
 from recipes.comparison.page import Section, headlines, write_page
-from recipes.comparison.plan import Cell, PlanError, make_plan
+from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
 from recipes.comparison.plots import MANY, save_curves, save_family, save_step_times
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
 from recipes.comparison.runner import command
+from recipes.files import RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
 from recipes.strategies.choices import ALL, strategies
@@ -467,24 +468,44 @@ def test_labels_without_room_are_still_placed() -> None:
 
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
+#: What a comparison of two strategies writes, in the order in which it says so.
+FILES = [
+    "table.md",
+    "table.csv",
+    *(f"accuracy_{axis}.png" for axis in ("time", "epoch", "mb_sent")),
+    "step_time.png",
+    "comparison.html",
+]
 
+
+def test_compare_a_finished_strategy_with_one_that_runs(script: Script, tmp_path: Path) -> None:
+    arguments = (*TINY, "trainer.devices=1", "strategy=ddp,ddp_bf16", f"output={tmp_path}")
+    plan = make_plan(arguments)
+    finished, _ = plan.cells
+    _run(finished.folder, [0.5, 0.8], final=0.8)
+    (finished.folder / CELL_FILE).write_text(json.dumps(finished.config))
+    result = (finished.folder / RESULT_FILE).read_bytes()
+
+    compared = script("compare.py", *arguments, cwd=tmp_path)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert compared.stdout.count("finished before") == 1
+    assert (finished.folder / RESULT_FILE).read_bytes() == result
+    last = compared.stdout.splitlines()[-len(FILES) :]
+    assert [line.partition(": ")[2] for line in last] == [str(plan.folder / name) for name in FILES]
+    assert all((plan.folder / name).stat().st_size > 100 for name in FILES)
+    with open(plan.folder / "table.csv", newline="") as file:
+        assert [row["variant"] for row in csv.DictReader(file)] == ["ddp", "ddp_bf16"]
+
+
+@pytest.mark.slow
 def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, tmp_path: Path) -> None:
     arguments = ("compare.py", *TINY, "trainer.devices=1", "test=false")
     finished = script(*arguments, "strategy=ddp,ddp_bf16", cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     folder = tmp_path / "outputs" / "compare" / "quickstart"
-    files = [
-        "table.md",
-        "table.csv",
-        "accuracy_time.png",
-        "accuracy_epoch.png",
-        "accuracy_mb_sent.png",
-        "step_time.png",
-        "comparison.html",
-    ]
-    last = finished.stdout.splitlines()[-len(files) :]
-    assert [line.partition(": ")[2] for line in last] == [str(folder / name) for name in files]
-    assert all((folder / name).stat().st_size > 100 for name in files)
+    last = finished.stdout.splitlines()[-len(FILES) :]
+    assert [line.partition(": ")[2] for line in last] == [str(folder / name) for name in FILES]
+    assert all((folder / name).stat().st_size > 100 for name in FILES)
     assert "ddp_bf16" in (folder / "table.md").read_text()
     times = {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}
     assert len(times) == 2
@@ -498,7 +519,10 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
     assert "table: " in again.stdout  # of the two others
 
 
-def test_mistakes_are_explained_with_the_usage(script: Script, tmp_path: Path) -> None:
-    finished = script("compare.py", "strategy=ddp", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert "name one experiment: +exp=NAME" in finished.stderr
+def test_mistakes_are_explained_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["strategy=ddp"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("usage: ")
+    assert "name one experiment: +exp=NAME" in message

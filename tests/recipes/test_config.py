@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_gqsgd import GQSGDStrategy
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.presets import PRESETS, Preset, make_config
-from recipes.strategies.choices import CONF, TARGET, UnknownStrategyError, check_strategies, strategies
+from recipes.strategies.baselines import BaselineDDPStrategy
+from recipes.strategies.choices import CONF, TARGET, UnknownStrategyError, baselines, check_strategies, strategies
 from recipes.training.building import ALLOWED_TARGETS, TargetError, build
 from workloads.resnet import ResNet
 
@@ -26,8 +28,15 @@ def _choices(group: str) -> list[str]:
 # --- strategies ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", strategies())
-@pytest.mark.parametrize("experiment", _choices("exp"))
+@pytest.mark.parametrize(
+    ("experiment", "strategy"),
+    [(experiment, "gqsgd") for experiment in _choices("exp")]
+    + [
+        pytest.param(experiment, strategy, marks=pytest.mark.slow)
+        for experiment, strategy in itertools.product(_choices("exp"), strategies())
+        if strategy != "gqsgd"
+    ],
+)
 def test_every_experiment_with_every_strategy(composed: Compose, experiment: str, strategy: str) -> None:
     cfg = composed(f"+exp={experiment}", f"strategy={strategy}")
     config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -47,11 +56,12 @@ def test_every_preset_is_a_strategy_and_only_torchs_own_strategies_have_files() 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_strategy_has_the_presets_configuration(composed: Compose, preset: str) -> None:
-    node = composed(f"strategy={preset}").strategy
-    assert build(node, leave_out=("name",)).gqsgd_config == PRESETS[preset].config
-    assert (node.name, node.preset) == (preset, preset)
+    cfg = composed(f"strategy={preset}")
+    assert cfg.run_root == f"outputs/digits/{preset}-seed0"
     # The preset says everything else; the package's own presets list the one field in which they differ.
-    assert set(node) - {"name", "_target_", "preset"} == ({"bits"} if preset in ("gqsgd", "gqsgd_4bit") else set())
+    bits = {"gqsgd": {"bits": 8}, "gqsgd_4bit": {"bits": 4}}.get(preset, {})
+    assert cfg.strategy == {"name": preset, "_target_": "lightning_gqsgd.GQSGDStrategy", "preset": preset, **bits}
+    assert build(cfg.strategy, leave_out=("name",)).gqsgd_config == PRESETS[preset].config
 
 
 def test_a_new_preset_is_a_strategy_at_once(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +185,7 @@ def test_build_calls_with_plain_values(composed: Compose) -> None:
     assert len(network.stages) == 3
 
 
-def test_all_strategies_are_built(composed: Compose) -> None:
-    for strategy in strategies():
-        built = build(composed(f"strategy={strategy}").strategy, leave_out=("name",))
-        assert hasattr(built, "configure_ddp")
+@pytest.mark.parametrize("strategy", baselines())
+def test_torchs_own_strategies_are_built(composed: Compose, strategy: str) -> None:
+    built = build(composed(f"strategy={strategy}").strategy, leave_out=("name",))
+    assert isinstance(built, BaselineDDPStrategy)

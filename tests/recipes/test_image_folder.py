@@ -296,6 +296,7 @@ def test_resnet50_for_imagenet_trains_on_the_fallback(composed: Callable[..., Di
     assert ACCURACY.test in facts["metrics"]
 
 
+@pytest.mark.slow
 def test_two_processes_train_on_a_folder(
     script: Callable[..., subprocess.CompletedProcess[str]], pictures: Path, tmp_path: Path
 ) -> None:

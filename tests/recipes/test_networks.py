@@ -17,17 +17,19 @@ def _parameters(network: nn.Module) -> int:
 
 
 def test_resnet18_is_torchvisions_with_another_stem() -> None:
-    theirs = torchvision.models.resnet18(num_classes=10)
-    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    ours = ResNet((2, 2, 2, 2), width=64)
+    with torch.device("meta"):
+        theirs = torchvision.models.resnet18(num_classes=10)
+        theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        ours = ResNet((2, 2, 2, 2), width=64)
     assert _parameters(ours) == _parameters(theirs) == 11_173_962
     assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
 
 
 def test_resnet50_is_torchvisions_with_another_stem() -> None:
-    theirs = torchvision.models.resnet50(num_classes=10)
-    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    ours = ResNet((3, 4, 6, 3), width=64, bottleneck=True)
+    with torch.device("meta"):
+        theirs = torchvision.models.resnet50(num_classes=10)
+        theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        ours = ResNet((3, 4, 6, 3), width=64, bottleneck=True)
     assert _parameters(ours) == _parameters(theirs) == 23_520_842
     assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
 

@@ -471,6 +471,7 @@ def test_learns_more_than_how_frequent_words_are(
     assert (tmp_path / "run" / "perplexity.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_two_processes_with_gqsgd(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     folder, cache = tmp_path / "run", tmp_path / "cache"
     arguments = (*TINY, "strategy=gqsgd", "optimizer.lr=0.01", f"data.cache_dir={cache}", f"hydra.run.dir={folder}")
