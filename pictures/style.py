@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-#: One colour per strategy in every picture (the first are Okabe and Ito's, distinguishable with colour blindness).
+#: Colour of each strategy in every picture. The first ones are Okabe and Ito's, distinguishable with colour blindness.
 COLOURS = {
     "ddp": "#4d4d4d",
     "ddp_bf16": "#56b4e9",
@@ -32,6 +32,7 @@ COLOURS = {
     "signsgd_ef": "#882255",
     "topk_ef": "#8f8f2d",
 }
+#: Colours of variants that are named otherwise.
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")
 
 #: Resolution of pictures in dots per inch.
@@ -62,7 +63,7 @@ STYLE: Any = {
 
 
 def colours(variants: Sequence[str]) -> dict[str, str]:
-    """A colour for each variant: that of its strategy, or the next of the others."""
+    """A colour for each variant: that of its strategy, or the next of the other colours."""
     taken = {COLOURS.get(variant) for variant in variants}
-    others = itertools.cycle([one for one in OTHERS if one not in taken] or OTHERS)
+    others = itertools.cycle([colour for colour in OTHERS if colour not in taken] or OTHERS)
     return {variant: COLOURS.get(variant) or next(others) for variant in variants}

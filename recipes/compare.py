@@ -48,7 +48,14 @@ Settings of the comparison itself, beside all overrides of run.py:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, tabulate and draw a comparison; returns the exit code."""
+    """Run, tabulate and draw a comparison.
+
+    Args:
+        arguments: the command line; None: that of this process.
+
+    Returns:
+        The exit code: 0, 1 if a run failed, or 130 after an interrupt.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,14 +99,14 @@ def _report(plan: Plan, failed: set[Path], command: str, console: Console) -> No
         kind = {".png": "plot", ".html": "page"}.get(file.suffix, "table")
         console.print(f"{kind}: {file}", highlight=False)
     if any(cell.config["logger"]["name"] == "wandb" for cell in plan.cells):
-        # Here, not above: W&B's loggers are Lightning's, which takes seconds to import.
+        # Here, not above: the module imports Lightning, which takes seconds.
         from recipes.comparison.dashboard import publish
 
         publish(plan, sections[0].lines[0].metric, _title(plan, sections[0].variants, None), files, console)
 
 
 def _results(plan: Plan, failed: set[Path]) -> dict[str | None, dict[str, list[Run]]]:
-    """Runs of each variant, for each link; without links, for None."""
+    """Runs of each variant, by link; a comparison without links has the one key None."""
     trained: dict[str, list[Run]] = {}
     for cell in plan.cells:
         if cell.folder not in failed:
@@ -136,7 +143,7 @@ def _show_table(section: Section, console: Console) -> None:
 
 
 def _write(section: Section) -> list[Path]:
-    """Tables and plots of one section; returns their paths."""
+    """Write tables and plots of one section; returns their paths."""
     folder, variants = section.folder, section.variants
     folder.mkdir(parents=True, exist_ok=True)
     files = list(write_tables(section.lines, section.target, section.title, folder))
@@ -151,16 +158,16 @@ def _write(section: Section) -> list[Path]:
     if save_family(section.lines, section.title, family):
         files.append(family)
     else:
-        family.unlink(missing_ok=True)  # of an earlier comparison with more variants
+        family.unlink(missing_ok=True)  # an earlier comparison with more variants has left it
     return files
 
 
-#: Columns that go first where there is no room for all, by number in `headings`.
+#: Columns that are left out first where the console is too narrow, by their number in `headings`.
 LESS_IMPORTANT = (10, 3, 1, 7, 11, 12, 5)
 
 
 def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
-    """Numbers of the columns that fit into ``width``, and the padding that is left: 1 or 0."""
+    """Numbers of the columns that fit into ``width``, and the padding for which there is room: 1 or 0."""
     widths = _widths(heads, rows)
     shown = list(range(len(heads)))
     for column in (None, *LESS_IMPORTANT):
@@ -172,7 +179,7 @@ def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
 
 def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Least width of each column: headings may be broken at spaces, numbers never."""
+    """Least width of each column; headings may be broken at spaces, numbers never."""
     return [max(*(len(row[number]) for row in rows), *map(len, head.split())) for number, head in enumerate(heads)]
 
 
@@ -194,7 +201,7 @@ def _title(plan: Plan, variants: dict[str, list[Run]], link: str | None) -> str:
 
 
 def _hardware(plan: Plan) -> list[str]:
-    """All profiles and limits, e.g. ``["netlab 100mbit / 1gbit"]``; nothing where all is cpu."""
+    """All profiles and rates, e.g. ``["netlab 100mbit / 1gbit"]``; an empty list if all cells run on cpu."""
     profiles = [cell.config["hardware"] for cell in plan.cells]
     names = _joined(profile["name"] for profile in profiles)
     rates = _joined(str(profile["rate"]) for profile in profiles if profile.get("rate", "none") != "none")

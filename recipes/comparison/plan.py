@@ -1,4 +1,4 @@
-"""From a command line to the runs that it asks for."""
+"""From a command line to the runs that the command line asks for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_st
 
 CELL_FILE = "cell.json"
 
-#: The first steps compile kernels, and DDP sorts its buckets after one; the median is to be of others.
+#: Fewest steps of a probe. The first step compiles kernels, and DDP builds its buckets anew after it: the median has to
+#: be that of later steps.
 LEAST_PROBE = 8
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
 
@@ -34,13 +35,17 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What `compare.py` reads itself, written like overrides.
+    """The settings that `compare.py` reads itself; they are written like overrides.
 
     Attributes:
-        target: value of the task's metric whose time is reported; None: what all runs reach, less 1 %.
+        target: value of the task's metric whose time is reported; None: the value that all runs reach, less 1 %.
         output: folder of all comparisons.
-        links: rates of netlab; each training is made once, without a limit, and a probe measures its step on each.
-        probe_steps: steps of a probe.
+        links: rates of netlab's links. Each training is made once, without a limit, and a probe measures the training's
+            step on each link.
+        probe_steps: number of steps of a probe, at least `LEAST_PROBE`.
+
+    Raises:
+        PlanError: a value is out of range.
     """
 
     target: float | None = None
@@ -60,9 +65,10 @@ class Cell:
     """One run of a comparison.
 
     Attributes:
-        variant: what tables and plots call all seeds of these settings.
+        variant: name of these settings in tables and plots, the same for all seeds.
+        seed: seed of the run.
         overrides: command line of ``run.py``.
-        config: the complete configuration that they make.
+        config: the complete configuration that the overrides make.
         folder: where the run writes.
         link: rate of the link on which this run measures steps; None for trainings.
     """
@@ -85,7 +91,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a comparison, in their order: seed by seed, so that slow changes of the machine meet all variants."""
+    """All runs of a comparison, in the order in which they are made.
+
+    The order is seed by seed, so that slow changes of the machine meet all variants alike.
+
+    Attributes:
+        settings: settings of the comparison itself.
+        experiment: name of the experiment.
+        folder: folder of the comparison.
+        cells: the trainings.
+        probes: the short runs that measure steps on links.
+    """
 
     settings: Settings
     experiment: str
@@ -95,7 +111,10 @@ class Plan:
 
 
 def make_plan(arguments: Sequence[str]) -> Plan:
-    """Parse overrides, whose comma lists are the sweep, and compose every configuration, so that mistakes come up now.
+    """Parse overrides, whose comma lists are the sweep, and compose every configuration before anything runs.
+
+    Args:
+        arguments: overrides and settings, as on the command line.
 
     Raises:
         PlanError: no experiment, a malformed setting, or a configuration that cannot be composed.
@@ -107,7 +126,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
         raise PlanError(str(error)) from error
     try:
         overrides = OverridesParser.create().parse_overrides(arguments)
-    except Exception as error:  # Hydra's parser raises ANTLR's errors as well as its own
+    except Exception as error:  # Hydra's parser raises ANTLR's errors beside Hydra's
         raise PlanError(f"cannot read {' '.join(arguments)!r}: {error}") from error
     own = [field.name for field in fields(Settings)]
     settings = _settings([override for override in overrides if override.key_or_group in own])
@@ -155,7 +174,7 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
 
 
 def _without_all(argument: str) -> str:
-    """The argument, with the names of all strategies in place of "all"."""
+    """The argument, in which "all" is replaced by the names of all strategies."""
     key, _, value = argument.partition("=")
     if key != "strategy" or "all" not in value.split(","):
         return argument
@@ -212,7 +231,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         composed = OmegaConf.to_container(compose_configuration(overrides), resolve=True)
         assert isinstance(composed, dict)
         check_profile(composed)
-    except Exception as error:  # Hydra and OmegaConf have several families of errors; all of them name the key
+    except Exception as error:  # Hydra and OmegaConf raise several families of errors; all of them name the key
         raise PlanError(f"{' '.join(overrides)}: {error}") from error
     name = composed["hardware"]["name"]
     if name in (MULTI_NODE, SLURM):
@@ -224,7 +243,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], comparison: Path) -> Cell:
-    """The run of one choice, below the folder of its comparison."""
+    """The run of one command line, in a folder below that of its comparison."""
     if "group" in config["logger"] and config["logger"]["group"] is None:
         config["logger"]["group"] = group = f"compare-{comparison.name}"
         overrides = [*overrides, f"logger.group={group}"]
@@ -236,7 +255,10 @@ def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str]
 
 
 def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """What the folder's name says of the hardware: profile unless it is cpu, hosts, and rate if there is only one."""
+    """What the folder's name says of the hardware.
+
+    The profile is named unless it is cpu; the number of hosts and the rate are named if there is only one of each.
+    """
     profiles = {config["hardware"]["name"] for config in configs}
     nodes = {config["trainer"]["num_nodes"] for config in configs} - {1}
     rates = {str(config["hardware"]["rate"]) for config in configs if "rate" in config["hardware"]}
@@ -247,7 +269,7 @@ def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _last_part(override: str) -> str:
-    """``bits=4`` of ``strategy.bits=4``; nothing for what the variant's name or the seed says already."""
+    """``bits=4`` of ``strategy.bits=4``; "" for a setting that the variant's name or the seed says already."""
     key, _, value = override.partition("=")
     if _key(override) in ("strategy", "strategy.name", "seed"):
         return ""

@@ -1,4 +1,4 @@
-"""Pictures of runs, 900 pixels wide, or 1350 with many variants."""
+"""Pictures of runs: 900 pixels wide, or 1350 with many variants."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Axis = Literal["time", "epoch", "mb_sent"]
 
 LABELS: dict[Axis, str] = {"time": "training time (s)", "epoch": "epochs", "mb_sent": "gradients sent per process (MB)"}
 
-#: With more variants than these, curves would hide each other: each gets a panel of its own.
+#: With more variants than this, curves would hide each other, and each variant gets a panel of its own.
 MANY = 8
 PANELS_PER_ROW = 5
 
-#: Fewer points do not make a picture of a family.
+#: Fewest points of a picture of the family.
 LEAST_FAMILY = 3
 
 SIZE = (6.0, 3.8)
 
-#: Characters that fit into a line of a title: over curves, over the family, and beside the names of step times.
+#: Number of characters that fit into a line of a title: over curves, over the family, and over step times.
 CURVES_TITLE, FAMILY_TITLE, STEPS_TITLE = 66, 100, 54
 
 
@@ -51,14 +51,17 @@ def save_curves(
     target: float = math.nan,
     size: tuple[float, float] = SIZE,
 ) -> None:
-    """The metric of every variant's validations against ``axis``: the mean over seeds, with the range of the seeds.
+    """Draw the metric of every variant's validations against an axis: the mean over seeds, and the range of the seeds.
 
-    One picture up to `MANY` variants, otherwise a panel for each, with all others in grey behind.
+    Up to `MANY` variants share one picture. More variants get a panel each, with all other variants in grey behind.
 
     Args:
+        variants: the runs of each variant.
+        axis: key of `AXES`.
+        title: heading of the picture.
         file: a path, or an open file, which gets an SVG.
         target: value of the metric that is marked; NaN: none.
-        size: of the one picture, in inches.
+        size: size of the shared picture in inches.
     """
     with matplotlib.rc_context(STYLE):
         if len(variants) <= MANY:
@@ -149,7 +152,11 @@ def _draw_curve(axes: Axes, runs: Sequence[Run], axis: Axis, colour: str, label:
 
 
 def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
-    """Error against message bits of every variant that has both, with the bound; False, and no file, for too few."""
+    """Draw the error against message bits of every variant that has both, and the bound.
+
+    Returns:
+        False if there are too few variants, in which case no file is written.
+    """
     known = [line for line in lines if not math.isnan(line.bits_above_bound)]
     if len(known) < LEAST_FAMILY:
         return False
@@ -175,7 +182,7 @@ def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
 
 
 def _draw_bound(axes: Axes, known: Sequence[Line]) -> None:
-    """Limits, and the line r = 2^-b with what lies below it shaded."""
+    """Set the limits, and draw the line r = 2^-b with the area below the line shaded."""
     most = 1.14 * max(line.message_bits for line in known)
     low = min(line.rel_l2 for line in known) / 2
     high = max(2.0, 1.7 * max(line.rel_l2 for line in known))
@@ -205,7 +212,7 @@ def _family_legend(axes: Axes, known: Sequence[Line]) -> Legend:
 
 
 def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dict[str, str], legend: Legend) -> None:
-    """Names next to their points, with a leader where there is no room near by."""
+    """Write names next to their points; a name that finds no room near its point gets a leader."""
     labels: list[Annotation] = [
         axes.annotate(
             line.variant, (line.message_bits, line.rel_l2), color=chosen[line.variant], fontsize=8.5, zorder=5
@@ -215,7 +222,7 @@ def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dic
     for label in labels:
         label.set_in_layout(False)
         label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
-    figure.draw_without_rendering()  # the layout decides where points are
+    figure.draw_without_rendering()  # the layout decides where the points are
     figure.set_layout_engine("none")
     points = [tuple(axes.transData.transform((line.message_bits, line.rel_l2))) for line in known]
     frames = [label.get_window_extent() for label in labels]
@@ -247,7 +254,10 @@ def _has_memory(variant: str) -> bool:
 
 
 def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[bytes]) -> None:
-    """Median step of every variant: computation, and the communication that it did not hide; see `save_curves`."""
+    """Draw the median step of every variant: computation, and the communication that backward did not hide.
+
+    The arguments are those of `save_curves`.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 1.5 + 0.42 * len(variants)), layout="constrained")
         axes = figure.subplots()
@@ -280,7 +290,7 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[
 
 
 def _save(figure: Figure, file: Path | IO[bytes]) -> None:
-    # An SVG without a date, and with names that do not change: the same runs make the same page.
+    # The SVG has no date and fixed names, so that the same runs make the same page.
     if isinstance(file, Path):
         figure.savefig(file, dpi=DPI)
     else:
@@ -309,7 +319,10 @@ def _step_legend(figure: Figure, with_codec: bool) -> None:
 
 
 def _on_common_grid(xs: Sequence[Curve], ys: Sequence[Curve]) -> tuple[Curve, Curve]:
-    """Curves (seed, point) on the points of the first seed that all seeds cover, by linear interpolation."""
+    """Curves (seed, point) by linear interpolation.
+
+    The points are those of the first seed that lie in the range of all seeds.
+    """
     pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if x.size]
     if not pairs:
         return np.empty(0), np.empty((0, 0))
@@ -337,10 +350,10 @@ def _finish_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> 
 
 
 def _logarithmic(axes: Axes, low: float, high: float) -> None:
-    """A logarithmic scale with plain numbers, which begins and ends just outside the values."""
+    """Set a logarithmic scale with plain numbers, which begins and ends just outside the values."""
     axes.set_yscale("log")
     axes.set_ylim(low / 1.06, high * 1.06)
-    # Less than a decade has few round powers: equal steps then.
+    # A range of less than a decade holds too few round powers: ticks are at equal steps there.
     narrow = high < 5 * low
     axes.yaxis.set_major_locator(MaxNLocator(8) if narrow else LogLocator(10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -348,11 +361,11 @@ def _logarithmic(axes: Axes, low: float, high: float) -> None:
 
 
 def _spread_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> None:
-    """For accuracies, a logarithmic scale of the error: it shows the difference between 98 and 99 %."""
+    """Give accuracies a logarithmic scale of the error, which shows the difference between 98 and 99 %."""
     if not metric.percent:
         _finish_metric_axis(axes, metric, curves)
         return
-    most = 1.005  # the scale ends just above 100 %
+    most = 1.005  # an error of 0 % has no place on the scale, which ends just above 100 %
     axes.set_yscale(
         "function", functions=(lambda y: -np.log10(np.maximum(most - y, 1e-9)), lambda y: most - 10.0 ** -np.asarray(y))
     )
