@@ -1,7 +1,7 @@
 """Speed of encoding, reducing and decoding on a GPU, against a copy, casts to 16 bits and ordinary torch operations.
 
-`benchmarks.kernels` is its command line. Stages are those of the reducer `two_shot` on one bucket: *encode* all of it,
-*reduce* one shard (a message of each rank), *decode* the mean of all.
+The command line is `benchmarks.kernels`. The stages are those of the reducer `two_shot` on one bucket: *encode* encodes
+the whole bucket, *reduce* adds up one shard (a message of each rank), and *decode* decodes the mean of the bucket.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CODECS = {
     "8 bit rotated": GQSGDConfig(rotation=True, reducer="two_shot"),
 }
 
-#: Bytes per coordinate that encoding, reducing and decoding may move together at 8 bits, the gradient in and out
-#: included.
+#: Most bytes per coordinate that encoding, reducing and decoding may move together at 8 bits; reading the gradient and
+#: writing the mean are included.
 LIMITS = {"float32": 15.0, "bfloat16": 9.0}
 
 #: Bytes per coordinate that the Global-QSGD authors' int8 pipeline moves in fp32, counted in their code (`ddphook.py`,
@@ -52,21 +52,21 @@ LIMITS = {"float32": 15.0, "bfloat16": 9.0}
 #: numbers 4, stochastic rounding 12, cast to int8 5; cast back 5, product 8, copy into the bucket 8.
 AUTHORS_BYTES = 62
 
-#: Buffers of small buckets are copied until they are so many times the size of the L2 cache.
+#: All copies of a small bucket's buffers together are at least this many times the size of the L2 cache.
 CACHES = 3
-#: The most copies that one timed run takes after each other.
+#: Most copies that one timed run takes one after the other.
 BURST = 16
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is measured, and how.
+    """The device that is measured, and how its work is timed.
 
     Attributes:
-        device: where the tensors are.
+        device: the device of all tensors.
         clock: takes times of work on the device.
-        synchronise: waits for the device.
-        cache_bytes: size of its L2 cache.
+        synchronise: waits until the device has no work left.
+        cache_bytes: size of the device's L2 cache in bytes.
     """
 
     device: torch.device
@@ -83,7 +83,7 @@ class Target:
 
 
 class Stage(NamedTuple):
-    """Runs a stage on each of the copies of its buffers, and says how many bytes that moves for one."""
+    """Runs a stage on each copy of its buffers; knows how many bytes the stage moves on one copy."""
 
     runs: Sequence[Case]
     nbytes: float
@@ -99,11 +99,12 @@ class _Piece(NamedTuple):
 
 
 class Bucket:
-    """The stages on a tensor, with their buffers.
+    """The stages on one tensor, with their buffers.
 
     Args:
-        x, out: flat tensors, the gradient and its mean.
-        layouts: of the pieces, from `layouts_of`.
+        x: the gradient, a flat tensor.
+        out: the mean, a flat tensor like ``x``.
+        layouts: the pieces, from `layouts_of`.
         setting: configuration, number of ranks and dtype.
     """
 
@@ -111,23 +112,23 @@ class Bucket:
         self._x, self._out, self._dtype = x, out, setting.dtype
         self._kernels, self._keys = kernels_for(x.device), StepKeys.of(setting.config, 0, setting.ranks)
         self._q = setting.codec.quantiser(setting.config.block_size)
-        # Only where it is needed: the key of a rotation that encoding and decoding do on the way.
+        # Encoding and decoding rotate on the way where the configuration rotates; only then do they need this key.
         self._rotation = {"rotation": self._keys.rotation} if setting.config.rotation else {}
         self._pieces = [self._piece(part, layout, setting.ranks) for part, layout in layouts]
 
     def encode(self) -> None:
-        """All of the tensor."""
+        """Encode the whole tensor."""
         for piece in self._pieces:
             self._encode(piece, self._keys.up[0])
 
     def reduce(self) -> None:
-        """A shard of each piece."""
+        """Reduce one shard of each piece."""
         for one in self._pieces:
             keys, down = self._keys.up, self._keys.down
             self._kernels.reduce(one.received, one.owned, one.shard, self._q, keys, down, self._dtype)
 
     def decode(self) -> None:
-        """All of the tensor."""
+        """Decode the whole tensor."""
         for one in self._pieces:
             out, keys = self._out[one.part], (self._keys.down,)
             self._kernels.decode(one.message.view(1, -1), one.blocks, out, self._q, keys, **self._rotation)
@@ -164,7 +165,7 @@ def layouts_of(numel: int, setting: Setting) -> list[tuple[slice, Layout]]:
 
 
 def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[str, int]:
-    """Bytes that each stage has to move: gradients, messages and block tables, each read or written once."""
+    """Bytes that each stage has to move, by stage: gradients, messages and block tables, read or written once."""
     gradient = sum(int(one.blocks[:, LENGTH].sum()) for one in layouts) * itemsize
     message = sum(one.message_bytes for one in layouts)
     row = 8 * COLUMNS
@@ -174,12 +175,12 @@ def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[st
 
 
 def cast_bytes(itemsize: int) -> dict[str, int]:
-    """Bytes per coordinate of torch's fp16 and bf16 compression hooks: cast and division by the ranks, and back."""
+    """Bytes per coordinate of torch's fp16 and bf16 hooks: cast and division by the number of ranks; cast back."""
     return {"encode": itemsize + 2 + 4, "decode": 2 + itemsize}
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts what each operation reads and writes."""
+    """Counts the bytes that each torch operation reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,14 +194,17 @@ class _Traffic(TorchDispatchMode):
 
 
 def traffic(work: Case) -> int:
-    """Bytes that torch's operations in ``work`` read and write, one after the other, views apart."""
+    """Bytes that torch's operations in ``work`` read and write one after the other; views move none."""
     with _Traffic() as counted:
         work()
     return counted.nbytes
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Stochastic 8-bit codes and fp32 scales of blocks, as one writes them in torch; ``x`` is a multiple of `BLOCK`."""
+    """Stochastic 8-bit codes and fp32 scales of blocks, in ordinary torch.
+
+    The length of ``x`` is a multiple of `BLOCK`.
+    """
     values = x.view(-1, BLOCK).float()
     scales = values.abs().amax(1, keepdim=True)
     codes = (values / scales * 127 + torch.rand(values.shape, device=x.device) + 128).floor().to(torch.uint8)
@@ -208,12 +212,15 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantise` means, flat."""
+    """The flat tensor that the codes and scales of `quantise` stand for."""
     return ((codes.float() - 128) * (scales / 127)).to(dtype).view(-1)
 
 
 class _Cases:
-    """All cases on one size and dtype, with as many copies of their buffers as it takes to miss the L2 cache."""
+    """All cases on one size and dtype.
+
+    Each case has as many copies of its buffers as it takes to miss the L2 cache.
+    """
 
     def __init__(self, target: Target, megabytes: float, dtype: torch.dtype, ranks: int) -> None:
         self.numel = max(1, round(megabytes * 1e6) // (dtype.itemsize * BLOCK)) * BLOCK
@@ -252,13 +259,13 @@ class _Cases:
             self.stages[f"{_short(to)} hook", "torch's hooks", stage] = Stage(runs[stage], nbytes * self.numel)
 
     def add_torch(self, *, compiled: bool) -> None:
-        """Ordinary operations, one by one or compiled."""
+        """Add the ordinary torch operations: one by one, or compiled."""
         there, back = quantise, dequantise
         coded = [quantise(x) for x in self._xs]
         sample = torch.ones(BLOCK, dtype=self._dtype)
         codes = quantise(sample)
         if compiled:
-            torch._dynamo.reset()  # every size is compiled for itself, and there is a limit
+            torch._dynamo.reset()  # torch compiles for every size anew, and gives up after some sizes
             there, back = torch.compile(quantise, dynamic=False), torch.compile(dequantise, dynamic=False)
             moved = sample.nbytes + sum(one.nbytes for one in codes)
             nbytes = {"encode": moved, "decode": moved}
@@ -276,18 +283,21 @@ class _Cases:
             self.stages[name, name, stage] = Stage(runs[stage], of_block * self.numel / BLOCK)
 
     def seconds(self, rounds: int) -> dict[tuple[str, str, str], np.ndarray]:
-        """Time of one copy of each stage, in every round."""
+        """Seconds of one copy of each stage, in every round."""
         burst = min(BURST, len(self._xs))
         turns = {key: partial(_some, itertools.cycle(stage.runs), burst) for key, stage in self.stages.items()}
         for turn in turns.values():
-            turn()  # compiles
+            turn()  # the first call compiles
         self._target.synchronise()
         names = {str(number): turn for number, turn in enumerate(turns.values())}
         times = in_turns(names, rounds, clock=self._target.clock)
         return {key: values / burst for key, values in zip(turns, times.values(), strict=True)}
 
     def host_seconds(self, case: str, rounds: int) -> dict[str, np.ndarray]:
-        """Time to issue each stage of a case after the one before, the device idle before the first, in every round."""
+        """Seconds in which the host issues each stage of a case after the stage before, in every round.
+
+        The device is idle before the first stage.
+        """
         stages = {stage: itertools.cycle(one.runs) for (name, _, stage), one in self.stages.items() if name == case}
         found = {stage: np.empty(rounds) for stage in stages}
         for number in range(-2, rounds):
@@ -320,10 +330,10 @@ def facts_of(
     Args:
         target: the device.
         megabytes: size of the gradient in 10^6 bytes, rounded down to whole blocks.
-        dtype: of the gradient.
+        dtype: dtype of the gradient.
         ranks: number of messages that are reduced.
         rounds: number of times that every case is measured.
-        codecs: which of `CODECS`.
+        codecs: names in `CODECS` of the codecs that are measured.
     """
     cases = _Cases(target, megabytes, dtype, ranks)
     cases.add_copy()
@@ -377,10 +387,10 @@ def row_of(facts: Sequence[Fact]) -> list[Any]:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run all cases of all sizes and dtypes.
+    """Run all cases on all sizes and dtypes of the command line.
 
     Raises:
-        SystemExit: there is no CUDA device.
+        SystemExit: torch sees no CUDA device.
     """
     if not torch.cuda.is_available():
         raise SystemExit(
@@ -398,7 +408,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> Report:
-    """The table and the picture; ``name``: of the device."""
+    """The table and the picture; ``name`` is the name of the device."""
     report = Report(
         f"kernels_{target.device.type}_{slug(name)}",
         f"Kernels on {name} against copy_, {ranks} ranks",

@@ -2,9 +2,10 @@
 
     python -m benchmarks.presets --save --docs docs/presets.md
 
-Gradients: those of `benchmarks.accuracy` (Gaussian; heavy-tailed, 64 layers; sparse), of a ResNet-20 on 32x32 images
-(CIFAR-10 from the folder GQSGD_DATA; without it, scikit-learn's digits) and of a decoder of two layers on bytes of
-Python's help texts, both at initialisation and after training. Every rank has its own batch at the same weights.
+The synthetic gradients are those of `benchmarks.accuracy`: Gaussian, heavy-tailed with 64 layers, and sparse. The real
+gradients are those of two networks, at initialisation and after training: a ResNet-20 on 32x32 images (CIFAR-10 from
+the folder GQSGD_DATA; without that folder, scikit-learn's digits), and a decoder of two layers on bytes of Python's
+help texts. Every rank has its own batch at the same weights.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from workloads.image_files import decode
 from workloads.resnet import ResNet
 
 COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
-#: Steps on the same gradients over which presets with a memory are averaged, and for how many ranks at most.
+#: Number of steps on the same gradients over which presets with a memory are averaged, and the most ranks for which
+#: this is done.
 REPEATS, REPEATED_RANKS = 16, 8
 DOCS_RANKS = 8
 MIN_NUMEL = make_config().min_numel
@@ -55,13 +57,13 @@ MIN_NUMEL = make_config().min_numel
 
 @dataclass(frozen=True)
 class Case:
-    """A row.
+    """A row of the table.
 
     Attributes:
-        name: in tables.
-        preset: its preset.
-        fields: what differs from the preset.
-        family: with whose members at other numbers of bits the figure connects it.
+        name: name in tables.
+        preset: name of the preset.
+        fields: fields that differ from those of the preset.
+        family: the figure connects cases of one family, which differ in their bits.
     """
 
     name: str
@@ -71,11 +73,11 @@ class Case:
 
     @property
     def remembers(self) -> bool:
-        """Whether it has a memory."""
+        """Whether the configuration has a memory."""
         return make_config(self.preset, **self.fields).remembers
 
 
-#: Other numbers of bits of a preset; exponential codes with as many mantissa bits as leave them a useful range.
+#: Further numbers of bits of a preset. Exponential codes get mantissa bits that leave their exponents a useful range.
 VARIANTS: dict[str, list[dict[str, int]]] = {
     "gqsgd": [{"bits": 6}, {"bits": 2}],
     "qsgd": [{"bits": 8}, {"bits": 6}, {"bits": 2}],
@@ -97,14 +99,14 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Gradients:
-    """One flat gradient per rank, and the parameters in it."""
+    """One flat gradient per rank, and the parameters inside it."""
 
     ranks: list[Tensor]
     segments: list[Segment]
 
 
 def synthetic(kind: str, ranks: int, steps: int) -> Gradients:
-    """A kind of `benchmarks.accuracy`; the heavy-tailed has parameters of its own for its layers."""
+    """A kind of `benchmarks.accuracy`; each layer of the heavy-tailed kind is a parameter."""
     gradients = accuracy.KINDS[kind](ranks, torch.Generator().manual_seed(ranks))
     parts = accuracy.LAYERS if kind == "heavy-tailed" else 1
     numel = gradients[0].numel() // parts
@@ -115,7 +117,7 @@ Batch = Callable[[int, torch.Generator], Tensor]
 
 
 class Decoder(nn.Module):
-    """A language model on bytes: two layers, learnt positions."""
+    """A language model on bytes, with two layers and learnt positions."""
 
     def __init__(self, width: int = 128, context: int = 32) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ class Decoder(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (N, length, 256)."""
+        """Logits (N, length, 256) of bytes (N, length)."""
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.places.weight[:length]
         logits: Tensor = self.head(self.layers(x, mask=self.mask[:length, :length], is_causal=True))
@@ -135,7 +137,7 @@ class Decoder(nn.Module):
 
 
 def resnet() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    """ResNet-20, SGD, and its loss on random images."""
+    """A ResNet-20, its SGD, and a function that gives its loss on random images."""
     model = ResNet(blocks=[3, 3, 3], width=16)
     images, labels = _images()
 
@@ -147,7 +149,7 @@ def resnet() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
 
 
 def transformer() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    """The decoder, Adam, and its loss on random places of the text."""
+    """The decoder, its Adam, and a function that gives its loss on random places of the text."""
     model, text = Decoder(), _text()
     context = model.places.num_embeddings
 
@@ -160,7 +162,7 @@ def transformer() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
 
 
 def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], ranks: int, steps: int) -> Gradients:
-    """Gradients of ``ranks`` batches of 16 images or texts after ``steps`` steps on batches of 32."""
+    """Gradients of ``ranks`` batches of 16 images or texts, after ``steps`` steps on batches of 32."""
     torch.manual_seed(0)
     model, optimizer, loss = make()
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +178,7 @@ def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], 
 
 @cache
 def _images() -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) as uint8, and labels."""
+    """Images, uint8 (N, 3, 32, 32), and their labels."""
     if "GQSGD_DATA" in os.environ:
         archive = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
         images = decode(archive, "CIFAR-10", 32, 3)
@@ -204,13 +206,17 @@ KINDS: dict[str, Callable[[int, int], Gradients]] = {
 
 
 def errors(case: Case, gradients: Sequence[Tensor], segments: Sequence[Segment]) -> Iterator[tuple[int, float, float]]:
-    """(steps, relative error of the mean of their results, bits per coordinate) of the first step, and of `REPEATS`."""
+    """Triples (steps, relative error, bits per coordinate).
+
+    The first triple is that of one step. Presets with a memory have a second triple: the error of the mean of `REPEATS`
+    steps. A preset that cannot work with so many ranks has no triple.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StabilityWarning)
         try:
             ranks = VirtualRanks(len(gradients), segments, gradients[0].dtype, case.preset, **case.fields)
         except ConfigError:
-            return  # too many ranks for the preset: a dash
+            return  # too many ranks for the preset; the table shows a dash
     total = ranks.mean(gradients, 0).double()
     yield 1, relative_error(total, gradients), ranks.wire_bits
     if case.remembers and len(gradients) <= REPEATED_RANKS:
@@ -220,7 +226,7 @@ def errors(case: Case, gradients: Sequence[Tensor], segments: Sequence[Segment])
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One dictionary per preset, number of ranks, kind of gradients and number of steps."""
+    """One dictionary for each preset, number of ranks, kind of gradients and number of steps."""
     facts = []
     for kind in (kind for kind in KINDS if kind in options.kinds):
         data = KINDS[kind](max(options.ranks), options.steps)
@@ -234,7 +240,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """The table; with ``--docs``, the documentation as well."""
+    """The table; with ``--docs``, the documentation is written as well."""
     if options.from_results and options.save:
         raise SystemExit("--from-results measures nothing that --save could write; leave one out")
     if options.from_results:
@@ -279,7 +285,7 @@ def table(facts: list[dict[str, Any]], ranks: int, order: Sequence[str], steps: 
 
 
 def percent(ratio: float) -> str:
-    """In percent, with three digits."""
+    """A ratio in percent, with three digits."""
     value = 100 * ratio
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
@@ -309,7 +315,7 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
 
 
 def _most_added(facts: list[dict[str, Any]]) -> str:
-    """The largest difference of bits between columns, of codes of fixed length, and where it is."""
+    """The largest difference of bits between columns among codes of fixed length, and where it is."""
     fixed = [one for one in facts if PRESETS[one["case"].split()[0]].config.coder == "fixed"]
     first = {(one["case"], one["ranks"]): one["bits"] for one in fixed if one["kind"] == facts[0]["kind"]}
     most = max(fixed, key=lambda one: one["bits"] - first[one["case"], one["ranks"]])
@@ -318,7 +324,7 @@ def _most_added(facts: list[dict[str, Any]]) -> str:
 
 
 def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int]) -> None:
-    """`path` and the figure beside it."""
+    """Write the page at ``path``, and the figure beside the page."""
     known = [facts_of(name, DOCS_RANKS) for name in PRESETS]
     lines = [
         "# Presets",
@@ -375,7 +381,7 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]], numbers: S
 
 
 def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, file: Path) -> None:
-    """Error of the first step against bits: one panel per kind of gradients, and one for the legend."""
+    """Draw the error of the first step against bits: a panel for each kind of gradients, and one for the legend."""
     columns = min(4, len(order) + 1)
     rows = math.ceil((len(order) + 1) / columns)
     chosen = [one for one in facts if one["ranks"] == ranks and one["steps"] == 1]
@@ -404,7 +410,10 @@ def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, f
 
 
 def _looks(facts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Label, line, colour and marker by family or, without one, by preset; those with equal points share theirs."""
+    """Label, line, colour and marker of each family, or of each preset without a family.
+
+    Entries with equal points share their looks.
+    """
     looks: dict[str, dict[str, Any]] = {}
     drawn: dict[tuple[tuple[str, float, float], ...], str] = {}
     for case in cases():
@@ -461,11 +470,11 @@ def _draw_legend(axes: Axes, looks: dict[str, dict[str, Any]]) -> None:
         labelspacing=0.6,
         borderpad=0,
     )
-    legend.set_in_layout(False)  # it would widen its column
+    legend.set_in_layout(False)  # a longer entry would widen its column
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
@@ -474,7 +483,7 @@ def main() -> None:
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"
     )
-    torch.set_num_threads(1)  # the models are too small for more to be faster
+    torch.set_num_threads(1)  # the models are so small that more threads are not faster
     present(parser, measure)
 
 

@@ -2,13 +2,14 @@
 
     python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --save
 
-Needs Linux, root and iproute2, see `netlab`. Cases run in turns: torch's allreduce of fp32 and of bf16 (with
-both casts, as its compression hook does), each reducer, and the reducer's messages without the codec. The two ways of
-adding exponential codes, in pairs along a tree or exactly after two shots:
+The benchmark needs Linux, root and iproute2, see `netlab`. Cases run in turns: torch's all-reduce of fp32; torch's
+all-reduce of bf16 with both casts, as torch's compression hook does; each reducer; and each reducer's messages without
+the codec. The next command compares two ways of adding exponential codes: in pairs along a tree, and exactly after two
+shots.
 
     python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --reducer tree "two_shot exponential"
 
-One level against two, where hosts run several ranks:
+The next command compares one level with two levels, on hosts that run several ranks each.
 
     python -m benchmarks.reducers --hosts 2 --ranks-per-host 2 --rate 1gbit --reducer two_shot hierarchical
 """
@@ -46,7 +47,7 @@ from lightning_gqsgd.transport.pipeline import Job, release, runner_for
 PROGRAM = "python -m benchmarks.reducers"
 
 BARE = " without codec"
-#: Kernels that do nothing: what is left is the reducer's messages.
+#: Kernels that do nothing, so that only the reducer's messages are timed.
 IDLE = SimpleNamespace(
     block_maxima=lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
     encode=lambda *_: None,
@@ -72,7 +73,7 @@ class Bench:
         self.runner = runner_for(self.communicator)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
-        self.bytes: dict[str, int] = {}  # sent by each rank
+        self.bytes: dict[str, int] = {}  # bytes that each rank sends
 
     def add_native(self) -> None:
         small = torch.empty_like(self.buffer, dtype=torch.bfloat16)
@@ -116,23 +117,26 @@ class Bench:
 
 
 def case_config(case: str, bits: int) -> GQSGDConfig:
-    """A reducer's name, with exponential codes for the tree or where the name ends in so."""
+    """The configuration of a case's name.
+
+    Codes are exponential for the tree, and where the name ends in "exponential".
+    """
     reducer, _, codec = case.partition(" ")
     codec = "exponential" if reducer == "tree" else codec or "linear"
     return GQSGDConfig(reducer=reducer, codec=codec, bits=bits, sample_every=0)
 
 
 def _mean(x: Tensor, ranks: int) -> None:
-    dist.all_reduce(x.div_(ranks))  # DDP divides first, too
+    dist.all_reduce(x.div_(ranks))  # DDP divides before the all-reduce as well
 
 
 def work(options: argparse.Namespace) -> None:
-    """One rank's part."""
+    """Do one rank's part."""
     rank, ranks = begin()
     bench = Bench(options.numel, ranks, rank, options.reducer)
     bench.add_native()
     for reducer in options.reducer:
-        if reducer != "gather" or ranks == 2:  # beyond, a gather moves more than its rivals
+        if reducer != "gather" or ranks == 2:  # with more ranks, a gather moves more bytes than its rivals
             for bits in options.bits:
                 bench.add_reducer(reducer, bits)
     seconds = in_turns(bench.cases, options.rounds, before=dist.barrier)
@@ -178,7 +182,7 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
     seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
     for name, values in seconds.items():
         time, sent = Spread.of(values).median, result["bytes"][name]
-        # Of several ranks on a host, some of what they send stays there.
+        # A part of what several ranks of one host send stays on that host.
         wire = wire_seconds(sent, rate) if options.ranks_per_host == 1 else None
         faster = [None, None] if name.endswith(BARE) else [ratio(seconds, one, name) for one in ("fp32", "bf16")]
         times = (1e3 * wire, 1e3 * time, time / wire) if wire else (None, 1e3 * time, None)
@@ -186,7 +190,7 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     add_labs(parser)
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")

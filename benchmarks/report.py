@@ -1,4 +1,4 @@
-"""Results of a benchmark: on the screen, and as Markdown and JSON in ``benchmarks/results``."""
+"""Results of a benchmark: printed, and written as Markdown and JSON to ``benchmarks/results``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Report:
     """A table with the command that makes it.
 
     Attributes:
-        name: of the files.
+        name: name of the files, without their suffix.
         title: what was measured.
-        columns: heading -> format of its numbers, e.g. ``".2f"``.
-        notes: paragraphs under the table: how to read it, what falls short and why.
+        columns: heading -> format of the column's numbers, e.g. ``".2f"``.
+        notes: paragraphs under the table: how the table is read, where the package falls short, and why.
         rows: one value per column; None is shown as a dash.
         raw: further numbers, for the JSON file only.
-        machine: what it ran on; empty: this machine's processor.
-        draw: writes a picture of the figures to a file, if there is one.
+        machine: what the benchmark ran on; "" stands for this machine's processor.
+        draw: writes a picture of the figures to a file; None: there is no picture.
     """
 
     name: str
@@ -62,8 +62,11 @@ class Report:
         Console(width=None if sys.stdout.isatty() else 140).print(table)
 
     def save(self, program: str) -> None:
-        """Write ``results/NAME.md``, ``.json`` and, if there is a picture, ``.png``; ``program`` is what was run with
-        this process's arguments."""
+        """Write ``results/NAME.md``, ``.json`` and, if there is a picture, ``.png``.
+
+        Args:
+            program: start of the command line, to which this process's arguments are added.
+        """
         command, where = shlex.join([*program.split(), *sys.argv[1:]]), self.machine or machine()
         lines = [f"# {self.title}", "", f"    {command}", "", f"{where}.", ""]
         if self.draw is not None:
@@ -87,7 +90,7 @@ class Report:
 
 
 def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report]) -> None:
-    """Measure what the command line says, and show it; with ``--save``, write it too."""
+    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too."""
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.md and .json")
     options = parser.parse_args()
     report = measure(options)
@@ -112,7 +115,10 @@ def gpu_machine(device: torch.device) -> str:
 
 
 def slug(device_name: str) -> str:
-    """A CUDA device's name for files, without maker, memory and socket: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
+    """Name of a CUDA device in names of files, without maker, memory and socket.
+
+    ``NVIDIA H100 80GB HBM3`` becomes ``h100``.
+    """
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     dull = re.compile(r"nvidia|tesla|geforce|generation|\d+gb|hbm\w*|sxm\w*")
     return "_".join(word for word in words if not dull.fullmatch(word)) or "unknown"

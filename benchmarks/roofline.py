@@ -16,12 +16,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from pictures.style import COLOURS, DPI, STYLE
 
-#: Size of the buckets that are shown, in 10^6 bytes, if it was measured.
+#: Size of the buckets that are drawn, in 10^6 bytes, if this size was measured.
 MEGABYTES = 100.0
-#: A line below the roof.
+#: Share of the roof at which a second line is drawn.
 SHARE = 0.85
 
-#: Family -> colour and what it is called.
+#: Family -> its colour, and its name in the legend.
 FAMILIES = {
     "gqsgd": (COLOURS["gqsgd"], "gqsgd"),
     "torch's hooks": (COLOURS["ddp_fp16"], "torch's fp16 and bf16 hooks"),
@@ -29,7 +29,7 @@ FAMILIES = {
     "torch.compile": (COLOURS["powersgd"], "the same, torch.compile"),
     "Global-QSGD": (COLOURS["ddp"], "Global-QSGD's code, counted"),
 }
-#: Distance of names, in points, and the lines that lead from them.
+#: Distance between names, in points, and the looks of the lines between names and points.
 LINE = 10.5
 LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "color": "#999999", "shrinkA": 1, "shrinkB": 3}
 MARKERS = {"encode": "^", "reduce": "o", "decode": "v", "all": "D"}
@@ -40,13 +40,16 @@ class Fact:
     """One stage of one case on a bucket.
 
     Attributes:
-        case, family: names; of one family are the cases of one author.
+        case: name of the case.
+        family: name that all cases of one author share.
         stage: one of `gpu_kernels.STAGES`, or "copy_" or "all".
-        megabytes, dtype, numel: of the bucket.
+        megabytes: size of the bucket in 10^6 bytes.
+        dtype: dtype of the bucket.
+        numel: number of coordinates of the bucket.
         seconds: median time on the device.
         nbytes: bytes that the stage has to move.
-        of_copy: bytes per second, as a share of the copy's of the same round; median.
-        host_seconds: median time of issuing it, the device idle before; None: not measured.
+        of_copy: median over rounds of bytes per second, as a share of the copy's bytes per second in the same round.
+        host_seconds: median time in which the host issues the stage, with the device idle before; None: not measured.
     """
 
     case: str
@@ -62,10 +65,12 @@ class Fact:
 
 
 def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
-    """A panel per dtype, of the largest size up to `MEGABYTES` that all have, or else of the smallest.
+    """Draw a panel for each dtype.
+
+    The size is the largest up to `MEGABYTES` that was measured in all dtypes, or else the smallest such size.
 
     Raises:
-        ValueError: dtypes have no size in common.
+        ValueError: the dtypes have no size in common.
     """
     sizes = common_sizes(facts)
     if not sizes:
@@ -87,7 +92,7 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
         )
         panels[0].set_ylabel("billions of coordinates per second")
         _draw_legend(figure, {one.family for one in shown}, {one.stage for one in shown})
-        figure.draw_without_rendering()  # the layout decides where points are
+        figure.draw_without_rendering()  # the layout decides where the points are
         figure.set_layout_engine("none")
         for axes, dtype in zip(panels, dtypes, strict=True):
             _label(axes, [one for one in shown if one.dtype == dtype and one.stage != "copy_"], roofs[dtype])
@@ -95,7 +100,7 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
 
 
 def common_sizes(facts: Sequence[Fact]) -> set[float]:
-    """Sizes in megabytes that were measured in every dtype."""
+    """Sizes in 10^6 bytes that were measured in every dtype."""
     by_dtype: dict[str, set[float]] = {}
     for one in facts:
         by_dtype.setdefault(one.dtype, set()).add(one.megabytes)
@@ -122,7 +127,7 @@ def _draw_points(axes: Axes, facts: Sequence[Fact]) -> None:
 
 
 def _draw_roof(axes: Axes, bandwidth: float) -> None:
-    """The line that a copy's rate, in GB/s, gives to what moves so many bytes, and one a little below."""
+    """Draw the rate of a copy, in GB/s, as a line over bytes per coordinate, and a second line a little below."""
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
     x = np.geomspace(left / 2, right * 2)
@@ -143,7 +148,10 @@ def _draw_roof(axes: Axes, bandwidth: float) -> None:
 
 
 def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
-    """Names with a line to their points: ours on the left of them, others' on the right of the roof, if they fit."""
+    """Write names with a line to their points.
+
+    Names of this package stand on the left of their points, other names on the right of the roof if there is room.
+    """
     unit = axes.figure.dpi / 72
     right, to_pixels = axes.get_window_extent().x1, axes.transData
     named = _merged([(one, to_pixels.transform(_point(one))) for one in facts], 2.5 * unit)
@@ -157,7 +165,7 @@ def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
         ]
         pairs = [(place[0], roof) for (*_, place), roof in zip(side, roofs, strict=True)]
         edges = [min(pair) - 16 * unit if on_left else max(pair) + 14 * unit for pair in pairs]
-        if on_left:  # names that touch end at one line, left of all their points
+        if on_left:  # names that touch each other end at one line, left of all their points
             edges = [min(_touching(edges, heights, number, LINE * unit)) for number in range(len(edges))]
         for (name, fact, place), height, edge in zip(side, heights, edges, strict=True):
             axes.annotate(
@@ -176,7 +184,7 @@ def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
 
 
 def _touching(values: Sequence[float], heights: Sequence[float], number: int, step: float) -> Sequence[float]:
-    """The values of those whose heights, in ascending order, follow each other at a step around ``number``."""
+    """The values around ``number`` whose heights, in ascending order, follow each other at a step."""
     first = last = number
     while first and heights[first] - heights[first - 1] < 1.01 * step:
         first -= 1
@@ -186,7 +194,10 @@ def _touching(values: Sequence[float], heights: Sequence[float], number: int, st
 
 
 def _merged(facts: Sequence[tuple[Fact, Any]], near: float) -> list[tuple[str, Fact, Any]]:
-    """Name, fact and place in pixels; others' points of one family, stage and (nearly) place are one with all names."""
+    """Name, fact and place in pixels of every label.
+
+    Points of others that have the same family and stage, and nearly the same place, share a label with all their names.
+    """
     found: list[tuple[str, Fact, Any]] = []
     for fact, place in facts:
         for number, (names, other, there) in enumerate(found):
@@ -200,8 +211,10 @@ def _merged(facts: Sequence[tuple[Fact, Any]], near: float) -> list[tuple[str, F
 
 
 def spread(values: Sequence[float], step: float) -> list[float]:
-    """The numbers, in ascending order, moved as little as makes them at least ``step`` apart."""
-    groups: list[tuple[float, int]] = []  # of what touches: mean of the numbers less their steps, and how many
+    """The numbers, in ascending order, moved as little as possible until they are at least ``step`` apart."""
+    groups: list[
+        tuple[float, int]
+    ] = []  # for each group that touches: mean of the numbers less their steps, and the size of the group
     for number, value in enumerate(values):
         mean, count = value - number * step, 1
         while groups and groups[-1][0] > mean:
@@ -213,7 +226,7 @@ def spread(values: Sequence[float], step: float) -> list[float]:
 
 
 def _draw_legend(figure: Figure, families: set[str], stages: set[str]) -> None:
-    """What colours and markers mean, under the panels."""
+    """Explain colours and markers under the panels."""
     handles = [
         Line2D([], [], ls="", marker="s", ms=7, color=colour, label=label)
         for family, (colour, label) in FAMILIES.items()

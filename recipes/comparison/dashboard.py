@@ -87,9 +87,12 @@ def _flattened(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]
 
 
 def _log(folder: Path, config: dict[str, Any], title: str, files: Sequence[Path]) -> list[str]:
-    """Make the comparison's run, with table, pictures, and all files as an artifact; returns its URL, "" if offline.
+    """Make the comparison's run, with table, pictures, and all files as an artifact.
 
     The offline run of an earlier comparison is removed from ``folder``: that run described other files and cells.
+
+    Returns:
+        The run's URL as the only entry; nothing if the run is offline.
     """
     import wandb
 
@@ -147,7 +150,7 @@ def _plots(folder: Path, files: Sequence[Path]) -> tuple[str, ...]:
 
 
 def _table(file: Path) -> Any:
-    """``table.csv`` as a W&B table; columns that hold nothing but numbers become numbers."""
+    """``table.csv`` as a W&B table, with numbers in the columns that hold nothing else."""
     import wandb
 
     with open(file, newline="") as lines:
@@ -172,7 +175,11 @@ def _clear(folder: Path) -> None:
 
 
 def _gather(folder: Path, cells: Sequence[Cell]) -> list[str]:
-    """Link the cells' offline runs into ``folder``/wandb; returns the command that uploads all of them, or None."""
+    """Link the cells' offline runs into ``folder``/wandb.
+
+    Returns:
+        A line with the command that uploads all of them; nothing if there is no offline run.
+    """
     together = folder / "wandb"
     together.mkdir(exist_ok=True)
     for cell in cells:

@@ -255,9 +255,10 @@ def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str]
 
 
 def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """What the folder's name says of the hardware.
+    """Parts of the folder's name that say which hardware all runs have in common.
 
-    The profile is named unless it is cpu; the number of hosts and the rate are named if there is only one of each.
+    These are the profile, and the number of hosts and the rate where all runs have the same one. Several profiles, and
+    cpu alone, are not named.
     """
     profiles = {config["hardware"]["name"] for config in configs}
     nodes = {config["trainer"]["num_nodes"] for config in configs} - {1}

@@ -41,7 +41,8 @@ class Run:
         epoch: epochs at the same points.
         mb_sent: 10^6 bytes of gradients sent at the same points.
         value: the task's metric at the same points.
-        codec_s: median seconds per step in which gqsgd encoded and decoded, in whatever thread; NaN for other strategies.
+        codec_s: median seconds per step in which gqsgd encoded and decoded, in whatever thread; NaN for other
+            strategies.
         message_bits: bits per coordinate of one rank's messages; NaN for strategies other than gqsgd.
         rel_l2: relative L2 error of the gradients' mean, averaged over the sampled steps; NaN for strategies other than
             gqsgd.
@@ -264,7 +265,7 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
 
 
 def _samples(column: Sequence[float]) -> list[float]:
-    """The different values of a column, in their order: a row repeats the latest sample."""
+    """The column without NaN, and without the repetitions of a sample in the rows after it."""
     known = [value for value in column if not math.isnan(value)]
     return [value for number, value in enumerate(known) if not number or value != known[number - 1]]
 

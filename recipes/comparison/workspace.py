@@ -83,8 +83,8 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
         file: path of the JSON file.
 
     Raises:
-        WorkspaceError: the filter cannot express the group, the metric is unknown, or W&B refuses or cannot be reached. In
-            the last case the file is written before.
+        WorkspaceError: the filter cannot express the group; the metric is unknown; W&B refuses, or cannot be reached.
+            In the last two cases the file has been written.
     """
     known = _known_url(definition, file)
     if known:
