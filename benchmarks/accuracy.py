@@ -60,10 +60,10 @@ def network(ranks: int, generator: torch.Generator) -> list[Tensor]:
     model = ResNet(blocks=[1, 1, 1], width=16, channels=1, num_classes=10)
     gradients = []
     for _ in range(ranks):
-        some = torch.randint(len(labels), (16,), generator=generator)
-        loss = F.cross_entropy(model(images[some]), labels[some])
+        chosen = torch.randint(len(labels), (16,), generator=generator)
+        loss = F.cross_entropy(model(images[chosen]), labels[chosen])
         grads = torch.autograd.grad(loss, list(model.parameters()))
-        gradients.append(torch.cat([one.flatten() for one in grads if one.numel() >= 1024]))
+        gradients.append(torch.cat([gradient.flatten() for gradient in grads if gradient.numel() >= 1024]))
     return gradients
 
 

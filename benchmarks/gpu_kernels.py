@@ -123,18 +123,18 @@ class Bucket:
 
     def reduce(self) -> None:
         """Reduce one shard of each piece."""
-        for one in self._pieces:
+        for piece in self._pieces:
             keys, down = self._keys.up, self._keys.down
-            self._kernels.reduce(one.received, one.owned, one.shard, self._q, keys, down, self._dtype)
+            self._kernels.reduce(piece.received, piece.owned, piece.shard, self._q, keys, down, self._dtype)
 
     def decode(self) -> None:
         """Decode the whole tensor."""
-        for one in self._pieces:
-            out, keys = self._out[one.part], (self._keys.down,)
-            self._kernels.decode(one.message.view(1, -1), one.blocks, out, self._q, keys, **self._rotation)
+        for piece in self._pieces:
+            out, keys = self._out[piece.part], (self._keys.down,)
+            self._kernels.decode(piece.message.view(1, -1), piece.blocks, out, self._q, keys, **self._rotation)
 
-    def _encode(self, one: _Piece, key: tuple[int, int]) -> None:
-        self._kernels.encode(self._x[one.part], one.blocks, one.message, self._q, key, **self._rotation)
+    def _encode(self, piece: _Piece, key: tuple[int, int]) -> None:
+        self._kernels.encode(self._x[piece.part], piece.blocks, piece.message, self._q, key, **self._rotation)
 
     def _piece(self, part: slice, layout: Layout, ranks: int) -> _Piece:
         empty = partial(torch.zeros, dtype=torch.uint8, device=self._x.device)
@@ -154,23 +154,23 @@ class Bucket:
 
 def layouts_of(numel: int, setting: Setting) -> list[tuple[slice, Layout]]:
     """The pieces of a bucket of one parameter, each with its part of the tensor."""
-    q, found = setting.codec.quantiser(setting.config.block_size), []
+    q, placed = setting.codec.quantiser(setting.config.block_size), []
     for table in pieces(cut([Segment(0, numel, raw=False)], setting.config.block_size), NCCL_PIECE_NUMEL):
         start = int(table[0, START])
         part = slice(start, start + int(table[:, LENGTH].sum()))
         table[:, START] -= start
         sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
-        found.append((part, place(table, q, shards=setting.ranks, **sizes)))
-    return found
+        placed.append((part, place(table, q, shards=setting.ranks, **sizes)))
+    return placed
 
 
 def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[str, int]:
     """Bytes that each stage has to move, by stage: gradients, messages and block tables, read or written once."""
-    gradient = sum(int(one.blocks[:, LENGTH].sum()) for one in layouts) * itemsize
-    message = sum(one.message_bytes for one in layouts)
+    gradient = sum(int(layout.blocks[:, LENGTH].sum()) for layout in layouts) * itemsize
+    message = sum(layout.message_bytes for layout in layouts)
     row = 8 * COLUMNS
-    whole = gradient + message + row * sum(len(one.blocks) for one in layouts)
-    shards = sum((ranks + 1) * one.shard_bytes + row * len(one.shard(0).table) for one in layouts)
+    whole = gradient + message + row * sum(len(layout.blocks) for layout in layouts)
+    shards = sum((ranks + 1) * layout.shard_bytes + row * len(layout.shard(0).table) for layout in layouts)
     return {"encode": whole, "reduce": shards, "decode": whole}
 
 
@@ -189,7 +189,7 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not function.is_view:
-            self.nbytes += sum(one.nbytes for one in tree_leaves((args, result)) if isinstance(one, Tensor))
+            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor))
         return result
 
 
@@ -244,7 +244,7 @@ class _Cases:
         pairs = zip(self._xs, self._outs, strict=True)
         buckets = [Bucket(x, out, layouts, setting) for x, out in pairs]
         for stage in STAGES:
-            self.stages[name, "gqsgd", stage] = Stage([getattr(one, stage) for one in buckets], nbytes[stage])
+            self.stages[name, "gqsgd", stage] = Stage([getattr(entry, stage) for entry in buckets], nbytes[stage])
 
     def add_cast(self, to: torch.dtype) -> None:
         def compress(x: Tensor, small: Tensor) -> None:
@@ -267,7 +267,7 @@ class _Cases:
         if compiled:
             torch._dynamo.reset()  # torch compiles for every size anew, and gives up after some sizes
             there, back = torch.compile(quantise, dynamic=False), torch.compile(dequantise, dynamic=False)
-            moved = sample.nbytes + sum(one.nbytes for one in codes)
+            moved = sample.nbytes + sum(entry.nbytes for entry in codes)
             nbytes = {"encode": moved, "decode": moved}
         else:
             nbytes = {
@@ -276,7 +276,7 @@ class _Cases:
             }
         runs = {
             "encode": [partial(there, x) for x in self._xs],
-            "decode": [partial(back, *one, self._dtype) for one in coded],
+            "decode": [partial(back, *entry, self._dtype) for entry in coded],
         }
         name = "torch.compile" if compiled else "torch operations"
         for stage, of_block in nbytes.items():
@@ -298,8 +298,8 @@ class _Cases:
 
         The device is idle before the first stage.
         """
-        stages = {stage: itertools.cycle(one.runs) for (name, _, stage), one in self.stages.items() if name == case}
-        found = {stage: np.empty(rounds) for stage in stages}
+        stages = {stage: itertools.cycle(entry.runs) for (name, _, stage), entry in self.stages.items() if name == case}
+        seconds = {stage: np.empty(rounds) for stage in stages}
         for number in range(-2, rounds):
             self._target.synchronise()
             for stage, runs in stages.items():
@@ -307,8 +307,8 @@ class _Cases:
                 begun = time.perf_counter()
                 run()
                 if number >= 0:
-                    found[stage][number] = time.perf_counter() - begun
-        return found
+                    seconds[stage][number] = time.perf_counter() - begun
+        return seconds
 
 
 def _some(runs: itertools.cycle[Case], count: int) -> None:
@@ -363,25 +363,25 @@ def facts_of(
 
 def row_of(facts: Sequence[Fact]) -> list[Any]:
     """A line of the table: all stages of a case on one size and dtype."""
-    first, by_stage = facts[0], {one.stage: one for one in facts}
+    first, by_stage = facts[0], {fact.stage: fact for fact in facts}
     shown = [by_stage.get(stage) for stage in STAGES] if by_stage.keys() <= set(STAGES) else [first]
 
     def cell(number: Callable[[Fact], float | None], form: str) -> str:
-        values = [None if one is None else number(one) for one in shown]
+        values = [None if fact is None else number(fact) for fact in shown]
         return " / ".join("–" if value is None else format(value, form) for value in values)
 
-    host = [one.host_seconds for one in facts if one.host_seconds is not None]
+    host = [fact.host_seconds for fact in facts if fact.host_seconds is not None]
     return [
         first.case,
         f"{first.megabytes:g}",
         first.dtype,
-        cell(lambda one: 1e6 * one.seconds, ".1f"),
-        cell(lambda one: one.nbytes / one.numel, ".2f"),
-        sum(one.nbytes for one in facts) / first.numel,
+        cell(lambda fact: 1e6 * fact.seconds, ".1f"),
+        cell(lambda fact: fact.nbytes / fact.numel, ".2f"),
+        sum(fact.nbytes for fact in facts) / first.numel,
         LIMITS.get(first.dtype) if first.family == "gqsgd" else None,
-        cell(lambda one: one.nbytes / one.seconds / 1e9, ".0f"),
-        cell(lambda one: one.of_copy, ".2f"),
-        cell(lambda one: None if one.host_seconds is None else 1e6 * one.host_seconds, ".0f"),
+        cell(lambda fact: fact.nbytes / fact.seconds / 1e9, ".0f"),
+        cell(lambda fact: fact.of_copy, ".2f"),
+        cell(lambda fact: None if fact.host_seconds is None else 1e6 * fact.host_seconds, ".0f"),
         1e6 * sum(host) if host else None,
     ]
 
@@ -444,11 +444,11 @@ def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> R
             "torch operations: stochastic codes of 8 bits for blocks, written in torch. Global-QSGD's code was not "
             f"run: {AUTHORS_BYTES} bytes per fp32 coordinate, counted in it, at the copy's rate.",
         ),
-        raw={"facts": [asdict(one) for one in facts]},
+        raw={"facts": [asdict(fact) for fact in facts]},
         machine=gpu_machine(target.device) if target.device.type == "cuda" else "",
         draw=lambda file: save_figure(facts, name, file),
     )
-    for _, group in itertools.groupby(facts, lambda one: (one.dtype, one.megabytes, one.case)):
+    for _, group in itertools.groupby(facts, lambda fact: (fact.dtype, fact.megabytes, fact.case)):
         report.rows.append(row_of(list(group)))
     return report
 

@@ -89,12 +89,14 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
 
 def cases() -> list[Case]:
     """All presets, each followed by its variants."""
-    found = []
+    listed = []
     for preset in PRESETS:
         family = "gqsgd" if preset == "gqsgd_4bit" else preset if preset in VARIANTS else ""
-        found.append(Case(preset, preset, {}, family))
-        found += [Case(f"{preset} {one['bits']} bit", preset, one, family) for one in VARIANTS.get(preset, ())]
-    return found
+        listed.append(Case(preset, preset, {}, family))
+        listed += [
+            Case(f"{preset} {fields['bits']} bit", preset, fields, family) for fields in VARIANTS.get(preset, ())
+        ]
+    return listed
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,8 @@ def resnet() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
     images, labels = _images()
 
     def loss(size: int, generator: torch.Generator) -> Tensor:
-        some = torch.randint(len(labels), (size,), generator=generator)
-        return F.cross_entropy(model(images[some].float() / 64 - 2), labels[some])
+        chosen = torch.randint(len(labels), (size,), generator=generator)
+        return F.cross_entropy(model(images[chosen].float() / 64 - 2), labels[chosen])
 
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), loss
 
@@ -155,8 +157,8 @@ def transformer() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
 
     def loss(size: int, generator: torch.Generator) -> Tensor:
         starts = torch.randint(len(text) - context, (size,), generator=generator)
-        some = text[starts[:, None] + torch.arange(context + 1)]
-        return F.cross_entropy(model(some[:, :-1]).flatten(0, 1), some[:, 1:].flatten())
+        chosen = text[starts[:, None] + torch.arange(context + 1)]
+        return F.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
 
     return model, torch.optim.Adam(model.parameters(), lr=1e-3), loss
 
@@ -172,8 +174,10 @@ def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], 
         optimizer.step()
     parameters = list(model.parameters())
     gradients = [torch.autograd.grad(loss(16, generator), parameters) for _ in range(ranks)]
-    segments = [Segment(number, one.numel(), raw=one.numel() < MIN_NUMEL) for number, one in enumerate(parameters)]
-    return Gradients([torch.cat([one.flatten() for one in grads]) for grads in gradients], segments)
+    segments = [
+        Segment(number, tensor.numel(), raw=tensor.numel() < MIN_NUMEL) for number, tensor in enumerate(parameters)
+    ]
+    return Gradients([torch.cat([tensor.flatten() for tensor in grads]) for grads in gradients], segments)
 
 
 @cache
@@ -233,9 +237,9 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         work = [(ranks, case) for ranks in options.ranks for case in cases()]
         for ranks, case in track(work, kind, console=Console(stderr=True), transient=True):
             for steps, error, bits in errors(case, data.ranks[:ranks], data.segments):
-                one = {"case": case.name, "ranks": ranks, "kind": kind, "steps": steps}
+                keys = {"case": case.name, "ranks": ranks, "kind": kind, "steps": steps}
                 numbers = {"error": error, "bits": bits, "bound_error": 2.0**-bits, "bound_bits": bits_at(error)}
-                facts.append({**one, **{name: float(f"{value:.5g}") for name, value in numbers.items()}})
+                facts.append({**keys, **{name: float(f"{value:.5g}") for name, value in numbers.items()}})
     return facts
 
 
@@ -248,8 +252,8 @@ def measure(options: argparse.Namespace) -> Report:
     else:
         facts = measured(options)
         raw = {"facts": facts, "images": "CIFAR-10" if "GQSGD_DATA" in os.environ else "digits", "steps": options.steps}
-    order = [kind for kind in KINDS if any(one["kind"] == kind for one in raw["facts"])]
-    ranks = sorted({one["ranks"] for one in raw["facts"]})
+    order = [kind for kind in KINDS if any(fact["kind"] == kind for fact in raw["facts"])]
+    ranks = sorted({fact["ranks"] for fact in raw["facts"]})
     report = Report(
         "presets",
         "Relative L2 error (%) of an averaged gradient, by preset",
@@ -269,17 +273,17 @@ def table(facts: list[dict[str, Any]], ranks: int, order: Sequence[str], steps: 
     rows: list[list[Any]] = []
     for case in cases():
         for count in steps:
-            found = {
-                one["kind"]: one
-                for one in facts
-                if (one["case"], one["ranks"], one["steps"]) == (case.name, ranks, count)
+            by_kind = {
+                fact["kind"]: fact
+                for fact in facts
+                if (fact["case"], fact["ranks"], fact["steps"]) == (case.name, ranks, count)
             }
-            if not found and (count > 1 or not any(one["ranks"] == ranks for one in facts)):
+            if not by_kind and (count > 1 or not any(fact["ranks"] == ranks for fact in facts)):
                 continue
-            first = found.get(order[0])
+            first = by_kind.get(order[0])
             bits = f"{first['bits']:.2f}" if first else None
             bound = percent(first["bound_error"]) if first and count == 1 else None
-            cells = [percent(found[kind]["error"]) if kind in found else None for kind in order]
+            cells = [percent(by_kind[kind]["error"]) if kind in by_kind else None for kind in order]
             rows.append([case.name, count, bits, bound, *cells])
     return rows
 
@@ -292,7 +296,7 @@ def percent(ratio: float) -> str:
 
 def how_to_read(raw: dict[str, Any]) -> list[str]:
     """Paragraphs under the tables."""
-    elias = [one["bits"] for one in raw["facts"] if PRESETS[one["case"].split()[0]].config.coder == "elias"]
+    elias = [fact["bits"] for fact in raw["facts"] if PRESETS[fact["case"].split()[0]].config.coder == "elias"]
     return [
         "Gradients: independent and normal (gaussian); Student's t with 3 degrees of freedom in 64 layers whose scales "
         "span three decades, correlated 0.1 between ranks (heavy-tailed); 90 % zeros, mostly at the same places "
@@ -316,16 +320,16 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
 
 def _most_added(facts: list[dict[str, Any]]) -> str:
     """The largest difference of bits between columns among codes of fixed length, and where it is."""
-    fixed = [one for one in facts if PRESETS[one["case"].split()[0]].config.coder == "fixed"]
-    first = {(one["case"], one["ranks"]): one["bits"] for one in fixed if one["kind"] == facts[0]["kind"]}
-    most = max(fixed, key=lambda one: one["bits"] - first[one["case"], one["ranks"]])
+    fixed = [fact for fact in facts if PRESETS[fact["case"].split()[0]].config.coder == "fixed"]
+    first = {(fact["case"], fact["ranks"]): fact["bits"] for fact in fixed if fact["kind"] == facts[0]["kind"]}
+    most = max(fixed, key=lambda fact: fact["bits"] - first[fact["case"], fact["ranks"]])
     added = most["bits"] - first[most["case"], most["ranks"]]
     return f" (by up to {added:.1f}: {most['case']}, n = {most['ranks']}, {most['kind']})" if added > 0.5 else ""
 
 
 def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int]) -> None:
     """Write the page at ``path``, and the figure beside the page."""
-    known = [facts_of(name, DOCS_RANKS) for name in PRESETS]
+    described = [facts_of(name, DOCS_RANKS) for name in PRESETS]
     lines = [
         "# Presets",
         "",
@@ -338,9 +342,9 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         "",
         "The same, for any number of ranks: `gqsgd presets --ranks N`. All fields of one: `gqsgd presets NAME`.",
         "",
-        *_markdown(HEADINGS, [one.row() for one in known], numbers=(1, 2, 4)),
+        *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
-        *_spaced(notes(known)),
+        *_spaced(notes(described)),
         "## Relative L2 error of one step",
         "",
         "|estimate - mean|/|mean| in percent. Compare an error with its row's bound, and with others of about as many "
@@ -384,20 +388,20 @@ def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, f
     """Draw the error of the first step against bits: a panel for each kind of gradients, and one for the legend."""
     columns = min(4, len(order) + 1)
     rows = math.ceil((len(order) + 1) / columns)
-    chosen = [one for one in facts if one["ranks"] == ranks and one["steps"] == 1]
+    chosen = [fact for fact in facts if fact["ranks"] == ranks and fact["steps"] == 1]
     looks = _looks(chosen)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.1 * columns, 3.0 * rows), layout="constrained")
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        low = 0.5 * min(one["error"] for one in chosen)
-        high = 1.5 * max(one["error"] for one in chosen)
-        most = 0.6 + max(one["bits"] for one in chosen)
+        low = 0.5 * min(fact["error"] for fact in chosen)
+        high = 1.5 * max(fact["error"] for fact in chosen)
+        most = 0.6 + max(fact["bits"] for fact in chosen)
         for number, kind in enumerate(order):
             axes = grid.flat[number]
             axes.set_yscale("log")
             axes.set(xlim=(0, most), ylim=(low, high))
             axes.set_title(kind)
-            _draw_panel(axes, [one for one in chosen if one["kind"] == kind], looks)
+            _draw_panel(axes, [fact for fact in chosen if fact["kind"] == kind], looks)
             axes.label_outer()
             if number + columns >= len(order):
                 axes.tick_params(labelbottom=True)
@@ -418,7 +422,7 @@ def _looks(facts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     drawn: dict[tuple[tuple[str, float, float], ...], str] = {}
     for case in cases():
         name = case.family or case.name
-        points = tuple((one["kind"], one["bits"], one["error"]) for one in facts if one["case"] == case.name)
+        points = tuple((fact["kind"], fact["bits"], fact["error"]) for fact in facts if fact["case"] == case.name)
         if name in looks or not points:
             continue
         if points in drawn:

@@ -126,7 +126,7 @@ def slug(device_name: str) -> str:
 
 def _driver() -> str:
     try:
-        found = subprocess.run(
+        answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607
             capture_output=True,
             text=True,
@@ -135,7 +135,7 @@ def _driver() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.partition("\n")[0].strip() or "unknown"
+    return answer.stdout.partition("\n")[0].strip() or "unknown"
 
 
 def _version(package: str) -> str:

@@ -76,14 +76,14 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
     if not sizes:
         raise ValueError("no size was measured in all dtypes, which one picture needs; measure the same sizes in each")
     megabytes = max((size for size in sizes if size <= MEGABYTES), default=min(sizes))
-    shown = [one for one in facts if one.megabytes == megabytes]
-    dtypes = list(dict.fromkeys(one.dtype for one in shown))
+    shown = [fact for fact in facts if fact.megabytes == megabytes]
+    dtypes = list(dict.fromkeys(fact.dtype for fact in shown))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.2 * len(dtypes), 6.2), layout="constrained", dpi=DPI)
         panels = figure.subplots(1, len(dtypes), sharex=True, sharey=True, squeeze=False)[0]
         for axes, dtype in zip(panels, dtypes, strict=True):
-            _draw_points(axes, [one for one in shown if one.dtype == dtype and one.stage != "copy_"])
-        roofs = {one.dtype: one.nbytes / one.seconds / 1e9 for one in shown if one.stage == "copy_"}
+            _draw_points(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"])
+        roofs = {fact.dtype: fact.nbytes / fact.seconds / 1e9 for fact in shown if fact.stage == "copy_"}
         for axes, dtype in zip(panels, dtypes, strict=True):
             _draw_roof(axes, roofs[dtype])
             axes.set(title=dtype, xlabel="bytes moved per coordinate")
@@ -91,34 +91,34 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
             f"Kernels on {device}, buckets of {megabytes:g} MB", x=0.01, ha="left", fontsize=11, fontweight="bold"
         )
         panels[0].set_ylabel("billions of coordinates per second")
-        _draw_legend(figure, {one.family for one in shown}, {one.stage for one in shown})
+        _draw_legend(figure, {fact.family for fact in shown}, {fact.stage for fact in shown})
         figure.draw_without_rendering()  # the layout decides where the points are
         figure.set_layout_engine("none")
         for axes, dtype in zip(panels, dtypes, strict=True):
-            _label(axes, [one for one in shown if one.dtype == dtype and one.stage != "copy_"], roofs[dtype])
+            _label(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"], roofs[dtype])
         figure.savefig(file)
 
 
 def common_sizes(facts: Sequence[Fact]) -> set[float]:
     """Sizes in 10^6 bytes that were measured in every dtype."""
     by_dtype: dict[str, set[float]] = {}
-    for one in facts:
-        by_dtype.setdefault(one.dtype, set()).add(one.megabytes)
+    for fact in facts:
+        by_dtype.setdefault(fact.dtype, set()).add(fact.megabytes)
     return set.intersection(*by_dtype.values())
 
 
-def _point(one: Fact) -> tuple[float, float]:
-    return one.nbytes / one.numel, one.numel / one.seconds / 1e9
+def _point(fact: Fact) -> tuple[float, float]:
+    return fact.nbytes / fact.numel, fact.numel / fact.seconds / 1e9
 
 
 def _draw_points(axes: Axes, facts: Sequence[Fact]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for one in facts:
-        colour = FAMILIES[one.family][0]
-        face = "white" if one.family == "Global-QSGD" else colour
+    for fact in facts:
+        colour = FAMILIES[fact.family][0]
+        face = "white" if fact.family == "Global-QSGD" else colour
         look: dict[str, Any] = {"mfc": face, "mec": colour if face == "white" else "white", "mew": 1.0}
-        axes.plot(*_point(one), ls="", marker=MARKERS[one.stage], ms=7, zorder=4, **look)
+        axes.plot(*_point(fact), ls="", marker=MARKERS[fact.stage], ms=7, zorder=4, **look)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -154,14 +154,15 @@ def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
     """
     unit = axes.figure.dpi / 72
     right, to_pixels = axes.get_window_extent().x1, axes.transData
-    named = _merged([(one, to_pixels.transform(_point(one))) for one in facts], 2.5 * unit)
-    ours = [one for one in named if one[1].family == "gqsgd" or one[2][0] + 5 * len(one[0]) * unit > right]
-    others = [one for one in named if one not in ours]
+    named = _merged([(entry, to_pixels.transform(_point(entry))) for entry in facts], 2.5 * unit)
+    ours = [entry for entry in named if entry[1].family == "gqsgd" or entry[2][0] + 5 * len(entry[0]) * unit > right]
+    others = [entry for entry in named if entry not in ours]
     for side, on_left in ((ours, True), (others, False)):
-        side = sorted(side, key=lambda one: one[2][1])
+        side = sorted(side, key=lambda entry: entry[2][1])
         heights = spread([place[1] for *_, place in side], LINE * unit)
         roofs = [
-            to_pixels.transform((bandwidth / to_pixels.inverted().transform((0, one))[1], 1))[0] for one in heights
+            to_pixels.transform((bandwidth / to_pixels.inverted().transform((0, height))[1], 1))[0]
+            for height in heights
         ]
         pairs = [(place[0], roof) for (*_, place), roof in zip(side, roofs, strict=True)]
         edges = [min(pair) - 16 * unit if on_left else max(pair) + 14 * unit for pair in pairs]
@@ -198,16 +199,16 @@ def _merged(facts: Sequence[tuple[Fact, Any]], near: float) -> list[tuple[str, F
 
     Points of others that have the same family and stage, and nearly the same place, share a label with all their names.
     """
-    found: list[tuple[str, Fact, Any]] = []
+    merged: list[tuple[str, Fact, Any]] = []
     for fact, place in facts:
-        for number, (names, other, there) in enumerate(found):
+        for number, (names, other, there) in enumerate(merged):
             same = (other.family, other.stage) == (fact.family, fact.stage)
             if same and fact.family != "gqsgd" and np.hypot(*(there - place)) < near:
-                found[number] = (f"{names}, {fact.case}", other, there)
+                merged[number] = (f"{names}, {fact.case}", other, there)
                 break
         else:
-            found.append((fact.case, fact, place))
-    return found
+            merged.append((fact.case, fact, place))
+    return merged
 
 
 def spread(values: Sequence[float], step: float) -> list[float]:

@@ -113,13 +113,13 @@ def _results(plan: Plan, failed: set[Path]) -> dict[str | None, dict[str, list[R
             trained.setdefault(cell.variant, []).append(Run.load(cell.folder))
     if not plan.probes:
         return {None: trained}
-    found: dict[str | None, dict[str, list[Run]]] = {}
+    by_link: dict[str | None, dict[str, list[Run]]] = {}
     for cell in plan.probes:
         if cell.folder not in failed and cell.variant in trained:
             probe = Run.load(cell.folder)
             timed = [run.at_speed_of(probe) for run in trained[cell.variant]]
-            found.setdefault(cell.link, {})[cell.variant] = timed
-    return found
+            by_link.setdefault(cell.link, {})[cell.variant] = timed
+    return by_link
 
 
 def _section(plan: Plan, link: str | None, variants: dict[str, list[Run]]) -> Section:
@@ -133,7 +133,7 @@ def _show_table(section: Section, console: Console) -> None:
     lines = section.lines
     heads, rows = headings(lines[0].metric, section.target), [cells(line) for line in lines]
     shown, padding = _fitting(heads, rows, console.width)
-    titles, values = [heads[one] for one in shown], [[row[one] for one in shown] for row in rows]
+    titles, values = [heads[column] for column in shown], [[row[column] for column in shown] for row in rows]
     console.print(_table(section.title, titles, values, padding), soft_wrap=False)
     left_out = [heading for number, heading in enumerate(heads) if number not in shown]
     if left_out:
@@ -171,8 +171,8 @@ def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
     widths = _widths(heads, rows)
     shown = list(range(len(heads)))
     for column in (None, *LESS_IMPORTANT):
-        shown = [one for one in shown if one != column]
-        least = sum(widths[one] for one in shown) + len(shown) + 1
+        shown = [number for number in shown if number != column]
+        least = sum(widths[number] for number in shown) + len(shown) + 1
         if least <= width:
             break
     return shown, int(least + 2 * len(shown) <= width)

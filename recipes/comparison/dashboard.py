@@ -64,13 +64,13 @@ def grouping(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     runs = [dict(_flattened(config)) for config in configs]
     keys = list(dict.fromkeys(key for run in runs for key in run))
     chosen = ["strategy.name"]
-    for key in sorted(keys, key=lambda one: not one.endswith(".name")):
-        alike = [[repr(run.get(one)) for one in ("seed", *chosen)] for run in runs]
+    for key in sorted(keys, key=lambda name: not name.endswith(".name")):
+        alike = [[repr(run.get(name)) for name in ("seed", *chosen)] for run in runs]
         values = [repr(run.get(key)) for run in runs]
         if any(
-            alike[one] == alike[other] and values[one] != values[other]
-            for one in range(len(runs))
-            for other in range(one)
+            alike[number] == alike[other] and values[number] != values[other]
+            for number in range(len(runs))
+            for other in range(number)
         ):
             chosen.append(key)
     return tuple(chosen)

@@ -31,9 +31,9 @@ def place_labels(
     """
     dots = [_around(point, gap, gap) for point in points]
     reach = 2 * max((width for width, _ in sizes), default=0.0)
-    crowd = [sum(math.dist(one, other) < reach for other in points) for one in points]
+    crowd = [sum(math.dist(point, other) < reach for other in points) for point in points]
     placed: dict[int, Rectangle] = {}
-    for number in sorted(range(len(points)), key=lambda one: -crowd[one]):
+    for number in sorted(range(len(points)), key=lambda index: -crowd[index]):
         fixed = [*dots, *taken, *placed.values()]
         best, least = dots[number], math.inf
         for candidate in _candidates(points[number], sizes[number], gap):
@@ -48,7 +48,7 @@ def place_labels(
 
 def _candidates(point: Point, size: Point, gap: float) -> list[Rectangle]:
     """Places around a point, near places first; at equal distance, right and left before above and below."""
-    found = []
+    places = []
     angles = sorted((2 * math.pi * turn / DIRECTIONS for turn in range(DIRECTIONS)), key=lambda one: -math.cos(one))
     for ring in range(RINGS):
         for angle in angles:
@@ -56,21 +56,21 @@ def _candidates(point: Point, size: Point, gap: float) -> list[Rectangle]:
             distance = gap * (1 + ring)
             # The distance is measured to the label's nearest edge or corner.
             middle = (point[0] + across * (distance + size[0] / 2), point[1] + up * (distance + size[1] / 2))
-            found.append(_around(middle, *size))
-    return found
+            places.append(_around(middle, *size))
+    return places
 
 
 def _around(middle: Point, width: float, height: float) -> Rectangle:
     return middle[0] - width / 2, middle[1] - height / 2, middle[0] + width / 2, middle[1] + height / 2
 
 
-def _common(one: Rectangle, other: Rectangle) -> float:
+def _common(first: Rectangle, second: Rectangle) -> float:
     """Area of the intersection of two rectangles."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
     return width * height if width > 0 and height > 0 else 0.0
 
 
-def _outside(one: Rectangle, bounds: Rectangle) -> float:
+def _outside(rectangle: Rectangle, bounds: Rectangle) -> float:
     """Area of the part of a rectangle that is not in ``bounds``."""
-    return (one[2] - one[0]) * (one[3] - one[1]) - _common(one, bounds)
+    return (rectangle[2] - rectangle[0]) * (rectangle[3] - rectangle[1]) - _common(rectangle, bounds)

@@ -86,19 +86,19 @@ def headlines(lines: Sequence[Line], target: float, reference: str = "ddp") -> l
     strongest = min(baselines, key=lambda line: seconds[line.variant])
     metric = best.metric
     goal = f"to {metric.label} {target_text(metric, target)}" if timed else "a step"
-    found = [
+    shown = [
         (_faster(seconds[other.variant] / seconds[best.variant], timed), f"{best.variant} than {other.variant}, {goal}")
         for other in dict.fromkeys((by_name[reference], strongest))
     ]
     if best.mb_sent:
-        found.append(
+        shown.append(
             (f"{by_name[reference].mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {reference}")
         )
     difference = metric.scaled(best.final - by_name[reference].final)
     signed = f"{'−' if difference < 0 else '+'}{abs(difference):.{metric.digits}f}"
     points = " points" if metric.percent else ""
-    found.append((signed, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
-    return found
+    shown.append((signed, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
+    return shown
 
 
 def _faster(ratio: float, timed: bool) -> str:

@@ -157,15 +157,15 @@ def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
     Returns:
         False if there are too few variants, in which case no file is written.
     """
-    known = [line for line in lines if not math.isnan(line.bits_above_bound)]
-    if len(known) < LEAST_FAMILY:
+    sampled = [line for line in lines if not math.isnan(line.bits_above_bound)]
+    if len(sampled) < LEAST_FAMILY:
         return False
     chosen = colours([line.variant for line in lines])
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.5 * SIZE[0], 1.5 * SIZE[1]), layout="constrained")
         axes = figure.subplots()
-        _draw_bound(axes, known)
-        for line in known:
+        _draw_bound(axes, sampled)
+        for line in sampled:
             colour, round_ = chosen[line.variant], not _has_memory(line.variant)
             x, y = line.message_bits, line.rel_l2
             axes.plot([bits_at(y), x], [y, y], color=colour, lw=1.0, alpha=0.35, zorder=2, solid_capstyle="butt")
@@ -176,16 +176,16 @@ def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
         axes.set_ylabel("relative L2 error of the gradients' mean, r")
         axes.set_title(fill(title, FAMILY_TITLE))
         axes.grid(visible=False, axis="x")
-        _label_family(figure, axes, known, chosen, _family_legend(axes, known))
+        _label_family(figure, axes, sampled, chosen, _family_legend(axes, sampled))
         figure.savefig(file, dpi=DPI)
     return True
 
 
-def _draw_bound(axes: Axes, known: Sequence[Line]) -> None:
+def _draw_bound(axes: Axes, sampled: Sequence[Line]) -> None:
     """Set the limits, and draw the line r = 2^-b with the area below the line shaded."""
-    most = 1.14 * max(line.message_bits for line in known)
-    low = min(line.rel_l2 for line in known) / 2
-    high = max(2.0, 1.7 * max(line.rel_l2 for line in known))
+    most = 1.14 * max(line.message_bits for line in sampled)
+    low = min(line.rel_l2 for line in sampled) / 2
+    high = max(2.0, 1.7 * max(line.rel_l2 for line in sampled))
     axes.set_yscale("log")
     axes.set_xlim(0, most)
     axes.set_ylim(low, high)
@@ -199,32 +199,32 @@ def _draw_bound(axes: Axes, known: Sequence[Line]) -> None:
     axes.plot(bits, 2.0**-bits, color="#555555", lw=1.3, zorder=1)
 
 
-def _family_legend(axes: Axes, known: Sequence[Line]) -> Legend:
+def _family_legend(axes: Axes, sampled: Sequence[Line]) -> Legend:
     grey: dict[str, Any] = {"color": "#777777", "ls": "", "mec": "white"}
     handles: list[Patch | Line2D] = [
         Line2D([], [], color="#555555", lw=1.3, label="bound r = 2$^{-b}$ for independent normal gradients"),
         Line2D([], [], color="#777777", lw=1.0, alpha=0.5, label="bits above the bound"),
         Line2D([], [], marker="o", ms=7, label="every gradient by itself", **grey),
     ]
-    if any(_has_memory(line.variant) for line in known):
+    if any(_has_memory(line.variant) for line in sampled):
         handles.append(Line2D([], [], marker="D", ms=6, label="with a memory of earlier steps", **grey))
     return axes.legend(handles=handles, loc="upper right", fontsize=8)
 
 
-def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dict[str, str], legend: Legend) -> None:
+def _label_family(figure: Figure, axes: Axes, sampled: Sequence[Line], chosen: dict[str, str], legend: Legend) -> None:
     """Write names next to their points; a name that finds no room near its point gets a leader."""
     labels: list[Annotation] = [
         axes.annotate(
             line.variant, (line.message_bits, line.rel_l2), color=chosen[line.variant], fontsize=8.5, zorder=5
         )
-        for line in known
+        for line in sampled
     ]
     for label in labels:
         label.set_in_layout(False)
         label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
     figure.draw_without_rendering()  # the layout decides where the points are
     figure.set_layout_engine("none")
-    points = [tuple(axes.transData.transform((line.message_bits, line.rel_l2))) for line in known]
+    points = [tuple(axes.transData.transform((line.message_bits, line.rel_l2))) for line in sampled]
     frames = [label.get_window_extent() for label in labels]
     bounds, corner = axes.get_window_extent(), legend.get_window_extent()
     places = place_labels(
@@ -234,7 +234,7 @@ def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dic
         gap=figure.dpi / 72 * 7,
         taken=[(corner.x0, corner.y0, corner.x1, corner.y1)],
     )
-    for label, point, (left, bottom, right, top), line in zip(labels, points, places, known, strict=True):
+    for label, point, (left, bottom, right, top), line in zip(labels, points, places, sampled, strict=True):
         to_points = 72 / figure.dpi
         middle = (left + right) / 2, (bottom + top) / 2
         label.set_position(((middle[0] - point[0]) * to_points, (middle[1] - point[1]) * to_points))

@@ -266,8 +266,8 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
 
 def _samples(column: Sequence[float]) -> list[float]:
     """The column without NaN, and without the repetitions of a sample in the rows after it."""
-    known = [value for value in column if not math.isnan(value)]
-    return [value for number, value in enumerate(known) if not number or value != known[number - 1]]
+    logged = [value for value in column if not math.isnan(value)]
+    return [value for number, value in enumerate(logged) if not number or value != logged[number - 1]]
 
 
 def _mean(values: Sequence[float]) -> float:

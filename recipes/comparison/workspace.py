@@ -86,9 +86,9 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
         WorkspaceError: the filter cannot express the group; the metric is unknown; W&B refuses, or cannot be reached.
             In the last two cases the file has been written.
     """
-    known = _known_url(definition, file)
-    if known:
-        return known
+    known_url = _known_url(definition, file)
+    if known_url:
+        return known_url
     workspace = _workspace(definition, definition.entity or "")
     _write(definition, workspace, file, url=None)
     if wandb_mode() != "online":
@@ -179,8 +179,8 @@ def _write(definition: Definition, workspace: Any, file: Path, url: str | None) 
 def _known_url(definition: Definition, file: Path) -> str | None:
     """URL of the workspace that ``file`` says was made from the same definition; None if there is none."""
     try:
-        known = json.loads(file.read_text())
+        written = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    same = known.get("definition") == json.loads(json.dumps(asdict(definition)))
-    return known.get("url") if same else None
+    same = written.get("definition") == json.loads(json.dumps(asdict(definition)))
+    return written.get("url") if same else None

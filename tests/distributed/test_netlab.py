@@ -88,14 +88,22 @@ dist.destroy_process_group()
 
 @needs_root
 def test_hosts_reach_each_other_in_torchruns_environment() -> None:
-    done = _cli("--hosts", "3", "--rate", "100mbit", "--", sys.executable, "-c", ALLREDUCE)
+    done = _cli("--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-c", ALLREDUCE)
     assert done.returncode == 0, done.stdout + done.stderr
-    for host in range(3):
-        assert f"[host{host}] sum 6.0 {host} 0 3" in done.stdout
-    done = _cli("--hosts", "2", "--ranks-per-host", "2", "--", sys.executable, "-c", ALLREDUCE)
-    for rank in range(4):
-        assert f"[host{rank // 2}.{rank % 2}] sum 10.0 {rank} {rank % 2} 4" in done.stdout
+    for host in range(2):
+        assert f"[host{host}] sum 3.0 {host} 0 2" in done.stdout
+    done = _cli("--hosts", "3", "--ranks-per-host", "2", "--", "sh", "-c", "echo $RANK $LOCAL_RANK $WORLD_SIZE")
+    for rank in range(6):
+        assert f"[host{rank // 2}.{rank % 2}] {rank} {rank % 2} 6" in done.stdout
     assert not _leftovers()
+
+
+@needs_root
+@pytest.mark.slow
+def test_several_ranks_of_several_hosts_reach_each_other() -> None:
+    done = _cli("--hosts", "3", "--ranks-per-host", "2", "--", sys.executable, "-c", ALLREDUCE)
+    for rank in range(6):
+        assert f"[host{rank // 2}.{rank % 2}] sum 21.0 {rank} {rank % 2} 6" in done.stdout
 
 
 @needs_root

@@ -133,7 +133,7 @@ def archive(pictures: Path, tmp_path: Path) -> Path:
 
 
 def run_script(
-    script: str, *arguments: str, cwd: Path, timeout: float = 150, environment: Mapping[str, str] | None = None
+    script: str, *arguments: str, cwd: Path, timeout: float = 270, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """A script of recipes/ in a process of its own, without traces of an earlier launch in its environment."""
     return subprocess.run(
