@@ -154,7 +154,7 @@ def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
     """
     unit = axes.figure.dpi / 72
     right, to_pixels = axes.get_window_extent().x1, axes.transData
-    named = _merged([(entry, to_pixels.transform(_point(entry))) for entry in facts], 2.5 * unit)
+    named = _merged([(fact, to_pixels.transform(_point(fact))) for fact in facts], 2.5 * unit)
     ours = [entry for entry in named if entry[1].family == "gqsgd" or entry[2][0] + 5 * len(entry[0]) * unit > right]
     others = [entry for entry in named if entry not in ours]
     for side, on_left in ((ours, True), (others, False)):

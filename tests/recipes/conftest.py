@@ -20,7 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
 from recipes import run
+from recipes.comparison.results import Run
 from recipes.configuration import compose_configuration
+from tests.recipes.made_up_runs import made_up_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,6 +100,27 @@ def refusal(
 
     yield start
     Singleton.set_state(hydra_state)
+
+
+@pytest.fixture
+def variants(tmp_path: Path) -> dict[str, list[Run]]:
+    """Three strategies, three seeds; gqsgd steps take 0.4 of ddp's."""
+    rng = np.random.default_rng(0)
+    curve = 0.95 - 0.6 * np.exp(-np.arange(1, 21) / 4)
+    return {
+        name: [
+            made_up_run(
+                tmp_path / f"{name}{seed}",
+                (curve + rng.normal(0, 0.01, 20)).clip(0, 1).tolist(),
+                step,
+                seed,
+                codec=name != "ddp",
+                final=0.94 + 0.01 * seed,
+            )
+            for seed in range(3)
+        ]
+        for name, step in (("ddp", 0.5), ("gqsgd", 0.2), ("gqsgd_4bit", 0.12))
+    }
 
 
 @pytest.fixture

@@ -296,7 +296,8 @@ def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: 
         "hardware.cpus_per_task=1",
         "+hardware.sbatch.begin=now",
     )
-    arguments = ("run.py", "-m", *SMALL, "test=false", *profile, *asked)
+    # A preset has no file: the job has to know what this process has registered.
+    arguments = ("run.py", "-m", *SMALL, "strategy=gqsgd", "test=false", *profile, *asked)
     finished = script(*arguments, cwd=tmp_path, environment=fake_slurm.install(tmp_path))
     assert finished.returncode == 0, finished.stderr[-3000:]
     lines = (tmp_path / "script.sh").read_text().splitlines()
@@ -307,7 +308,7 @@ def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: 
     assert (options["begin"], options["job-name"]) == ("now", "quickstart")
     assert lines.index("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK") < len(lines) - 2
     (sweep,) = (tmp_path / "outputs" / "multirun").iterdir()
-    facts = json.loads((sweep / "0-ddp-seed0" / "result.json").read_text())
+    facts = json.loads((sweep / "0-gqsgd-seed0" / "result.json").read_text())
     assert (facts["processes"], facts["steps"], facts["threads"]) == (2, 6, 1)
     assert facts["hardware"]["profile"] == "slurm"
     assert facts["hardware"]["env"] == {"OMP_NUM_THREADS": "1"}
