@@ -276,7 +276,7 @@ def test_batches(tmp_path: Path) -> None:
     assert (ids.shape, ids.dtype) == ((64, 39), torch.int64)
     assert (labels.shape, labels.dtype) == ((64,), torch.float32)
     data.batch_size = 10**6
-    with pytest.raises(DataError, match=r"do not fill one step"):
+    with pytest.raises(DataError, match=r"cannot fill one step"):
         data.train_dataloader()
 
 

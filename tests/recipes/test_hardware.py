@@ -158,7 +158,7 @@ def test_a_conflict_ends_a_run(
         (["hardware=netlab", "hardware.nodes=1"], "hardware.nodes=1 must be at least 2"),
         (["hardware=netlab", "hardware.devices=auto"], "hardware.devices='auto' is none"),
         (["hardware=netlab", "hardware.accelerator=gpu"], "hardware.accelerator=cpu, not gpu"),
-        (["hardware=slurm", "hardware.devices=auto"], "hardware=slurm has to know the processes per node"),
+        (["hardware=slurm", "hardware.devices=auto"], "hardware=slurm has to know the number of processes per node"),
         (["hardware=slurm"], r"submits a job with -m: python recipes/run\.py -m hardware=slurm; .*put srun before"),
     ],
 )
