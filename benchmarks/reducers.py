@@ -69,7 +69,9 @@ class Bench:
             tuple(dict.fromkeys(scope for stage in same for scope in stage))
             for same in zip_longest(*every, fillvalue=())
         ]
-        self.communicator = Communicator(self.buffer.device, stages=scopes)
+        assert dist.group.WORLD is not None
+        self.communicator = Communicator(self.buffer.device, dist.group.WORLD, "benchmarks.reducers")
+        self.communicator.extend(scopes)
         self.runner = runner_for(self.communicator)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
