@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +15,15 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "content", "output"),
     [
-        pytest.param(
-            *([sys.executable], "Trainer(strategy=", "gqsgd: 8,192 gradient values in 1 tensor at 8 bits"),
-            marks=pytest.mark.slow,
-        ),
-        ([sys.executable], "simulate(preset", "ecq_sgd "),
-        pytest.param(
-            *(TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensor at 4 bits"), marks=pytest.mark.slow
-        ),
+        ([sys.executable], "Trainer(strategy=", "gqsgd: 8,192 gradient values in 1 tensor at 8 bits"),
+        (TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensor at 4 bits"),
     ],
 )
-def test_example(launcher: list[str], content: str, output: str, tmp_path: Path) -> None:
+def test_example_in_processes(launcher: list[str], content: str, output: str, tmp_path: Path) -> None:
     (example,) = (one for one in EXAMPLES if content in one)
     file = tmp_path / "example.py"
     file.write_text(example)
@@ -36,6 +32,16 @@ def test_example(launcher: list[str], content: str, output: str, tmp_path: Path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert output in done.stdout + done.stderr
+
+
+def test_the_simulation_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = (text for text in EXAMPLES if "simulate(preset" in text)
+    (tmp_path / "example.py").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
+    assert "ecq_sgd " in capsys.readouterr().out
 
 
 def test_there_are_no_other_examples() -> None:

@@ -21,7 +21,7 @@ from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
-from recipes.comparison.runner import command
+from recipes.comparison.runner import LOG, command
 from recipes.files import RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY
@@ -327,10 +327,10 @@ FILES = [
 ]
 
 
-def test_compare_a_finished_strategy_with_one_that_runs(script: Script, tmp_path: Path) -> None:
-    arguments = (*TINY, "trainer.devices=1", "strategy=ddp,ddp_bf16", f"output={tmp_path}")
+def test_compare_a_finished_strategy_with_one_that_two_processes_train(script: Script, tmp_path: Path) -> None:
+    arguments = (*TINY, "data.batch_size=16", "model.width=16", "strategy=ddp,gqsgd", f"output={tmp_path}")
     plan = make_plan(arguments)
-    finished, _ = plan.cells
+    finished, running = plan.cells
     made_up_run(finished.folder, [0.5, 0.8], final=0.8)
     (finished.folder / CELL_FILE).write_text(json.dumps(finished.config))
     result = (finished.folder / RESULT_FILE).read_bytes()
@@ -343,7 +343,15 @@ def test_compare_a_finished_strategy_with_one_that_runs(script: Script, tmp_path
     assert [line.partition(": ")[2] for line in last] == [str(plan.folder / name) for name in FILES]
     assert all((plan.folder / name).stat().st_size > 100 for name in FILES)
     with open(plan.folder / "table.csv", newline="") as file:
-        assert [row["variant"] for row in csv.DictReader(file)] == ["ddp", "ddp_bf16"]
+        assert [row["variant"] for row in csv.DictReader(file)] == ["ddp", "gqsgd"]
+
+    output = (running.folder / LOG).read_text()
+    assert output.count("epoch 1/2") == 1  # rank 0 only
+    assert str(running.folder / "metrics.csv") in output
+    facts = json.loads((running.folder / RESULT_FILE).read_text())
+    assert (facts["processes"], facts["steps"], facts["samples"]) == (2, 6, 6 * 32)
+    assert 8 < facts["bits_per_coordinate"] < 16  # small parameters are not compressed
+    assert (running.folder / "checkpoints" / "last.ckpt").is_file()
 
 
 @pytest.mark.slow

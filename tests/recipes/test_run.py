@@ -24,7 +24,9 @@ def _validations(folder: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row[ACCURACY.val]]
 
 
-@pytest.mark.parametrize("strategy", ["gqsgd", pytest.param("ddp", marks=pytest.mark.slow)])
+# One run of two processes is part of the default tests: that of tests/recipes/test_compare.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["gqsgd", "ddp"])
 def test_two_processes(script: Script, tmp_path: Path, strategy: str) -> None:
     folder = tmp_path / "a folder, with = signs"
     overrides = ("data.batch_size=16", "model.width=16", f"strategy={strategy}", f"hydra.run.dir='{folder}'")
@@ -42,7 +44,7 @@ def test_two_processes(script: Script, tmp_path: Path, strategy: str) -> None:
         assert facts["mb_sent"] == pytest.approx(6 * 4 * facts["parameters"] / 1e6)
         assert facts["bits_per_coordinate"] == 32
     else:
-        assert 8 < facts["bits_per_coordinate"] < 12  # small parameters are not compressed
+        assert 8 < facts["bits_per_coordinate"] < 16  # small parameters are not compressed
     assert float(_validations(folder)[-1][names.MB_SENT]) == pytest.approx(facts["mb_sent"])
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
