@@ -20,6 +20,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
     ("launcher", "content", "output"),
     [
         ([sys.executable], "Trainer(strategy=", "gqsgd: 8,192 gradient values in 1 tensor at 8 bits"),
+        ([sys.executable], "simulate(preset", "ecq_sgd "),
         (TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensor at 4 bits"),
     ],
 )
@@ -34,11 +35,12 @@ def test_example_in_processes(launcher: list[str], content: str, output: str, tm
     assert output in done.stdout + done.stderr
 
 
-def test_the_simulation_runs_here(
+def test_the_simulation_runs_with_fewer_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (example,) = (text for text in EXAMPLES if "simulate(preset" in text)
-    (tmp_path / "example.py").write_text(example)
+    assert "steps=300" in example
+    (tmp_path / "example.py").write_text(example.replace("steps=300", "steps=3"))
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
     assert "ecq_sgd " in capsys.readouterr().out
