@@ -1,1 +1,1 @@
-"""Measurements: kernels, reducers, training steps, and a network of shaped links to make them on."""
+"""Measurements of kernels, reducers, errors and training steps; `netlab` gives them hosts with slow links."""

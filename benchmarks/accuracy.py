@@ -1,10 +1,11 @@
-"""Error of one quantised mean, by dither, bits and block size: what the defaults are chosen by.
+"""Error of one quantised mean by dither, bits and block size; the defaults of the package were chosen by this table.
 
     python -m benchmarks.accuracy --save
 
-Gradients: Gaussian; heavy-tailed (64 layers whose scales span three decades, Student's t with 3 degrees of freedom,
-correlated 0.1 between ranks); sparse (90 % zeros, mostly at the same places); and those of a ResNet on scikit-learn's
-digits, every rank with its own samples, at initialisation.
+There are four kinds of gradients. Gaussian gradients are independent. Heavy-tailed gradients have 64 layers whose
+scales span three decades; they follow Student's t distribution with 3 degrees of freedom, and ranks are correlated by
+0.1. Sparse gradients have 90 % zeros, mostly at the same places on all ranks. The gradients of a network are those of a
+ResNet on scikit-learn's digits at initialisation, where every rank has its own samples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from benchmarks.report import Report, present
 from lightning_gqsgd.simulation import average, relative_error
-from recipes.tasks.networks import ResNet
+from workloads.resnet import ResNet
 
 NUMEL = 1 << 18
 LAYERS = 64
@@ -28,12 +29,12 @@ CORRELATION = 0.1
 
 
 def gaussian(ranks: int, generator: torch.Generator) -> list[Tensor]:
-    """Independent and standard normal."""
+    """Independent, standard normal gradients: a tensor (NUMEL,) for each rank."""
     return [torch.randn(NUMEL, generator=generator) for _ in range(ranks)]
 
 
 def heavy_tailed(ranks: int, generator: torch.Generator) -> list[Tensor]:
-    """See the module."""
+    """Heavy-tailed gradients, as the module describes them: a tensor (NUMEL,) for each rank."""
     scales = torch.logspace(-3, 0, LAYERS).repeat_interleave(NUMEL // LAYERS)
 
     def student() -> Tensor:
@@ -45,24 +46,24 @@ def heavy_tailed(ranks: int, generator: torch.Generator) -> list[Tensor]:
 
 
 def sparse(ranks: int, generator: torch.Generator) -> list[Tensor]:
-    """See the module."""
+    """Sparse gradients, as the module describes them: a tensor (NUMEL,) for each rank."""
     shared = torch.rand(NUMEL, generator=generator) < 0.08
     places = [shared | (torch.rand(NUMEL, generator=generator) < 0.02) for _ in range(ranks)]
     return [torch.randn(NUMEL, generator=generator) * place for place in places]
 
 
 def network(ranks: int, generator: torch.Generator) -> list[Tensor]:
-    """Gradients of a ResNet on the digits, 16 samples per rank."""
+    """Gradients of a ResNet on the digits, with 16 samples per rank: a flat tensor for each rank."""
     digits = load_digits()
     images, labels = torch.from_numpy(digits.images).float()[:, None] / 8 - 1, torch.from_numpy(digits.target)
     torch.manual_seed(0)
     model = ResNet(blocks=[1, 1, 1], width=16, channels=1, num_classes=10)
     gradients = []
     for _ in range(ranks):
-        some = torch.randint(len(labels), (16,), generator=generator)
-        loss = F.cross_entropy(model(images[some]), labels[some])
+        chosen = torch.randint(len(labels), (16,), generator=generator)
+        loss = F.cross_entropy(model(images[chosen]), labels[chosen])
         grads = torch.autograd.grad(loss, list(model.parameters()))
-        gradients.append(torch.cat([one.flatten() for one in grads if one.numel() >= 1024]))
+        gradients.append(torch.cat([gradient.flatten() for gradient in grads if gradient.numel() >= 1024]))
     return gradients
 
 
@@ -75,7 +76,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], list[Tensor]]] = {
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """All combinations."""
+    """Measure all combinations of the command line."""
     report = Report(
         "accuracy",
         "Relative L2 error (%) of one quantised mean, two_shot",
@@ -103,7 +104,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.split("\n")[0])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
     parser.add_argument("--block-size", type=int, nargs="+", default=[64, 256, 1024])

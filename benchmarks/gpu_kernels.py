@@ -1,7 +1,7 @@
 """Speed of encoding, reducing and decoding on a GPU, against a copy, casts to 16 bits and ordinary torch operations.
 
-`benchmarks.kernels` is its command line. Stages are those of the reducer `two_shot` on one bucket: *encode* all of it,
-*reduce* one shard (a message of each rank), *decode* the mean of all.
+The command line is `benchmarks.kernels`. The stages are those of the reducer `two_shot` on one bucket: *encode* encodes
+the whole bucket, *reduce* adds up one shard (a message of each rank), and *decode* decodes the mean of the bucket.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CODECS = {
     "8 bit rotated": GQSGDConfig(rotation=True, reducer="two_shot"),
 }
 
-#: Bytes per coordinate that encoding, reducing and decoding may move together at 8 bits, the gradient in and out
-#: included.
+#: Most bytes per coordinate that encoding, reducing and decoding may move together at 8 bits; reading the gradient and
+#: writing the mean are included.
 LIMITS = {"float32": 15.0, "bfloat16": 9.0}
 
 #: Bytes per coordinate that the Global-QSGD authors' int8 pipeline moves in fp32, counted in their code (`ddphook.py`,
@@ -52,21 +52,21 @@ LIMITS = {"float32": 15.0, "bfloat16": 9.0}
 #: numbers 4, stochastic rounding 12, cast to int8 5; cast back 5, product 8, copy into the bucket 8.
 AUTHORS_BYTES = 62
 
-#: Buffers of small buckets are copied until they are so many times the size of the L2 cache.
+#: All copies of a small bucket's buffers together are at least this many times the size of the L2 cache.
 CACHES = 3
-#: The most copies that one timed run takes after each other.
+#: Most copies that one timed run takes one after the other.
 BURST = 16
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is measured, and how.
+    """The device that is measured, and how its work is timed.
 
     Attributes:
-        device: where the tensors are.
+        device: the device of all tensors.
         clock: takes times of work on the device.
-        synchronise: waits for the device.
-        cache_bytes: size of its L2 cache.
+        synchronise: waits until the device has no work left.
+        cache_bytes: size of the device's L2 cache in bytes.
     """
 
     device: torch.device
@@ -83,7 +83,7 @@ class Target:
 
 
 class Stage(NamedTuple):
-    """Runs a stage on each of the copies of its buffers, and says how many bytes that moves for one."""
+    """Runs a stage on each copy of its buffers; knows how many bytes the stage moves on one copy."""
 
     runs: Sequence[Case]
     nbytes: float
@@ -99,11 +99,12 @@ class _Piece(NamedTuple):
 
 
 class Bucket:
-    """The stages on a tensor, with their buffers.
+    """The stages on one tensor, with their buffers.
 
     Args:
-        x, out: flat tensors, the gradient and its mean.
-        layouts: of the pieces, from `layouts_of`.
+        x: the gradient, a flat tensor.
+        out: the mean, a flat tensor like ``x``.
+        layouts: the pieces, from `layouts_of`.
         setting: configuration, number of ranks and dtype.
     """
 
@@ -111,29 +112,29 @@ class Bucket:
         self._x, self._out, self._dtype = x, out, setting.dtype
         self._kernels, self._keys = kernels_for(x.device), StepKeys.of(setting.config, 0, setting.ranks)
         self._q = setting.codec.quantiser(setting.config.block_size)
-        # Only where it is needed: the key of a rotation that encoding and decoding do on the way.
+        # Encoding and decoding rotate on the way where the configuration rotates; only then do they need this key.
         self._rotation = {"rotation": self._keys.rotation} if setting.config.rotation else {}
         self._pieces = [self._piece(part, layout, setting.ranks) for part, layout in layouts]
 
     def encode(self) -> None:
-        """All of the tensor."""
+        """Encode the whole tensor."""
         for piece in self._pieces:
             self._encode(piece, self._keys.up[0])
 
     def reduce(self) -> None:
-        """A shard of each piece."""
-        for one in self._pieces:
+        """Reduce one shard of each piece."""
+        for piece in self._pieces:
             keys, down = self._keys.up, self._keys.down
-            self._kernels.reduce(one.received, one.owned, one.shard, self._q, keys, down, self._dtype)
+            self._kernels.reduce(piece.received, piece.owned, piece.shard, self._q, keys, down, self._dtype)
 
     def decode(self) -> None:
-        """All of the tensor."""
-        for one in self._pieces:
-            out, keys = self._out[one.part], (self._keys.down,)
-            self._kernels.decode(one.message.view(1, -1), one.blocks, out, self._q, keys, **self._rotation)
+        """Decode the whole tensor."""
+        for piece in self._pieces:
+            out, keys = self._out[piece.part], (self._keys.down,)
+            self._kernels.decode(piece.message.view(1, -1), piece.blocks, out, self._q, keys, **self._rotation)
 
-    def _encode(self, one: _Piece, key: tuple[int, int]) -> None:
-        self._kernels.encode(self._x[one.part], one.blocks, one.message, self._q, key, **self._rotation)
+    def _encode(self, piece: _Piece, key: tuple[int, int]) -> None:
+        self._kernels.encode(self._x[piece.part], piece.blocks, piece.message, self._q, key, **self._rotation)
 
     def _piece(self, part: slice, layout: Layout, ranks: int) -> _Piece:
         empty = partial(torch.zeros, dtype=torch.uint8, device=self._x.device)
@@ -153,33 +154,33 @@ class Bucket:
 
 def layouts_of(numel: int, setting: Setting) -> list[tuple[slice, Layout]]:
     """The pieces of a bucket of one parameter, each with its part of the tensor."""
-    q, found = setting.codec.quantiser(setting.config.block_size), []
+    q, placed = setting.codec.quantiser(setting.config.block_size), []
     for table in pieces(cut([Segment(0, numel, raw=False)], setting.config.block_size), NCCL_PIECE_NUMEL):
         start = int(table[0, START])
         part = slice(start, start + int(table[:, LENGTH].sum()))
         table[:, START] -= start
         sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
-        found.append((part, place(table, q, shards=setting.ranks, **sizes)))
-    return found
+        placed.append((part, place(table, q, shards=setting.ranks, **sizes)))
+    return placed
 
 
 def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[str, int]:
-    """Bytes that each stage has to move: gradients, messages and block tables, each read or written once."""
-    gradient = sum(int(one.blocks[:, LENGTH].sum()) for one in layouts) * itemsize
-    message = sum(one.message_bytes for one in layouts)
+    """Bytes that each stage has to move, by stage: gradients, messages and block tables, read or written once."""
+    gradient = sum(int(layout.blocks[:, LENGTH].sum()) for layout in layouts) * itemsize
+    message = sum(layout.message_bytes for layout in layouts)
     row = 8 * COLUMNS
-    whole = gradient + message + row * sum(len(one.blocks) for one in layouts)
-    shards = sum((ranks + 1) * one.shard_bytes + row * len(one.shard(0).table) for one in layouts)
+    whole = gradient + message + row * sum(len(layout.blocks) for layout in layouts)
+    shards = sum((ranks + 1) * layout.shard_bytes + row * len(layout.shard(0).table) for layout in layouts)
     return {"encode": whole, "reduce": shards, "decode": whole}
 
 
 def cast_bytes(itemsize: int) -> dict[str, int]:
-    """Bytes per coordinate of torch's fp16 and bf16 compression hooks: cast and division by the ranks, and back."""
+    """Bytes per coordinate of torch's fp16 and bf16 hooks: cast and division by the number of ranks; cast back."""
     return {"encode": itemsize + 2 + 4, "decode": 2 + itemsize}
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts what each operation reads and writes."""
+    """Counts the bytes that each torch operation reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,19 +189,22 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not function.is_view:
-            self.nbytes += sum(one.nbytes for one in tree_leaves((args, result)) if isinstance(one, Tensor))
+            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor))
         return result
 
 
 def traffic(work: Case) -> int:
-    """Bytes that torch's operations in ``work`` read and write, one after the other, views apart."""
+    """Bytes that torch's operations in ``work`` read and write one after the other; views move none."""
     with _Traffic() as counted:
         work()
     return counted.nbytes
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Stochastic 8-bit codes and fp32 scales of blocks, as one writes them in torch; ``x`` is a multiple of `BLOCK`."""
+    """Stochastic 8-bit codes and fp32 scales of blocks, in ordinary torch.
+
+    The length of ``x`` is a multiple of `BLOCK`.
+    """
     values = x.view(-1, BLOCK).float()
     scales = values.abs().amax(1, keepdim=True)
     codes = (values / scales * 127 + torch.rand(values.shape, device=x.device) + 128).floor().to(torch.uint8)
@@ -208,12 +212,15 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantise` means, flat."""
+    """The flat tensor that the codes and scales of `quantise` stand for."""
     return ((codes.float() - 128) * (scales / 127)).to(dtype).view(-1)
 
 
 class _Cases:
-    """All cases on one size and dtype, with as many copies of their buffers as it takes to miss the L2 cache."""
+    """All cases on one size and dtype.
+
+    Each case has as many copies of its buffers as it takes to miss the L2 cache.
+    """
 
     def __init__(self, target: Target, megabytes: float, dtype: torch.dtype, ranks: int) -> None:
         self.numel = max(1, round(megabytes * 1e6) // (dtype.itemsize * BLOCK)) * BLOCK
@@ -237,7 +244,7 @@ class _Cases:
         pairs = zip(self._xs, self._outs, strict=True)
         buckets = [Bucket(x, out, layouts, setting) for x, out in pairs]
         for stage in STAGES:
-            self.stages[name, "gqsgd", stage] = Stage([getattr(one, stage) for one in buckets], nbytes[stage])
+            self.stages[name, "gqsgd", stage] = Stage([getattr(entry, stage) for entry in buckets], nbytes[stage])
 
     def add_cast(self, to: torch.dtype) -> None:
         def compress(x: Tensor, small: Tensor) -> None:
@@ -252,15 +259,15 @@ class _Cases:
             self.stages[f"{_short(to)} hook", "torch's hooks", stage] = Stage(runs[stage], nbytes * self.numel)
 
     def add_torch(self, *, compiled: bool) -> None:
-        """Ordinary operations, one by one or compiled."""
+        """Add the ordinary torch operations: one by one, or compiled."""
         there, back = quantise, dequantise
         coded = [quantise(x) for x in self._xs]
         sample = torch.ones(BLOCK, dtype=self._dtype)
         codes = quantise(sample)
         if compiled:
-            torch._dynamo.reset()  # every size is compiled for itself, and there is a limit
+            torch._dynamo.reset()  # torch compiles for every size anew, and gives up after some sizes
             there, back = torch.compile(quantise, dynamic=False), torch.compile(dequantise, dynamic=False)
-            moved = sample.nbytes + sum(one.nbytes for one in codes)
+            moved = sample.nbytes + sum(entry.nbytes for entry in codes)
             nbytes = {"encode": moved, "decode": moved}
         else:
             nbytes = {
@@ -269,27 +276,30 @@ class _Cases:
             }
         runs = {
             "encode": [partial(there, x) for x in self._xs],
-            "decode": [partial(back, *one, self._dtype) for one in coded],
+            "decode": [partial(back, *entry, self._dtype) for entry in coded],
         }
         name = "torch.compile" if compiled else "torch operations"
         for stage, of_block in nbytes.items():
             self.stages[name, name, stage] = Stage(runs[stage], of_block * self.numel / BLOCK)
 
     def seconds(self, rounds: int) -> dict[tuple[str, str, str], np.ndarray]:
-        """Time of one copy of each stage, in every round."""
+        """Seconds of one copy of each stage, in every round."""
         burst = min(BURST, len(self._xs))
         turns = {key: partial(_some, itertools.cycle(stage.runs), burst) for key, stage in self.stages.items()}
         for turn in turns.values():
-            turn()  # compiles
+            turn()  # the first call compiles
         self._target.synchronise()
         names = {str(number): turn for number, turn in enumerate(turns.values())}
         times = in_turns(names, rounds, clock=self._target.clock)
         return {key: values / burst for key, values in zip(turns, times.values(), strict=True)}
 
     def host_seconds(self, case: str, rounds: int) -> dict[str, np.ndarray]:
-        """Time to issue each stage of a case after the one before, the device idle before the first, in every round."""
-        stages = {stage: itertools.cycle(one.runs) for (name, _, stage), one in self.stages.items() if name == case}
-        found = {stage: np.empty(rounds) for stage in stages}
+        """Seconds in which the host issues each stage of a case after the stage before, in every round.
+
+        The device is idle before the first stage.
+        """
+        stages = {stage: itertools.cycle(entry.runs) for (name, _, stage), entry in self.stages.items() if name == case}
+        seconds = {stage: np.empty(rounds) for stage in stages}
         for number in range(-2, rounds):
             self._target.synchronise()
             for stage, runs in stages.items():
@@ -297,8 +307,8 @@ class _Cases:
                 begun = time.perf_counter()
                 run()
                 if number >= 0:
-                    found[stage][number] = time.perf_counter() - begun
-        return found
+                    seconds[stage][number] = time.perf_counter() - begun
+        return seconds
 
 
 def _some(runs: itertools.cycle[Case], count: int) -> None:
@@ -320,10 +330,10 @@ def facts_of(
     Args:
         target: the device.
         megabytes: size of the gradient in 10^6 bytes, rounded down to whole blocks.
-        dtype: of the gradient.
+        dtype: dtype of the gradient.
         ranks: number of messages that are reduced.
         rounds: number of times that every case is measured.
-        codecs: which of `CODECS`.
+        codecs: names in `CODECS` of the codecs that are measured.
     """
     cases = _Cases(target, megabytes, dtype, ranks)
     cases.add_copy()
@@ -353,34 +363,34 @@ def facts_of(
 
 def row_of(facts: Sequence[Fact]) -> list[Any]:
     """A line of the table: all stages of a case on one size and dtype."""
-    first, by_stage = facts[0], {one.stage: one for one in facts}
+    first, by_stage = facts[0], {fact.stage: fact for fact in facts}
     shown = [by_stage.get(stage) for stage in STAGES] if by_stage.keys() <= set(STAGES) else [first]
 
     def cell(number: Callable[[Fact], float | None], form: str) -> str:
-        values = [None if one is None else number(one) for one in shown]
+        values = [None if fact is None else number(fact) for fact in shown]
         return " / ".join("–" if value is None else format(value, form) for value in values)
 
-    host = [one.host_seconds for one in facts if one.host_seconds is not None]
+    host = [fact.host_seconds for fact in facts if fact.host_seconds is not None]
     return [
         first.case,
         f"{first.megabytes:g}",
         first.dtype,
-        cell(lambda one: 1e6 * one.seconds, ".1f"),
-        cell(lambda one: one.nbytes / one.numel, ".2f"),
-        sum(one.nbytes for one in facts) / first.numel,
+        cell(lambda fact: 1e6 * fact.seconds, ".1f"),
+        cell(lambda fact: fact.nbytes / fact.numel, ".2f"),
+        sum(fact.nbytes for fact in facts) / first.numel,
         LIMITS.get(first.dtype) if first.family == "gqsgd" else None,
-        cell(lambda one: one.nbytes / one.seconds / 1e9, ".0f"),
-        cell(lambda one: one.of_copy, ".2f"),
-        cell(lambda one: None if one.host_seconds is None else 1e6 * one.host_seconds, ".0f"),
+        cell(lambda fact: fact.nbytes / fact.seconds / 1e9, ".0f"),
+        cell(lambda fact: fact.of_copy, ".2f"),
+        cell(lambda fact: None if fact.host_seconds is None else 1e6 * fact.host_seconds, ".0f"),
         1e6 * sum(host) if host else None,
     ]
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run all cases of all sizes and dtypes.
+    """Run all cases on all sizes and dtypes of the command line.
 
     Raises:
-        SystemExit: there is no CUDA device.
+        SystemExit: torch sees no CUDA device.
     """
     if not torch.cuda.is_available():
         raise SystemExit(
@@ -398,7 +408,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> Report:
-    """The table and the picture; ``name``: of the device."""
+    """The table and the picture; ``name`` is the name of the device."""
     report = Report(
         f"kernels_{target.device.type}_{slug(name)}",
         f"Kernels on {name} against copy_, {ranks} ranks",
@@ -434,11 +444,11 @@ def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> R
             "torch operations: stochastic codes of 8 bits for blocks, written in torch. Global-QSGD's code was not "
             f"run: {AUTHORS_BYTES} bytes per fp32 coordinate, counted in it, at the copy's rate.",
         ),
-        raw={"facts": [asdict(one) for one in facts]},
+        raw={"facts": [asdict(fact) for fact in facts]},
         machine=gpu_machine(target.device) if target.device.type == "cuda" else "",
         draw=lambda file: save_figure(facts, name, file),
     )
-    for _, group in itertools.groupby(facts, lambda one: (one.dtype, one.megabytes, one.case)):
+    for _, group in itertools.groupby(facts, lambda fact: (fact.dtype, fact.megabytes, fact.case)):
         report.rows.append(row_of(list(group)))
     return report
 

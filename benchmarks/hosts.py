@@ -1,4 +1,4 @@
-"""Runs a benchmark's worker once on every host of a lab, and collects what the first host has measured."""
+"""Runs a benchmark's worker once on every host of a lab, and collects the measurements of the first host."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.netlab import NetLab, NetLabError, parse_rate, run_everywhere
 from benchmarks.report import Report, present
+from netlab.lab import NetLab, NetLabError, parse_rate
+from netlab.ranks import run_everywhere
 
 RESULT = "GQSGD_BENCHMARK_RESULT"
 TIMEOUT_S = 1800.0
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; its output is above."""
+    """A worker failed; the worker's output stands above."""
 
 
 def work_or_present(
@@ -31,9 +32,9 @@ def work_or_present(
     work: Callable[[argparse.Namespace], None],
     measure: Callable[[argparse.Namespace], Report],
 ) -> None:
-    """Do a worker's part if this process is one; otherwise measure with workers and present the report."""
+    """Do a worker's part if this process is a worker; otherwise measure with workers and present the report."""
     if os.environ.get(RESULT):
-        work(parser.parse_known_args()[0])  # what it does not know is for the presentation
+        work(parser.parse_known_args()[0])  # arguments that this parser does not know belong to the presentation
         return
     try:
         present(parser, measure)
@@ -42,7 +43,7 @@ def work_or_present(
 
 
 def add_labs(parser: argparse.ArgumentParser) -> None:
-    """Arguments ``--hosts``, ``--rate`` and ``--ranks-per-host``, which `in_labs` reads."""
+    """Add the arguments ``--hosts``, ``--rate`` and ``--ranks-per-host``, which `in_labs` reads."""
     parser.add_argument("--hosts", type=int, nargs="+", default=[2], help="numbers of hosts (default 2)")
     parser.add_argument("--rate", nargs="+", default=["1gbit"], help="of each link, e.g. 100mbit 1gbit none")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (default 1)")
@@ -51,11 +52,13 @@ def add_labs(parser: argparse.ArgumentParser) -> None:
 def in_labs(
     options: argparse.Namespace, program: str, report: Report, add_rows: Callable[[Report, int, str, Any], None]
 ) -> None:
-    """Run this command as every rank of a lab, for every number of hosts and rate; report what host 0 has left.
+    """Run this command as every rank of a lab, for every number of hosts and every rate; report what host 0 measured.
 
     Args:
-        program: of the command line, ``"python -m ..."``; workers get this process's arguments.
-        add_rows: adds a lab's result to the report: (report, hosts, rate, what was given to `finish`).
+        options: the command line, with the arguments of `add_labs`.
+        program: start of the command line, ``"python -m ..."``; workers get this process's arguments.
+        report: where the rows go.
+        add_rows: adds a lab's result to the report: (report, hosts, rate, argument of `finish`).
 
     Raises:
         WorkerError: a worker failed or left no result.
@@ -76,20 +79,20 @@ def in_labs(
 
 
 def wire_seconds(nbytes: float, rate: str) -> float | None:
-    """Seconds that a link of a rate needs for so many bytes; None if it is not shaped."""
+    """Seconds that a link of a rate needs for a number of bytes; None if the link has no limit."""
     bits_per_second = parse_rate(rate)
     return 8 * nbytes / bits_per_second if bits_per_second else None
 
 
 def begin() -> tuple[int, int]:
-    """Join the other workers over Gloo, with one compute thread; rank and number of ranks."""
+    """Join the other workers over Gloo, with one compute thread; returns rank and number of ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     return dist.get_rank(), dist.get_world_size()
 
 
 def finish(result: Any) -> None:
-    """Leave this worker's result if it is the first, and part from the others."""
+    """Write the first worker's result, and leave the process group."""
     dist.barrier()
     if dist.get_rank() == 0:
         Path(os.environ[RESULT]).write_text(json.dumps(result))
@@ -97,7 +100,7 @@ def finish(result: Any) -> None:
 
 
 def slowest(seconds: Any) -> Any:
-    """Element-wise maximum over workers: a step lasts until the last one is through."""
+    """Element-wise maximum over all workers: a step lasts until the last worker has finished."""
     tensor = torch.as_tensor(seconds, dtype=torch.float64).clone()
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.numpy()

@@ -1,10 +1,10 @@
-"""Speed of encoding and decoding, against a copy of the same tensor: on the CPU, one thread, or on a GPU.
+"""Speed of encoding and decoding against a copy of the same tensor, on one thread of the CPU or on a GPU.
 
     python -m benchmarks.kernels --save
     python -m benchmarks.kernels --device cuda --save
 
-Also the cast to bf16 and back, which is what torch's own compression hook costs. What is measured on a GPU is in
-`benchmarks.gpu_kernels`.
+The cast to bf16 and back is measured as well: torch's own compression hook costs as much. `benchmarks.gpu_kernels` says
+what is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import Segment, cut, pieces, place
 
-#: Options of one device only, with their defaults.
+#: Options that belong to one device, with their defaults.
 OF_DEVICE = {
     "cpu": {"numel": [6_553_600], "bits": [8, 4, 2], "block_size": [256], "dither": ["adaptive"]},
     "cuda": {"megabytes": gpu_kernels.MEGABYTES, "ranks": 8},
@@ -31,7 +31,7 @@ OF_DEVICE = {
 
 
 def codec_cases(x: Tensor, bits: int, block_size: int, dither: str) -> tuple[Case, Case]:
-    """Encode and decode of a tensor as one rank, piece by piece, into buffers that are already there."""
+    """Encoding and decoding of a tensor as one rank does them, piece by piece, into buffers that already exist."""
     form, quantiser = scale_format(x.dtype), LinearCodec(bits, dither).quantiser(block_size)
     tables = pieces(cut([Segment(0, x.numel(), raw=False)], block_size))
     layouts = [place(t, quantiser, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes) for t in tables]
@@ -50,16 +50,16 @@ def codec_cases(x: Tensor, bits: int, block_size: int, dither: str) -> tuple[Cas
 
 
 def cast_cases(x: Tensor) -> tuple[Case, Case]:
-    """To bf16 and back."""
+    """The cast of a tensor to bf16, and the cast back."""
     small, out = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x)
     return partial(small.copy_, x), partial(out.copy_, small)
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Run all cases on the device.
+    """Run all cases on the device of the command line.
 
     Raises:
-        SystemExit: there is no such device, or an option is another device's.
+        SystemExit: there is no such device, or an option belongs to the other device.
     """
     for device, defaults in OF_DEVICE.items():
         for name, default in defaults.items():
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def measure_on_cpu(options: argparse.Namespace) -> Report:
-    """Run all cases in turns."""
+    """Run all cases in turns on one thread."""
     torch.set_num_threads(1)
     report = Report(
         "kernels_cpu",
@@ -129,7 +129,7 @@ def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, re
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=list(OF_DEVICE), default="cpu")
     dtypes = ["float32", "bfloat16", "float16"]

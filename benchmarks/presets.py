@@ -2,9 +2,10 @@
 
     python -m benchmarks.presets --save --docs docs/presets.md
 
-Gradients: those of `benchmarks.accuracy` (Gaussian; heavy-tailed, 64 layers; sparse), of a ResNet-20 on 32x32 images
-(CIFAR-10 from the folder GQSGD_DATA; without it, scikit-learn's digits) and of a decoder of two layers on bytes of
-Python's help texts, both at initialisation and after training. Every rank has its own batch at the same weights.
+The synthetic gradients are those of `benchmarks.accuracy`: Gaussian, heavy-tailed with 64 layers, and sparse. The real
+gradients are those of two networks, at initialisation and after training: a ResNet-20 on 32x32 images (CIFAR-10 from
+the folder GQSGD_DATA; without that folder, scikit-learn's digits), and a decoder of two layers on bytes of Python's
+help texts. Every rank has its own batch at the same weights.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.theory import bits_at
-from recipes.comparison.plots import COLOURS, DPI, STYLE
-from recipes.tasks import jpegs
-from recipes.tasks.digits import load_digits
-from recipes.tasks.networks import ResNet
-from recipes.tasks.sources import default_cache_dir
+from pictures.style import COLOURS, DPI, STYLE
+from workloads.digits import load_digits
+from workloads.image_files import decode
+from workloads.resnet import ResNet
 
 COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
-#: Steps on the same gradients over which presets with a memory are averaged, and for how many ranks at most.
+#: Number of steps on the same gradients over which presets with a memory are averaged, and the most ranks for which
+#: this is done.
 REPEATS, REPEATED_RANKS = 16, 8
 DOCS_RANKS = 8
 MIN_NUMEL = make_config().min_numel
@@ -56,13 +57,13 @@ MIN_NUMEL = make_config().min_numel
 
 @dataclass(frozen=True)
 class Case:
-    """A row.
+    """A row of the table.
 
     Attributes:
-        name: in tables.
-        preset: its preset.
-        fields: what differs from the preset.
-        family: with whose members at other numbers of bits the figure connects it.
+        name: name in tables.
+        preset: name of the preset.
+        fields: fields that differ from those of the preset.
+        family: the figure connects cases of one family, which differ in their bits.
     """
 
     name: str
@@ -72,11 +73,11 @@ class Case:
 
     @property
     def remembers(self) -> bool:
-        """Whether it has a memory."""
+        """Whether the configuration has a memory."""
         return make_config(self.preset, **self.fields).remembers
 
 
-#: Other numbers of bits of a preset; exponential codes with as many mantissa bits as leave them a useful range.
+#: Further numbers of bits of a preset. Exponential codes get mantissa bits that leave their exponents a useful range.
 VARIANTS: dict[str, list[dict[str, int]]] = {
     "gqsgd": [{"bits": 6}, {"bits": 2}],
     "qsgd": [{"bits": 8}, {"bits": 6}, {"bits": 2}],
@@ -88,24 +89,26 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
 
 def cases() -> list[Case]:
     """All presets, each followed by its variants."""
-    found = []
+    listed = []
     for preset in PRESETS:
         family = "gqsgd" if preset == "gqsgd_4bit" else preset if preset in VARIANTS else ""
-        found.append(Case(preset, preset, {}, family))
-        found += [Case(f"{preset} {one['bits']} bit", preset, one, family) for one in VARIANTS.get(preset, ())]
-    return found
+        listed.append(Case(preset, preset, {}, family))
+        listed += [
+            Case(f"{preset} {fields['bits']} bit", preset, fields, family) for fields in VARIANTS.get(preset, ())
+        ]
+    return listed
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """One flat gradient per rank, and the parameters in it."""
+    """One flat gradient per rank, and the parameters inside it."""
 
     ranks: list[Tensor]
     segments: list[Segment]
 
 
 def synthetic(kind: str, ranks: int, steps: int) -> Gradients:
-    """A kind of `benchmarks.accuracy`; the heavy-tailed has parameters of its own for its layers."""
+    """A kind of `benchmarks.accuracy`; each layer of the heavy-tailed kind is a parameter."""
     gradients = accuracy.KINDS[kind](ranks, torch.Generator().manual_seed(ranks))
     parts = accuracy.LAYERS if kind == "heavy-tailed" else 1
     numel = gradients[0].numel() // parts
@@ -116,7 +119,7 @@ Batch = Callable[[int, torch.Generator], Tensor]
 
 
 class Decoder(nn.Module):
-    """A language model on bytes: two layers, learnt positions."""
+    """A language model on bytes, with two layers and learnt positions."""
 
     def __init__(self, width: int = 128, context: int = 32) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class Decoder(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (N, length, 256)."""
+        """Logits (N, length, 256) of bytes (N, length)."""
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.places.weight[:length]
         logits: Tensor = self.head(self.layers(x, mask=self.mask[:length, :length], is_causal=True))
@@ -136,32 +139,32 @@ class Decoder(nn.Module):
 
 
 def resnet() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    """ResNet-20, SGD, and its loss on random images."""
+    """A ResNet-20, its SGD, and a function that gives its loss on random images."""
     model = ResNet(blocks=[3, 3, 3], width=16)
     images, labels = _images()
 
     def loss(size: int, generator: torch.Generator) -> Tensor:
-        some = torch.randint(len(labels), (size,), generator=generator)
-        return F.cross_entropy(model(images[some].float() / 64 - 2), labels[some])
+        chosen = torch.randint(len(labels), (size,), generator=generator)
+        return F.cross_entropy(model(images[chosen].float() / 64 - 2), labels[chosen])
 
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), loss
 
 
 def transformer() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
-    """The decoder, Adam, and its loss on random places of the text."""
+    """The decoder, its Adam, and a function that gives its loss on random places of the text."""
     model, text = Decoder(), _text()
     context = model.places.num_embeddings
 
     def loss(size: int, generator: torch.Generator) -> Tensor:
         starts = torch.randint(len(text) - context, (size,), generator=generator)
-        some = text[starts[:, None] + torch.arange(context + 1)]
-        return F.cross_entropy(model(some[:, :-1]).flatten(0, 1), some[:, 1:].flatten())
+        chosen = text[starts[:, None] + torch.arange(context + 1)]
+        return F.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
 
     return model, torch.optim.Adam(model.parameters(), lr=1e-3), loss
 
 
 def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], ranks: int, steps: int) -> Gradients:
-    """Gradients of ``ranks`` batches of 16 images or texts after ``steps`` steps on batches of 32."""
+    """Gradients of ``ranks`` batches of 16 images or texts, after ``steps`` steps on batches of 32."""
     torch.manual_seed(0)
     model, optimizer, loss = make()
     generator = torch.Generator().manual_seed(0)
@@ -171,19 +174,21 @@ def trained(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer, Batch]], 
         optimizer.step()
     parameters = list(model.parameters())
     gradients = [torch.autograd.grad(loss(16, generator), parameters) for _ in range(ranks)]
-    segments = [Segment(number, one.numel(), raw=one.numel() < MIN_NUMEL) for number, one in enumerate(parameters)]
-    return Gradients([torch.cat([one.flatten() for one in grads]) for grads in gradients], segments)
+    segments = [
+        Segment(number, tensor.numel(), raw=tensor.numel() < MIN_NUMEL) for number, tensor in enumerate(parameters)
+    ]
+    return Gradients([torch.cat([tensor.flatten() for tensor in grads]) for grads in gradients], segments)
 
 
 @cache
 def _images() -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) as uint8, and labels."""
+    """Images, uint8 (N, 3, 32, 32), and their labels."""
     if "GQSGD_DATA" in os.environ:
         archive = Path(os.environ["GQSGD_DATA"]) / "cifar10" / "cifar10-jpeg.tar.xz"
-        found = jpegs.load_cached(archive, default_cache_dir(), "CIFAR-10", 32, 3)
+        images = decode(archive, "CIFAR-10", 32, 3)
     else:
-        found = load_digits("digits, resized", 32, 3)
-    return torch.from_numpy(found.train_images).permute(0, 3, 1, 2), torch.from_numpy(found.train_labels)
+        images = load_digits("digits, resized", 32, 3)
+    return torch.from_numpy(images.train_images).permute(0, 3, 1, 2), torch.from_numpy(images.train_labels)
 
 
 @cache
@@ -205,13 +210,17 @@ KINDS: dict[str, Callable[[int, int], Gradients]] = {
 
 
 def errors(case: Case, gradients: Sequence[Tensor], segments: Sequence[Segment]) -> Iterator[tuple[int, float, float]]:
-    """(steps, relative error of the mean of their results, bits per coordinate) of the first step, and of `REPEATS`."""
+    """Triples (steps, relative error, bits per coordinate).
+
+    The first triple is that of one step. Presets with a memory have a second triple: the error of the mean of `REPEATS`
+    steps. A preset that cannot work with so many ranks has no triple.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StabilityWarning)
         try:
             ranks = VirtualRanks(len(gradients), segments, gradients[0].dtype, case.preset, **case.fields)
         except ConfigError:
-            return  # too many ranks for the preset: a dash
+            return  # too many ranks for the preset; the table shows a dash
     total = ranks.mean(gradients, 0).double()
     yield 1, relative_error(total, gradients), ranks.wire_bits
     if case.remembers and len(gradients) <= REPEATED_RANKS:
@@ -221,21 +230,21 @@ def errors(case: Case, gradients: Sequence[Tensor], segments: Sequence[Segment])
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One dictionary per preset, number of ranks, kind of gradients and number of steps."""
+    """One dictionary for each preset, number of ranks, kind of gradients and number of steps."""
     facts = []
     for kind in (kind for kind in KINDS if kind in options.kinds):
         data = KINDS[kind](max(options.ranks), options.steps)
         work = [(ranks, case) for ranks in options.ranks for case in cases()]
         for ranks, case in track(work, kind, console=Console(stderr=True), transient=True):
             for steps, error, bits in errors(case, data.ranks[:ranks], data.segments):
-                one = {"case": case.name, "ranks": ranks, "kind": kind, "steps": steps}
+                keys = {"case": case.name, "ranks": ranks, "kind": kind, "steps": steps}
                 numbers = {"error": error, "bits": bits, "bound_error": 2.0**-bits, "bound_bits": bits_at(error)}
-                facts.append({**one, **{name: float(f"{value:.5g}") for name, value in numbers.items()}})
+                facts.append({**keys, **{name: float(f"{value:.5g}") for name, value in numbers.items()}})
     return facts
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """The table; with ``--docs``, the documentation as well."""
+    """The table; with ``--docs``, the documentation is written as well."""
     if options.from_results and options.save:
         raise SystemExit("--from-results measures nothing that --save could write; leave one out")
     if options.from_results:
@@ -243,8 +252,8 @@ def measure(options: argparse.Namespace) -> Report:
     else:
         facts = measured(options)
         raw = {"facts": facts, "images": "CIFAR-10" if "GQSGD_DATA" in os.environ else "digits", "steps": options.steps}
-    order = [kind for kind in KINDS if any(one["kind"] == kind for one in raw["facts"])]
-    ranks = sorted({one["ranks"] for one in raw["facts"]})
+    order = [kind for kind in KINDS if any(fact["kind"] == kind for fact in raw["facts"])]
+    ranks = sorted({fact["ranks"] for fact in raw["facts"]})
     report = Report(
         "presets",
         "Relative L2 error (%) of an averaged gradient, by preset",
@@ -264,30 +273,30 @@ def table(facts: list[dict[str, Any]], ranks: int, order: Sequence[str], steps: 
     rows: list[list[Any]] = []
     for case in cases():
         for count in steps:
-            found = {
-                one["kind"]: one
-                for one in facts
-                if (one["case"], one["ranks"], one["steps"]) == (case.name, ranks, count)
+            by_kind = {
+                fact["kind"]: fact
+                for fact in facts
+                if (fact["case"], fact["ranks"], fact["steps"]) == (case.name, ranks, count)
             }
-            if not found and (count > 1 or not any(one["ranks"] == ranks for one in facts)):
+            if not by_kind and (count > 1 or not any(fact["ranks"] == ranks for fact in facts)):
                 continue
-            first = found.get(order[0])
+            first = by_kind.get(order[0])
             bits = f"{first['bits']:.2f}" if first else None
             bound = percent(first["bound_error"]) if first and count == 1 else None
-            cells = [percent(found[kind]["error"]) if kind in found else None for kind in order]
+            cells = [percent(by_kind[kind]["error"]) if kind in by_kind else None for kind in order]
             rows.append([case.name, count, bits, bound, *cells])
     return rows
 
 
 def percent(ratio: float) -> str:
-    """In percent, with three digits."""
+    """A ratio in percent, with three digits."""
     value = 100 * ratio
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def how_to_read(raw: dict[str, Any]) -> list[str]:
     """Paragraphs under the tables."""
-    elias = [one["bits"] for one in raw["facts"] if PRESETS[one["case"].split()[0]].config.coder == "elias"]
+    elias = [fact["bits"] for fact in raw["facts"] if PRESETS[fact["case"].split()[0]].config.coder == "elias"]
     return [
         "Gradients: independent and normal (gaussian); Student's t with 3 degrees of freedom in 64 layers whose scales "
         "span three decades, correlated 0.1 between ranks (heavy-tailed); 90 % zeros, mostly at the same places "
@@ -310,17 +319,17 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
 
 
 def _most_added(facts: list[dict[str, Any]]) -> str:
-    """The largest difference of bits between columns, of codes of fixed length, and where it is."""
-    fixed = [one for one in facts if PRESETS[one["case"].split()[0]].config.coder == "fixed"]
-    first = {(one["case"], one["ranks"]): one["bits"] for one in fixed if one["kind"] == facts[0]["kind"]}
-    most = max(fixed, key=lambda one: one["bits"] - first[one["case"], one["ranks"]])
+    """The largest difference of bits between columns among codes of fixed length, and where it is."""
+    fixed = [fact for fact in facts if PRESETS[fact["case"].split()[0]].config.coder == "fixed"]
+    first = {(fact["case"], fact["ranks"]): fact["bits"] for fact in fixed if fact["kind"] == facts[0]["kind"]}
+    most = max(fixed, key=lambda fact: fact["bits"] - first[fact["case"], fact["ranks"]])
     added = most["bits"] - first[most["case"], most["ranks"]]
     return f" (by up to {added:.1f}: {most['case']}, n = {most['ranks']}, {most['kind']})" if added > 0.5 else ""
 
 
 def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int]) -> None:
-    """`path` and the figure beside it."""
-    known = [facts_of(name, DOCS_RANKS) for name in PRESETS]
+    """Write the page at ``path``, and the figure beside the page."""
+    described = [facts_of(name, DOCS_RANKS) for name in PRESETS]
     lines = [
         "# Presets",
         "",
@@ -333,9 +342,9 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         "",
         "The same, for any number of ranks: `gqsgd presets --ranks N`. All fields of one: `gqsgd presets NAME`.",
         "",
-        *_markdown(HEADINGS, [one.row() for one in known], numbers=(1, 2, 4)),
+        *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
-        *_spaced(notes(known)),
+        *_spaced(notes(described)),
         "## Relative L2 error of one step",
         "",
         "|estimate - mean|/|mean| in percent. Compare an error with its row's bound, and with others of about as many "
@@ -376,23 +385,23 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]], numbers: S
 
 
 def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, file: Path) -> None:
-    """Error of the first step against bits: one panel per kind of gradients, and one for the legend."""
+    """Draw the error of the first step against bits: a panel for each kind of gradients, and one for the legend."""
     columns = min(4, len(order) + 1)
     rows = math.ceil((len(order) + 1) / columns)
-    chosen = [one for one in facts if one["ranks"] == ranks and one["steps"] == 1]
+    chosen = [fact for fact in facts if fact["ranks"] == ranks and fact["steps"] == 1]
     looks = _looks(chosen)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.1 * columns, 3.0 * rows), layout="constrained")
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        low = 0.5 * min(one["error"] for one in chosen)
-        high = 1.5 * max(one["error"] for one in chosen)
-        most = 0.6 + max(one["bits"] for one in chosen)
+        low = 0.5 * min(fact["error"] for fact in chosen)
+        high = 1.5 * max(fact["error"] for fact in chosen)
+        most = 0.6 + max(fact["bits"] for fact in chosen)
         for number, kind in enumerate(order):
             axes = grid.flat[number]
             axes.set_yscale("log")
             axes.set(xlim=(0, most), ylim=(low, high))
             axes.set_title(kind)
-            _draw_panel(axes, [one for one in chosen if one["kind"] == kind], looks)
+            _draw_panel(axes, [fact for fact in chosen if fact["kind"] == kind], looks)
             axes.label_outer()
             if number + columns >= len(order):
                 axes.tick_params(labelbottom=True)
@@ -405,12 +414,15 @@ def save_figure(facts: list[dict[str, Any]], order: Sequence[str], ranks: int, f
 
 
 def _looks(facts: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Label, line, colour and marker by family or, without one, by preset; those with equal points share theirs."""
+    """Label, line, colour and marker of each family, or of each preset without a family.
+
+    Entries with equal points share their looks.
+    """
     looks: dict[str, dict[str, Any]] = {}
     drawn: dict[tuple[tuple[str, float, float], ...], str] = {}
     for case in cases():
         name = case.family or case.name
-        points = tuple((one["kind"], one["bits"], one["error"]) for one in facts if one["case"] == case.name)
+        points = tuple((fact["kind"], fact["bits"], fact["error"]) for fact in facts if fact["case"] == case.name)
         if name in looks or not points:
             continue
         if points in drawn:
@@ -462,11 +474,11 @@ def _draw_legend(axes: Axes, looks: dict[str, dict[str, Any]]) -> None:
         labelspacing=0.6,
         borderpad=0,
     )
-    legend.set_in_layout(False)  # it would widen its column
+    legend.set_in_layout(False)  # a longer entry would widen its column
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.presets", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
@@ -475,7 +487,7 @@ def main() -> None:
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"
     )
-    torch.set_num_threads(1)  # the models are too small for more to be faster
+    torch.set_num_threads(1)  # the models are so small that more threads are not faster
     present(parser, measure)
 
 

@@ -2,13 +2,14 @@
 
     python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --save
 
-Needs Linux, root and iproute2, see `benchmarks.netlab`. Cases run in turns: torch's allreduce of fp32 and of bf16 (with
-both casts, as its compression hook does), each reducer, and the reducer's messages without the codec. The two ways of
-adding exponential codes, in pairs along a tree or exactly after two shots:
+The benchmark needs Linux, root and iproute2, see `netlab`. Cases run in turns: torch's all-reduce of fp32; torch's
+all-reduce of bf16 with both casts, as torch's compression hook does; each reducer; and each reducer's messages without
+the codec. The next command compares two ways of adding exponential codes: in pairs along a tree, and exactly after two
+shots.
 
     python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --reducer tree "two_shot exponential"
 
-One level against two, where hosts run several ranks:
+The next command compares one level with two levels, on hosts that run several ranks each.
 
     python -m benchmarks.reducers --hosts 2 --ranks-per-host 2 --rate 1gbit --reducer two_shot hierarchical
 """
@@ -34,8 +35,9 @@ from benchmarks.timing import Spread, in_turns, ratio
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.reducers import Setting, link, resolve, stages, tree, two_shot
+from lightning_gqsgd.reducers import Setting, link, new_store, resolve, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.telemetry import Telemetry
@@ -45,7 +47,7 @@ from lightning_gqsgd.transport.pipeline import Job, release, runner_for
 PROGRAM = "python -m benchmarks.reducers"
 
 BARE = " without codec"
-#: Kernels that do nothing: what is left is the reducer's messages.
+#: Kernels that do nothing, so that only the reducer's messages are timed.
 IDLE = SimpleNamespace(
     block_maxima=lambda _, blocks: torch.zeros(len(blocks), dtype=torch.int32),
     encode=lambda *_: None,
@@ -67,11 +69,13 @@ class Bench:
             tuple(dict.fromkeys(scope for stage in same for scope in stage))
             for same in zip_longest(*every, fillvalue=())
         ]
-        self.communicator = Communicator(self.buffer.device, stages=scopes)
+        assert dist.group.WORLD is not None
+        self.communicator = Communicator(self.buffer.device, dist.group.WORLD, "benchmarks.reducers")
+        self.communicator.extend(scopes)
         self.runner = runner_for(self.communicator)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
-        self.bytes: dict[str, int] = {}  # sent by each rank
+        self.bytes: dict[str, int] = {}  # bytes that each rank sends
 
     def add_native(self) -> None:
         small = torch.empty_like(self.buffer, dtype=torch.bfloat16)
@@ -90,8 +94,9 @@ class Bench:
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_numel)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
+        store = new_store(config, self.ranks, {0: self.buffer.numel()}, self.buffer.dtype, self.buffer.device)
         name = f"{case}, {bits} bit"
-        self.cases |= {name: partial(self._run, plan), name + BARE: partial(self._run_bare, plan)}
+        self.cases |= {name: partial(self._run, plan, store), name + BARE: partial(self._run_bare, plan, store)}
         self.bytes[name] = self.bytes[name + BARE] = plan.sent_bytes
 
     def close(self) -> None:
@@ -99,38 +104,41 @@ class Bench:
         release(self.runner)
         self.communicator.close()
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: Plan, store: MemoryStore) -> None:
         counters = self.telemetry.bucket(0)
-        starts = plan.starts(self.buffer, self.rank, counters.calls, counters, self.telemetry)
+        starts = plan.starts(self.buffer, self.rank, counters.calls, store, counters, self.telemetry)
         job = Job(self.buffer, starts, "a bucket", counters, self.telemetry, last_of_step=True)
         self.runner.submit(self.communicator, job)
         job.future.wait()
 
-    def _run_bare(self, plan: Plan) -> None:
+    def _run_bare(self, plan: Plan, store: MemoryStore) -> None:
         with ExitStack() as stack:
             for module in (link, sum_, tree, two_shot):
                 stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
-            self._run(plan)
+            self._run(plan, store)
 
 
 def case_config(case: str, bits: int) -> GQSGDConfig:
-    """A reducer's name, with exponential codes for the tree or where the name ends in so."""
+    """The configuration of a case's name.
+
+    Codes are exponential for the tree, and where the name ends in "exponential".
+    """
     reducer, _, codec = case.partition(" ")
     codec = "exponential" if reducer == "tree" else codec or "linear"
     return GQSGDConfig(reducer=reducer, codec=codec, bits=bits, sample_every=0)
 
 
 def _mean(x: Tensor, ranks: int) -> None:
-    dist.all_reduce(x.div_(ranks))  # DDP divides first, too
+    dist.all_reduce(x.div_(ranks))  # DDP divides before the all-reduce as well
 
 
 def work(options: argparse.Namespace) -> None:
-    """One rank's part."""
+    """Do one rank's part."""
     rank, ranks = begin()
     bench = Bench(options.numel, ranks, rank, options.reducer)
     bench.add_native()
     for reducer in options.reducer:
-        if reducer != "gather" or ranks == 2:  # beyond, a gather moves more than its rivals
+        if reducer != "gather" or ranks == 2:  # with more ranks, a gather moves more bytes than its rivals
             for bits in options.bits:
                 bench.add_reducer(reducer, bits)
     seconds = in_turns(bench.cases, options.rounds, before=dist.barrier)
@@ -159,7 +167,7 @@ def measure(options: argparse.Namespace) -> Report:
         },
         notes=(
             "wire = bytes sent by each host / rate of its link; time = median over rounds of the slowest host's time. "
-            "TCP's headers take 4.4 % of the rate (`python -m benchmarks.netlab --rate 1gbit --check`), so that "
+            "TCP's headers take 4.4 % of the rate (`python -m netlab --rate 1gbit --check`), so that "
             "time / wire cannot fall below 1.05.",
             "'without codec' sends the same messages through the same pipeline and neither encodes nor decodes: what "
             "it has above 1.05 is Gloo's. Gloo takes about 0.5 ms of processor per collective, and a rank cannot "
@@ -176,7 +184,7 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
     seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
     for name, values in seconds.items():
         time, sent = Spread.of(values).median, result["bytes"][name]
-        # Of several ranks on a host, some of what they send stays there.
+        # A part of what several ranks of one host send stays on that host.
         wire = wire_seconds(sent, rate) if options.ranks_per_host == 1 else None
         faster = [None, None] if name.endswith(BARE) else [ratio(seconds, one, name) for one in ("fp32", "bf16")]
         times = (1e3 * wire, 1e3 * time, time / wire) if wire else (None, 1e3 * time, None)
@@ -184,7 +192,7 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     add_labs(parser)
     parser.add_argument("--numel", type=int, default=6_553_600, help="coordinates (default 6553600, 25 MiB)")

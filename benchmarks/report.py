@@ -1,11 +1,9 @@
-"""Results of a benchmark: on the screen, and as Markdown and JSON in ``benchmarks/results``."""
+"""Results of a benchmark: printed, and written as Markdown and JSON to ``benchmarks/results``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import re
 import shlex
 import subprocess
@@ -22,6 +20,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_gqsgd.errors import counted
+from netlab.machine import cores, device_name
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 Cell = str | float | None
@@ -32,14 +33,14 @@ class Report:
     """A table with the command that makes it.
 
     Attributes:
-        name: of the files.
+        name: name of the files, without their suffix.
         title: what was measured.
-        columns: heading -> format of its numbers, e.g. ``".2f"``.
-        notes: paragraphs under the table: how to read it, what falls short and why.
+        columns: heading -> format of the column's numbers, e.g. ``".2f"``.
+        notes: paragraphs under the table: how the table is read, where the package falls short, and why.
         rows: one value per column; None is shown as a dash.
         raw: further numbers, for the JSON file only.
-        machine: what it ran on; empty: this machine's processor.
-        draw: writes a picture of the figures to a file, if there is one.
+        machine: what the benchmark ran on; "" stands for this machine's processor.
+        draw: writes a picture of the figures to a file; None: there is no picture.
     """
 
     name: str
@@ -61,8 +62,11 @@ class Report:
         Console(width=None if sys.stdout.isatty() else 140).print(table)
 
     def save(self, program: str) -> None:
-        """Write ``results/NAME.md``, ``.json`` and, if there is a picture, ``.png``; ``program`` is what was run with
-        this process's arguments."""
+        """Write ``results/NAME.md``, ``.json`` and, if there is a picture, ``.png``.
+
+        Args:
+            program: start of the command line, to which this process's arguments are added.
+        """
         command, where = shlex.join([*program.split(), *sys.argv[1:]]), self.machine or machine()
         lines = [f"# {self.title}", "", f"    {command}", "", f"{where}.", ""]
         if self.draw is not None:
@@ -86,7 +90,7 @@ class Report:
 
 
 def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report]) -> None:
-    """Measure what the command line says, and show it; with ``--save``, write it too."""
+    """Measure what the command line asks for, and print the report; ``--save`` writes the report, too."""
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.md and .json")
     options = parser.parse_args()
     report = measure(options)
@@ -96,14 +100,9 @@ def present(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespa
 
 
 def machine() -> str:
-    """Processor, cores and versions."""
-    model = platform.processor() or platform.machine()
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    except OSError:
-        pass  # no /proc: the platform's name has to do
-    return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}, numba {numba.__version__}"
+    """Processor, number of cores and versions."""
+    processor, number = device_name(on_cuda=False), counted(cores(), "core")
+    return f"{processor}, {number}, torch {torch.__version__}, numba {numba.__version__}"
 
 
 def gpu_machine(device: torch.device) -> str:
@@ -116,7 +115,10 @@ def gpu_machine(device: torch.device) -> str:
 
 
 def slug(device_name: str) -> str:
-    """A CUDA device's name for files, without maker, memory and socket: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
+    """Name of a CUDA device in names of files, without maker, memory and socket.
+
+    ``NVIDIA H100 80GB HBM3`` becomes ``h100``.
+    """
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     dull = re.compile(r"nvidia|tesla|geforce|generation|\d+gb|hbm\w*|sxm\w*")
     return "_".join(word for word in words if not dull.fullmatch(word)) or "unknown"
@@ -124,7 +126,7 @@ def slug(device_name: str) -> str:
 
 def _driver() -> str:
     try:
-        found = subprocess.run(
+        answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],  # noqa: S607
             capture_output=True,
             text=True,
@@ -133,7 +135,7 @@ def _driver() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.partition("\n")[0].strip() or "unknown"
+    return answer.stdout.partition("\n")[0].strip() or "unknown"
 
 
 def _version(package: str) -> str:

@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from recipes.comparison.plots import COLOURS, DPI, STYLE
+from pictures.style import COLOURS, DPI, STYLE
 
-#: Size of the buckets that are shown, in 10^6 bytes, if it was measured.
+#: Size of the buckets that are drawn, in 10^6 bytes, if this size was measured.
 MEGABYTES = 100.0
-#: A line below the roof.
+#: Share of the roof at which a second line is drawn.
 SHARE = 0.85
 
-#: Family -> colour and what it is called.
+#: Family -> its colour, and its name in the legend.
 FAMILIES = {
     "gqsgd": (COLOURS["gqsgd"], "gqsgd"),
     "torch's hooks": (COLOURS["ddp_fp16"], "torch's fp16 and bf16 hooks"),
@@ -29,7 +29,7 @@ FAMILIES = {
     "torch.compile": (COLOURS["powersgd"], "the same, torch.compile"),
     "Global-QSGD": (COLOURS["ddp"], "Global-QSGD's code, counted"),
 }
-#: Distance of names, in points, and the lines that lead from them.
+#: Distance between names, in points, and the looks of the lines between names and points.
 LINE = 10.5
 LEADER: dict[str, Any] = {"arrowstyle": "-", "lw": 0.6, "color": "#999999", "shrinkA": 1, "shrinkB": 3}
 MARKERS = {"encode": "^", "reduce": "o", "decode": "v", "all": "D"}
@@ -40,13 +40,16 @@ class Fact:
     """One stage of one case on a bucket.
 
     Attributes:
-        case, family: names; of one family are the cases of one author.
+        case: name of the case.
+        family: name that all cases of one author share.
         stage: one of `gpu_kernels.STAGES`, or "copy_" or "all".
-        megabytes, dtype, numel: of the bucket.
+        megabytes: size of the bucket in 10^6 bytes.
+        dtype: dtype of the bucket.
+        numel: number of coordinates of the bucket.
         seconds: median time on the device.
         nbytes: bytes that the stage has to move.
-        of_copy: bytes per second, as a share of the copy's of the same round; median.
-        host_seconds: median time of issuing it, the device idle before; None: not measured.
+        of_copy: median over rounds of bytes per second, as a share of the copy's bytes per second in the same round.
+        host_seconds: median time in which the host issues the stage, with the device idle before; None: not measured.
     """
 
     case: str
@@ -62,23 +65,25 @@ class Fact:
 
 
 def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
-    """A panel per dtype, of the largest size up to `MEGABYTES` that all have, or else of the smallest.
+    """Draw a panel for each dtype.
+
+    The size is the largest up to `MEGABYTES` that was measured in all dtypes, or else the smallest such size.
 
     Raises:
-        ValueError: dtypes have no size in common.
+        ValueError: the dtypes have no size in common.
     """
     sizes = common_sizes(facts)
     if not sizes:
         raise ValueError("no size was measured in all dtypes, which one picture needs; measure the same sizes in each")
     megabytes = max((size for size in sizes if size <= MEGABYTES), default=min(sizes))
-    shown = [one for one in facts if one.megabytes == megabytes]
-    dtypes = list(dict.fromkeys(one.dtype for one in shown))
+    shown = [fact for fact in facts if fact.megabytes == megabytes]
+    dtypes = list(dict.fromkeys(fact.dtype for fact in shown))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.2 * len(dtypes), 6.2), layout="constrained", dpi=DPI)
         panels = figure.subplots(1, len(dtypes), sharex=True, sharey=True, squeeze=False)[0]
         for axes, dtype in zip(panels, dtypes, strict=True):
-            _draw_points(axes, [one for one in shown if one.dtype == dtype and one.stage != "copy_"])
-        roofs = {one.dtype: one.nbytes / one.seconds / 1e9 for one in shown if one.stage == "copy_"}
+            _draw_points(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"])
+        roofs = {fact.dtype: fact.nbytes / fact.seconds / 1e9 for fact in shown if fact.stage == "copy_"}
         for axes, dtype in zip(panels, dtypes, strict=True):
             _draw_roof(axes, roofs[dtype])
             axes.set(title=dtype, xlabel="bytes moved per coordinate")
@@ -86,34 +91,34 @@ def save_figure(facts: Sequence[Fact], device: str, file: Path) -> None:
             f"Kernels on {device}, buckets of {megabytes:g} MB", x=0.01, ha="left", fontsize=11, fontweight="bold"
         )
         panels[0].set_ylabel("billions of coordinates per second")
-        _draw_legend(figure, {one.family for one in shown}, {one.stage for one in shown})
-        figure.draw_without_rendering()  # the layout decides where points are
+        _draw_legend(figure, {fact.family for fact in shown}, {fact.stage for fact in shown})
+        figure.draw_without_rendering()  # the layout decides where the points are
         figure.set_layout_engine("none")
         for axes, dtype in zip(panels, dtypes, strict=True):
-            _label(axes, [one for one in shown if one.dtype == dtype and one.stage != "copy_"], roofs[dtype])
+            _label(axes, [fact for fact in shown if fact.dtype == dtype and fact.stage != "copy_"], roofs[dtype])
         figure.savefig(file)
 
 
 def common_sizes(facts: Sequence[Fact]) -> set[float]:
-    """Sizes in megabytes that were measured in every dtype."""
+    """Sizes in 10^6 bytes that were measured in every dtype."""
     by_dtype: dict[str, set[float]] = {}
-    for one in facts:
-        by_dtype.setdefault(one.dtype, set()).add(one.megabytes)
+    for fact in facts:
+        by_dtype.setdefault(fact.dtype, set()).add(fact.megabytes)
     return set.intersection(*by_dtype.values())
 
 
-def _point(one: Fact) -> tuple[float, float]:
-    return one.nbytes / one.numel, one.numel / one.seconds / 1e9
+def _point(fact: Fact) -> tuple[float, float]:
+    return fact.nbytes / fact.numel, fact.numel / fact.seconds / 1e9
 
 
 def _draw_points(axes: Axes, facts: Sequence[Fact]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for one in facts:
-        colour = FAMILIES[one.family][0]
-        face = "white" if one.family == "Global-QSGD" else colour
+    for fact in facts:
+        colour = FAMILIES[fact.family][0]
+        face = "white" if fact.family == "Global-QSGD" else colour
         look: dict[str, Any] = {"mfc": face, "mec": colour if face == "white" else "white", "mew": 1.0}
-        axes.plot(*_point(one), ls="", marker=MARKERS[one.stage], ms=7, zorder=4, **look)
+        axes.plot(*_point(fact), ls="", marker=MARKERS[fact.stage], ms=7, zorder=4, **look)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -122,7 +127,7 @@ def _draw_points(axes: Axes, facts: Sequence[Fact]) -> None:
 
 
 def _draw_roof(axes: Axes, bandwidth: float) -> None:
-    """The line that a copy's rate, in GB/s, gives to what moves so many bytes, and one a little below."""
+    """Draw the rate of a copy, in GB/s, as a line over bytes per coordinate, and a second line a little below."""
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
     x = np.geomspace(left / 2, right * 2)
@@ -143,21 +148,25 @@ def _draw_roof(axes: Axes, bandwidth: float) -> None:
 
 
 def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
-    """Names with a line to their points: ours on the left of them, others' on the right of the roof, if they fit."""
+    """Write names with a line to their points.
+
+    Names of this package stand on the left of their points, other names on the right of the roof if there is room.
+    """
     unit = axes.figure.dpi / 72
     right, to_pixels = axes.get_window_extent().x1, axes.transData
-    named = _merged([(one, to_pixels.transform(_point(one))) for one in facts], 2.5 * unit)
-    ours = [one for one in named if one[1].family == "gqsgd" or one[2][0] + 5 * len(one[0]) * unit > right]
-    others = [one for one in named if one not in ours]
+    named = _merged([(fact, to_pixels.transform(_point(fact))) for fact in facts], 2.5 * unit)
+    ours = [entry for entry in named if entry[1].family == "gqsgd" or entry[2][0] + 5 * len(entry[0]) * unit > right]
+    others = [entry for entry in named if entry not in ours]
     for side, on_left in ((ours, True), (others, False)):
-        side = sorted(side, key=lambda one: one[2][1])
+        side = sorted(side, key=lambda entry: entry[2][1])
         heights = spread([place[1] for *_, place in side], LINE * unit)
         roofs = [
-            to_pixels.transform((bandwidth / to_pixels.inverted().transform((0, one))[1], 1))[0] for one in heights
+            to_pixels.transform((bandwidth / to_pixels.inverted().transform((0, height))[1], 1))[0]
+            for height in heights
         ]
         pairs = [(place[0], roof) for (*_, place), roof in zip(side, roofs, strict=True)]
         edges = [min(pair) - 16 * unit if on_left else max(pair) + 14 * unit for pair in pairs]
-        if on_left:  # names that touch end at one line, left of all their points
+        if on_left:  # names that touch each other end at one line, left of all their points
             edges = [min(_touching(edges, heights, number, LINE * unit)) for number in range(len(edges))]
         for (name, fact, place), height, edge in zip(side, heights, edges, strict=True):
             axes.annotate(
@@ -176,7 +185,7 @@ def _label(axes: Axes, facts: Sequence[Fact], bandwidth: float) -> None:
 
 
 def _touching(values: Sequence[float], heights: Sequence[float], number: int, step: float) -> Sequence[float]:
-    """The values of those whose heights, in ascending order, follow each other at a step around ``number``."""
+    """The values around ``number`` whose heights, in ascending order, follow each other at a step."""
     first = last = number
     while first and heights[first] - heights[first - 1] < 1.01 * step:
         first -= 1
@@ -186,22 +195,27 @@ def _touching(values: Sequence[float], heights: Sequence[float], number: int, st
 
 
 def _merged(facts: Sequence[tuple[Fact, Any]], near: float) -> list[tuple[str, Fact, Any]]:
-    """Name, fact and place in pixels; others' points of one family, stage and (nearly) place are one with all names."""
-    found: list[tuple[str, Fact, Any]] = []
+    """Name, fact and place in pixels of every label.
+
+    Points of others that have the same family and stage, and nearly the same place, share a label with all their names.
+    """
+    merged: list[tuple[str, Fact, Any]] = []
     for fact, place in facts:
-        for number, (names, other, there) in enumerate(found):
+        for number, (names, other, there) in enumerate(merged):
             same = (other.family, other.stage) == (fact.family, fact.stage)
             if same and fact.family != "gqsgd" and np.hypot(*(there - place)) < near:
-                found[number] = (f"{names}, {fact.case}", other, there)
+                merged[number] = (f"{names}, {fact.case}", other, there)
                 break
         else:
-            found.append((fact.case, fact, place))
-    return found
+            merged.append((fact.case, fact, place))
+    return merged
 
 
 def spread(values: Sequence[float], step: float) -> list[float]:
-    """The numbers, in ascending order, moved as little as makes them at least ``step`` apart."""
-    groups: list[tuple[float, int]] = []  # of what touches: mean of the numbers less their steps, and how many
+    """The numbers, in ascending order, moved as little as possible until they are at least ``step`` apart."""
+    groups: list[
+        tuple[float, int]
+    ] = []  # for each group that touches: mean of the numbers less their steps, and the size of the group
     for number, value in enumerate(values):
         mean, count = value - number * step, 1
         while groups and groups[-1][0] > mean:
@@ -213,7 +227,7 @@ def spread(values: Sequence[float], step: float) -> list[float]:
 
 
 def _draw_legend(figure: Figure, families: set[str], stages: set[str]) -> None:
-    """What colours and markers mean, under the panels."""
+    """Explain colours and markers under the panels."""
     handles = [
         Line2D([], [], ls="", marker="s", ms=7, color=colour, label=label)
         for family, (colour, label) in FAMILIES.items()

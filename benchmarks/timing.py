@@ -1,7 +1,7 @@
-"""Times of several cases in turns, so that slow changes of the machine meet all of them alike.
+"""Times of several cases in turns, so that slow changes of the machine meet all cases alike.
 
-A *clock* runs a case and returns a function that says how long it took, in seconds; that is called at the end of a
-round, because on a device it waits.
+A *clock* runs a case, and returns a function that gives the duration of the case in seconds. That function is called at
+the end of a round, because on a device it waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Clock = Callable[[Case], Callable[[], float]]
 
 
 class Spread(NamedTuple):
-    """Median with the 10th and 90th percentile."""
+    """Median, with the 10th and 90th percentile."""
 
     median: float
     low: float
@@ -26,7 +26,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> Spread:
-        """Of all values."""
+        """Median and percentiles of all values."""
         low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
         return cls(float(median), float(low), float(high))
 
@@ -40,11 +40,11 @@ def stopwatch(case: Case) -> Callable[[], float]:
 
 
 class EventClock:
-    """A clock of the current CUDA stream: from a case's first kernel to the end of its last.
+    """A clock of the current CUDA stream, from the first kernel of a case to the end of its last kernel.
 
-    The stream is kept busy until the host has issued the whole case, so that no kernel waits for the host. How long
-    that takes is found out on the way: a case that came too late runs again, in this and all later rounds after twice
-    the delay, up to `MOST_CYCLES` (about 9 ms).
+    The stream is kept busy until the host has issued the whole case, so that no kernel waits for the host. How long the
+    stream has to be kept busy is measured on the way: a case that was issued too late runs again, now and in all later
+    rounds after twice the delay, up to `MOST_CYCLES` (about 9 ms).
     """
 
     MOST_CYCLES = 1 << 24
@@ -81,11 +81,14 @@ def in_turns(
     """Seconds of every case in every round; a round runs each case once.
 
     Args:
-        cases: what to time, by name.
+        cases: the cases, by name.
         rounds: number of timed rounds.
-        warmup: rounds before them that are not timed.
-        before: called before every run of a case, outside its time; a barrier, say.
-        clock: what takes the time.
+        warmup: number of rounds before them that are not timed.
+        before: called before every run of a case, outside the timed part; a barrier, for example.
+        clock: takes the times.
+
+    Returns:
+        For each case, seconds (rounds,).
     """
     seconds = {name: np.empty(rounds) for name in cases}
     for number in range(-warmup, rounds):
@@ -101,5 +104,5 @@ def in_turns(
 
 
 def ratio(seconds: Mapping[str, np.ndarray], name: str, to: str) -> float:
-    """Median over rounds of the ratio of two cases of the same round."""
+    """Median over rounds of the ratio of two cases in the same round."""
     return float(np.median(seconds[name] / seconds[to]))

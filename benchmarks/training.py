@@ -1,9 +1,9 @@
-"""Time of whole training steps under DDP on links of a given rate: the hook against torch's own.
+"""Time of whole training steps under DDP on links of a given rate: the package's hook against torch's hooks.
 
     python -m benchmarks.training --hosts 2 --rate 1gbit --save
 
-Needs Linux, root and iproute2, see `benchmarks.netlab`. Every case is a DDP model of its own in the same processes;
-they train in turns, on equal data. PowerSGD is missing because torch's hook aborts on Gloo.
+The benchmark needs Linux, root and iproute2, see `netlab`. Every case is a DDP model of its own in the same processes.
+The cases train in turns, on equal data. PowerSGD is missing because torch's hook aborts on Gloo.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRESETS = {"gqsgd": "gqsgd", "gqsgd_4bit": "gqsgd_4bit"}
 
 
 def mlp() -> tuple[nn.Module, tuple[int, ...]]:
-    """14.7 M parameters in dense layers, whose computation is short."""
+    """A network of 14.7 M parameters in dense layers, whose computation is short."""
     widths = (1024, 2048, 2048, 2048, 2048)
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
@@ -44,7 +44,7 @@ def mlp() -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def resnet18() -> tuple[nn.Module, tuple[int, ...]]:
-    """Torchvision's ResNet-18 on images of 64x64."""
+    """Torchvision's ResNet-18 on images of 64x64 pixels."""
     return torchvision.models.resnet18(num_classes=CLASSES), (3, 64, 64)
 
 
@@ -52,7 +52,7 @@ MODELS = {"mlp": mlp, "resnet18": resnet18}
 
 
 class Case:
-    """A model with its optimizer, under one way to average gradients."""
+    """A model with its optimizer, under one way of averaging gradients."""
 
     def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ class Case:
             self.state = register_gqsgd(self.model, PRESETS[name], sample_every=0)
 
     def step(self) -> None:
-        """Forward, backward, optimizer."""
+        """Make one step: forward, backward, optimizer."""
         if self.synchronise:
             self._backward()
         else:
@@ -89,7 +89,7 @@ class Case:
 
 
 def work(options: argparse.Namespace) -> None:
-    """One rank's part."""
+    """Do one rank's part."""
     rank, ranks = begin()
     generator = torch.Generator().manual_seed(rank)
     shape = MODELS[options.model]()[1]
@@ -148,7 +148,7 @@ def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> 
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     cases = [COMPUTE, "ddp", "ddp_bf16", *PRESETS]
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     add_labs(parser)

@@ -48,7 +48,14 @@ Settings of the comparison itself, beside all overrides of run.py:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, tabulate and draw a comparison; returns the exit code."""
+    """Run, tabulate and draw a comparison.
+
+    Args:
+        arguments: the command line; None: that of this process.
+
+    Returns:
+        The exit code: 0, 1 if a run failed, or 130 after an interrupt.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,27 +99,27 @@ def _report(plan: Plan, failed: set[Path], command: str, console: Console) -> No
         kind = {".png": "plot", ".html": "page"}.get(file.suffix, "table")
         console.print(f"{kind}: {file}", highlight=False)
     if any(cell.config["logger"]["name"] == "wandb" for cell in plan.cells):
-        # Here, not above: W&B's loggers are Lightning's, which takes seconds to import.
+        # Here, not above: the module imports Lightning, which takes seconds.
         from recipes.comparison.dashboard import publish
 
         publish(plan, sections[0].lines[0].metric, _title(plan, sections[0].variants, None), files, console)
 
 
 def _results(plan: Plan, failed: set[Path]) -> dict[str | None, dict[str, list[Run]]]:
-    """Runs of each variant, for each link; without links, for None."""
+    """Runs of each variant, by link; a comparison without links has the one key None."""
     trained: dict[str, list[Run]] = {}
     for cell in plan.cells:
         if cell.folder not in failed:
             trained.setdefault(cell.variant, []).append(Run.load(cell.folder))
     if not plan.probes:
         return {None: trained}
-    found: dict[str | None, dict[str, list[Run]]] = {}
+    by_link: dict[str | None, dict[str, list[Run]]] = {}
     for cell in plan.probes:
         if cell.folder not in failed and cell.variant in trained:
             probe = Run.load(cell.folder)
             timed = [run.at_speed_of(probe) for run in trained[cell.variant]]
-            found.setdefault(cell.link, {})[cell.variant] = timed
-    return found
+            by_link.setdefault(cell.link, {})[cell.variant] = timed
+    return by_link
 
 
 def _section(plan: Plan, link: str | None, variants: dict[str, list[Run]]) -> Section:
@@ -126,7 +133,7 @@ def _show_table(section: Section, console: Console) -> None:
     lines = section.lines
     heads, rows = headings(lines[0].metric, section.target), [cells(line) for line in lines]
     shown, padding = _fitting(heads, rows, console.width)
-    titles, values = [heads[one] for one in shown], [[row[one] for one in shown] for row in rows]
+    titles, values = [heads[column] for column in shown], [[row[column] for column in shown] for row in rows]
     console.print(_table(section.title, titles, values, padding), soft_wrap=False)
     left_out = [heading for number, heading in enumerate(heads) if number not in shown]
     if left_out:
@@ -136,7 +143,7 @@ def _show_table(section: Section, console: Console) -> None:
 
 
 def _write(section: Section) -> list[Path]:
-    """Tables and plots of one section; returns their paths."""
+    """Write tables and plots of one section; returns their paths."""
     folder, variants = section.folder, section.variants
     folder.mkdir(parents=True, exist_ok=True)
     files = list(write_tables(section.lines, section.target, section.title, folder))
@@ -151,28 +158,28 @@ def _write(section: Section) -> list[Path]:
     if save_family(section.lines, section.title, family):
         files.append(family)
     else:
-        family.unlink(missing_ok=True)  # of an earlier comparison with more variants
+        family.unlink(missing_ok=True)  # an earlier comparison with more variants has left it
     return files
 
 
-#: Columns that go first where there is no room for all, by number in `headings`.
+#: Columns that are left out first where the console is too narrow, by their number in `headings`.
 LESS_IMPORTANT = (10, 3, 1, 7, 11, 12, 5)
 
 
 def _fitting(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
-    """Numbers of the columns that fit into ``width``, and the padding that is left: 1 or 0."""
+    """Numbers of the columns that fit into ``width``, and the padding for which there is room: 1 or 0."""
     widths = _widths(heads, rows)
     shown = list(range(len(heads)))
     for column in (None, *LESS_IMPORTANT):
-        shown = [one for one in shown if one != column]
-        least = sum(widths[one] for one in shown) + len(shown) + 1
+        shown = [number for number in shown if number != column]
+        least = sum(widths[number] for number in shown) + len(shown) + 1
         if least <= width:
             break
     return shown, int(least + 2 * len(shown) <= width)
 
 
 def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Least width of each column: headings may be broken at spaces, numbers never."""
+    """Least width of each column; headings may be broken at spaces, numbers never."""
     return [max(*(len(row[number]) for row in rows), *map(len, head.split())) for number, head in enumerate(heads)]
 
 
@@ -194,7 +201,7 @@ def _title(plan: Plan, variants: dict[str, list[Run]], link: str | None) -> str:
 
 
 def _hardware(plan: Plan) -> list[str]:
-    """All profiles and limits, e.g. ``["netlab 100mbit / 1gbit"]``; nothing where all is cpu."""
+    """All profiles and rates, e.g. ``["netlab 100mbit / 1gbit"]``; an empty list if all cells run on cpu."""
     profiles = [cell.config["hardware"] for cell in plan.cells]
     names = _joined(profile["name"] for profile in profiles)
     rates = _joined(str(profile["rate"]) for profile in profiles if profile.get("rate", "none") != "none")

@@ -14,20 +14,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from benchmarks.netlab import NetLabError
 from lightning_gqsgd.config import ConfigError
-from recipes.tasks.errors import RecipeError
-from recipes.tasks.hardware import (
-    MULTI_NODE,
-    NETLAB,
-    SLURM,
-    HardwareError,
-    check_devices,
-    check_profile,
-    profile_environment,
-)
-from recipes.tasks.hosts import run_on_hosts
-from recipes.tasks.launch import (
+from netlab.lab import NetLabError
+from recipes.errors import RecipeError
+from recipes.launch.environment import profile_environment
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
+from recipes.launch.hosts import run_on_hosts
+from recipes.launch.processes import (
     LaunchError,
     check_launch,
     external_rank,
@@ -35,7 +28,8 @@ from recipes.tasks.launch import (
     local_processes,
     torchrun_needed,
 )
-from recipes.tasks.slurm import SlurmError, prepare_submission
+from recipes.launch.slurm import prepare_submission
+from recipes.strategies.choices import CONF, check_strategies, register_presets
 
 
 def _check(cfg: DictConfig) -> None:
@@ -72,7 +66,7 @@ def _places(cfg: DictConfig) -> tuple[int, int]:
     return cfg.trainer.num_nodes, local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> float:
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
@@ -83,7 +77,7 @@ def main(cfg: DictConfig) -> float:
                 hosts, ranks = _places(cfg)
                 sys.exit(run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder))
             # Here, not above: Lightning takes seconds to import, and what is refused or only starts others needs none.
-            from recipes.tasks.training import train
+            from recipes.training.train import train
 
             return train(cfg, folder)
     except (RecipeError, NetLabError, ConfigError) as error:
@@ -92,10 +86,21 @@ def main(cfg: DictConfig) -> float:
         sys.exit(f"{type(error).__name__}: {error}")  # a traceback would hide it
 
 
-if __name__ == "__main__":
+def start() -> None:
+    """Train as the command line of this process says.
+
+    Raises:
+        SystemExit: the command line asks for something that cannot be; its code is the message, in one line.
+    """
     try:
+        check_strategies(sys.argv[1:])
         prepare_submission(sys.argv[1:], os.environ)
-    except SlurmError as error:
-        sys.exit(f"SlurmError: {error}")
+    except RecipeError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    register_presets()
     sys.argv += hydra_arguments(sys.argv[1:], os.environ)
     main()
+
+
+if __name__ == "__main__":
+    start()

@@ -10,11 +10,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
 from recipes.comparison.workspace import TABLE, Definition, WorkspaceError, save_workspace
-from recipes.tasks.metrics import METRICS
+from recipes.measuring.metrics import METRICS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the workspace, or write it to a file where there is no key; returns the exit code."""
+    """Make the workspace, or write it to a file where no key is configured; returns the exit code.
+
+    Args:
+        arguments: the command line; None: that of this process.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--group", required=True, help="W&B group of the runs, as compare.py has printed it")
     parser.add_argument("--metric", required=True, choices=sorted(METRICS), help="what the task is judged by")

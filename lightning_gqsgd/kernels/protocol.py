@@ -106,7 +106,8 @@ class PairwiseQuantiser(ScaledQuantiser, Protocol):
         """Codes of the sums of two codes' numbers, without bias; all arguments are int64 [B, width].
 
         Args:
-            codes, others: codes under the same scales.
+            codes: codes of one side.
+            others: codes of the other side, under the same scales.
             words: uniform 32-bit integers.
         """
         ...

@@ -1,1 +1,1 @@
-"""Several runs side by side: planning, running, reading back, drawing."""
+"""Several runs side by side: planning them, running them, reading their results, and drawing them."""

@@ -1,4 +1,4 @@
-"""A comparison in W&B: a run with its table and plots, a workspace, and one folder with all that is still offline."""
+"""A comparison in W&B: a run with its table and plots, a workspace, and one folder with every offline run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from rich.console import Console
 
 from recipes.comparison.plan import Cell, Plan
 from recipes.comparison.workspace import PLOTS, TABLE, Definition, WorkspaceError, save_workspace
-from recipes.tasks.loggers import Labels, start_wandb, wandb_mode
-from recipes.tasks.metrics import Metric
+from recipes.loggers.labels import Labels
+from recipes.loggers.wandb_client import start_wandb, wandb_mode
+from recipes.measuring.metrics import Metric
 
 JOB_TYPE = "comparison"
 WORKSPACE_FILE = "workspace.json"
 
 
 def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], console: Console) -> None:
-    """Log a comparison whose cells were logged to W&B; prints where it is, or how to upload it. Else nothing happens.
+    """Log a comparison whose cells were logged to W&B, and print where it is, or how to upload it.
 
-    The comparison's files are only read. Whatever W&B does, there is one line about it and no exception.
+    Nothing happens if the cells were not logged to W&B. The files of the comparison are only read. An error of W&B
+    becomes one printed line, never an exception.
 
     Args:
-        plan: whose finished cells belong together.
-        metric: of the task.
-        title: of the comparison's run.
-        files: its tables and pictures; ``table.csv`` is among them.
-        console: where the lines go.
+        plan: the comparison; its finished cells belong together.
+        metric: the metric of the task.
+        title: name of the comparison's run.
+        files: tables and pictures of the comparison; ``table.csv`` is among them.
+        console: where the lines are printed.
     """
     cells = [cell for cell in plan.cells if cell.config["logger"]["name"] == "wandb" and cell.is_finished()]
     if not cells:
@@ -47,7 +49,7 @@ def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], conso
     ):
         try:
             lines = step()
-        except Exception as error:  # W&B and its transports have several families of errors
+        except Exception as error:  # W&B and its transports raise several families of errors
             console.print(f"W&B: {_sentence(error)}", style="yellow", markup=False, highlight=False)
             continue
         for line in lines:
@@ -55,20 +57,20 @@ def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], conso
 
 
 def grouping(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Keys whose values tell variants apart: strategy.name, and what else differs between runs of one seed.
+    """Keys of the configuration whose values tell variants apart: strategy.name, and what else differs within one seed.
 
-    Names of groups go first, so that a key which follows from one, like the size of a model, is not needed.
+    Names of groups go first: a key that follows from a name, like the size of a model, is then not needed.
     """
     runs = [dict(_flattened(config)) for config in configs]
     keys = list(dict.fromkeys(key for run in runs for key in run))
     chosen = ["strategy.name"]
-    for key in sorted(keys, key=lambda one: not one.endswith(".name")):
-        alike = [[repr(run.get(one)) for one in ("seed", *chosen)] for run in runs]
+    for key in sorted(keys, key=lambda name: not name.endswith(".name")):
+        alike = [[repr(run.get(name)) for name in ("seed", *chosen)] for run in runs]
         values = [repr(run.get(key)) for run in runs]
         if any(
-            alike[one] == alike[other] and values[one] != values[other]
-            for one in range(len(runs))
-            for other in range(one)
+            alike[number] == alike[other] and values[number] != values[other]
+            for number in range(len(runs))
+            for other in range(number)
         ):
             chosen.append(key)
     return tuple(chosen)
@@ -85,14 +87,17 @@ def _flattened(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]
 
 
 def _log(folder: Path, config: dict[str, Any], title: str, files: Sequence[Path]) -> list[str]:
-    """The comparison's run: table, pictures, and all files as an artifact; returns where it is, nothing offline.
+    """Make the comparison's run, with table, pictures, and all files as an artifact.
 
-    What an earlier comparison has left in ``folder`` to upload is taken away: it was of other files and cells.
+    The offline run of an earlier comparison is removed from ``folder``: that run described other files and cells.
+
+    Returns:
+        The run's URL as the only entry; nothing if the run is offline.
     """
     import wandb
 
     _clear(folder / "wandb")
-    # Where W&B keeps copies for a later upload; else they would go to the home directory.
+    # W&B keeps copies for a later upload here; its default is the home directory.
     os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
     settings = config["logger"]
     labels = Labels(title, settings["group"], config["title"], JOB_TYPE, config["hardware"]["name"])
@@ -105,12 +110,13 @@ def _log(folder: Path, config: dict[str, Any], title: str, files: Sequence[Path]
         group=labels.group,
         job_type=JOB_TYPE,
         tags=list(dict.fromkeys([*labels.tags, *settings["tags"]])),
-        # A workspace groups by the strategy's name: the comparison's run gets one as well.
+        # A workspace groups runs by the strategy's name, so the comparison's run needs a name as well.
         config={"title": config["title"], "strategy": {"name": JOB_TYPE}, "hardware": config["hardware"]},
     )
     try:
         artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", labels.group, flags=re.ASCII), type=JOB_TYPE)
-        # Copies: an artifact of an offline run is read when it is uploaded, and a later comparison writes new files.
+        # The artifact holds copies: an offline run reads its files when it is uploaded, and a later comparison may have
+        # overwritten the originals by then.
         kept = Path(run.dir).parent / JOB_TYPE
         for file in files:
             name = file.relative_to(folder)
@@ -133,18 +139,18 @@ def _named(files: Sequence[Path], name: str) -> list[Path]:
 
 
 def _tables(folder: Path, files: Sequence[Path]) -> tuple[str, ...]:
-    """Name of each ``table.csv``: of one in a folder for a link, with the link."""
+    """Every ``table.csv`` by its name in W&B; the name of a table in the folder of a link has the link in it."""
     places = [file.parent.relative_to(folder) for file in _named(files, "table.csv")]
     return tuple("/".join([TABLE, *place.parts]) for place in places)
 
 
 def _plots(folder: Path, files: Sequence[Path]) -> tuple[str, ...]:
-    """Each picture below ``folder``, without its suffix."""
+    """Names of all pictures below ``folder``, without their suffix."""
     return tuple(str(file.relative_to(folder).with_suffix("")) for file in files if file.suffix == ".png")
 
 
 def _table(file: Path) -> Any:
-    """``table.csv`` as a W&B table: numbers where a column holds nothing else."""
+    """``table.csv`` as a W&B table, with numbers in the columns that hold nothing else."""
     import wandb
 
     with open(file, newline="") as lines:
@@ -169,7 +175,11 @@ def _clear(folder: Path) -> None:
 
 
 def _gather(folder: Path, cells: Sequence[Cell]) -> list[str]:
-    """Link the cells' offline runs into ``folder``/wandb; returns the command that uploads all, if there are any."""
+    """Link the cells' offline runs into ``folder``/wandb.
+
+    Returns:
+        A line with the command that uploads all of them; nothing if there is no offline run.
+    """
     together = folder / "wandb"
     together.mkdir(exist_ok=True)
     for cell in cells:
@@ -181,7 +191,7 @@ def _gather(folder: Path, cells: Sequence[Cell]) -> list[str]:
 
 
 def _workspace(folder: Path, cells: Sequence[Cell], metric: Metric, files: Sequence[Path]) -> list[str]:
-    """Create the workspace, or write its file; returns where it is, and how to create it later."""
+    """Create the workspace, or write its file; returns lines that say where it is, or how to create it later."""
     logger = cells[0].config["logger"]
     definition = Definition(
         logger["group"],

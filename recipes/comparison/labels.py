@@ -1,4 +1,4 @@
-"""Places for the labels of a scatter plot, so that none covers another, or a point."""
+"""Places for the labels of a scatter plot: no label covers another label or a point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 Point = tuple[float, float]
-#: Left, bottom, right, top.
+#: Left, bottom, right and top of a rectangle.
 Rectangle = tuple[float, float, float, float]
 
 DIRECTIONS = 16
@@ -16,22 +16,24 @@ RINGS = 24
 def place_labels(
     points: Sequence[Point], sizes: Sequence[Point], bounds: Rectangle, gap: float, taken: Sequence[Rectangle] = ()
 ) -> list[Rectangle]:
-    """One rectangle for each point, as near to it as is free: inside ``bounds``, off all points and other labels.
+    """One rectangle for each label, as near to its point as there is room.
 
-    Points in a crowd choose first. Where nothing is free, a label takes the place with the least overlap.
+    A rectangle lies inside ``bounds`` and off all points and other labels. Points in a crowd choose first. A label that
+    finds no free place takes the place with the least overlap.
 
     Args:
-        points: in pixels, or any unit that is the same on both axes.
+        points: x and y of each point, in pixels or in any unit that is the same on both axes.
         sizes: width and height of each label.
-        bounds: where labels may be.
-        gap: from a point's middle to its label, and step of the search; points count as squares of this size.
-        taken: what labels have to leave free as well.
+        bounds: the rectangle that holds all labels.
+        gap: distance from a point's middle to its label, and the step of the search; a point counts as a square of this
+            size.
+        taken: further rectangles that labels have to leave free.
     """
     dots = [_around(point, gap, gap) for point in points]
     reach = 2 * max((width for width, _ in sizes), default=0.0)
-    crowd = [sum(math.dist(one, other) < reach for other in points) for one in points]
+    crowd = [sum(math.dist(point, other) < reach for other in points) for point in points]
     placed: dict[int, Rectangle] = {}
-    for number in sorted(range(len(points)), key=lambda one: -crowd[one]):
+    for number in sorted(range(len(points)), key=lambda index: -crowd[index]):
         fixed = [*dots, *taken, *placed.values()]
         best, least = dots[number], math.inf
         for candidate in _candidates(points[number], sizes[number], gap):
@@ -45,30 +47,30 @@ def place_labels(
 
 
 def _candidates(point: Point, size: Point, gap: float) -> list[Rectangle]:
-    """Places around a point, near ones first; right and left before above and below."""
-    found = []
+    """Places around a point, near places first; at equal distance, right and left before above and below."""
+    places = []
     angles = sorted((2 * math.pi * turn / DIRECTIONS for turn in range(DIRECTIONS)), key=lambda one: -math.cos(one))
     for ring in range(RINGS):
         for angle in angles:
             across, up = math.cos(angle), math.sin(angle)
             distance = gap * (1 + ring)
-            # The label's nearest edge or corner is what keeps the distance.
+            # The distance is measured to the label's nearest edge or corner.
             middle = (point[0] + across * (distance + size[0] / 2), point[1] + up * (distance + size[1] / 2))
-            found.append(_around(middle, *size))
-    return found
+            places.append(_around(middle, *size))
+    return places
 
 
 def _around(middle: Point, width: float, height: float) -> Rectangle:
     return middle[0] - width / 2, middle[1] - height / 2, middle[0] + width / 2, middle[1] + height / 2
 
 
-def _common(one: Rectangle, other: Rectangle) -> float:
-    """Area of the intersection."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+def _common(first: Rectangle, second: Rectangle) -> float:
+    """Area of the intersection of two rectangles."""
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
     return width * height if width > 0 and height > 0 else 0.0
 
 
-def _outside(one: Rectangle, bounds: Rectangle) -> float:
-    """Area of what is not in ``bounds``."""
-    return (one[2] - one[0]) * (one[3] - one[1]) - _common(one, bounds)
+def _outside(rectangle: Rectangle, bounds: Rectangle) -> float:
+    """Area of the part of a rectangle that is not in ``bounds``."""
+    return (rectangle[2] - rectangle[0]) * (rectangle[3] - rectangle[1]) - _common(rectangle, bounds)

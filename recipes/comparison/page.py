@@ -12,22 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from recipes.comparison.plots import LABELS, Axis, colours, save_curves, save_step_times
+from pictures.style import colours
+from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
 from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
 
 AXES: tuple[Axis, ...] = ("time", "epoch", "mb_sent")
-#: Inches of the curves: the page is wider than a picture of its own.
+#: Size of the curves in inches; the page is wider than a separate picture.
 SIZE = (8.6, 4.3)
 TABS: dict[Axis, str] = {"time": "against time", "epoch": "against epochs", "mb_sent": "against MB sent"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """One link, or the only one, of a comparison.
+    """The part of a comparison that belongs to one link, or the whole comparison if it names no links.
 
     Attributes:
-        title: what was trained on what.
-        folder: where its tables and plots go.
+        title: what was trained on which data.
+        folder: where the tables and plots of this section are written.
         variants: the runs of each variant.
         lines: the table.
         target: value of the metric whose time is reported; NaN if there is none.
@@ -41,10 +42,13 @@ class Section:
 
 
 def write_page(sections: Sequence[Section], title: str, command: str, file: Path) -> None:
-    """Write the page: headline, curves on three axes, parts of a step, and the table, for every section.
+    """Write the page: for every section its headline, curves on three axes, parts of a step, and the table.
 
     Args:
-        command: what reproduces the comparison.
+        sections: parts of the page, in their order.
+        title: heading of the page.
+        command: the command line that reproduces the comparison.
+        file: path of the page.
     """
     facts = next(iter(sections[0].variants.values()))[0].facts
     body = [
@@ -65,10 +69,11 @@ def write_page(sections: Sequence[Section], title: str, command: str, file: Path
 
 
 def headlines(lines: Sequence[Line], target: float, reference: str = "ddp") -> list[tuple[str, str]]:
-    """(number, what it is) to be said first; empty without the reference or without anything to set against it.
+    """Pairs (number, what the number means) that the page says first.
 
-    The variant that reaches the target first, torch's own ones left out, is compared with the reference and with the
-    best of torch's; where not all reach it, steps are compared.
+    The list is empty if the comparison has no reference, or nothing to compare with the reference. The variant that
+    reaches the target first, torch's own variants left out, is compared with the reference and with the best of torch's
+    variants. If some variant does not reach the target, durations of steps are compared instead.
     """
     by_name = {line.variant: line for line in lines}
     baselines = [line for line in lines if line.variant.startswith(("ddp", "powersgd"))]
@@ -81,19 +86,19 @@ def headlines(lines: Sequence[Line], target: float, reference: str = "ddp") -> l
     strongest = min(baselines, key=lambda line: seconds[line.variant])
     metric = best.metric
     goal = f"to {metric.label} {target_text(metric, target)}" if timed else "a step"
-    found = [
+    shown = [
         (_faster(seconds[other.variant] / seconds[best.variant], timed), f"{best.variant} than {other.variant}, {goal}")
         for other in dict.fromkeys((by_name[reference], strongest))
     ]
     if best.mb_sent:
-        found.append(
+        shown.append(
             (f"{by_name[reference].mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {reference}")
         )
     difference = metric.scaled(best.final - by_name[reference].final)
     signed = f"{'−' if difference < 0 else '+'}{abs(difference):.{metric.digits}f}"
     points = " points" if metric.percent else ""
-    found.append((signed, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
-    return found
+    shown.append((signed, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
+    return shown
 
 
 def _faster(ratio: float, timed: bool) -> str:
@@ -134,7 +139,7 @@ def _section(number: int, section: Section, titled: bool) -> str:
 
 
 def _tabs(number: int, section: Section) -> str:
-    """The three pictures of the curves, one of them shown: radio buttons need no script."""
+    """The three pictures of the curves, one of them shown at a time; radio buttons switch without a script."""
     buttons, figures = [], []
     for place, axis in enumerate(AXES):
         identity = f"s{number}-{axis}"
@@ -150,7 +155,7 @@ def _tabs(number: int, section: Section) -> str:
 
 
 def _picture(save: Callable[[IO[bytes]], None]) -> str:
-    """An SVG inside an image, so that names and styles of one picture do not reach another."""
+    """An SVG as an image of its own, so that names and styles of one picture do not reach another."""
     to = io.BytesIO()
     save(to)
     return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(to.getvalue()).decode()}">'

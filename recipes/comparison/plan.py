@@ -1,4 +1,4 @@
-"""From a command line to the runs that it asks for."""
+"""From a command line to the runs that the command line asks for."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from benchmarks.netlab import NetLabError, parse_rate
-from lightning_gqsgd.presets import PRESETS
-from recipes.tasks.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
-from recipes.tasks.metrics import METRICS, Metric
+from netlab.lab import NetLabError, parse_rate
+from recipes.configuration import compose_configuration
+from recipes.files import RESULT_FILE
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
+from recipes.measuring.metrics import METRICS, Metric
+from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_strategies
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 CELL_FILE = "cell.json"
-RESULT_FILE = "result.json"
 
-#: The first steps compile kernels, and DDP sorts its buckets after one; the median is to be of others.
+#: Fewest steps of a probe. The first step compiles kernels, and DDP builds its buckets anew after it: the median has to
+#: be that of later steps.
 LEAST_PROBE = 8
 DEFAULT_STRATEGIES = "strategy=ddp,gqsgd"
-
-#: What ``strategy=all`` stands for: every preset, and the baselines that run on every device (powersgd needs CUDA).
-ALL_STRATEGIES = ("ddp", "ddp_bf16", *PRESETS)
 
 
 class PlanError(ValueError):
@@ -38,13 +35,17 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What `compare.py` reads itself, written like overrides.
+    """The settings that `compare.py` reads itself; they are written like overrides.
 
     Attributes:
-        target: value of the task's metric whose time is reported; None: what all runs reach, less 1 %.
+        target: value of the task's metric whose time is reported; None: the value that all runs reach, less 1 %.
         output: folder of all comparisons.
-        links: rates of netlab; each training is made once, without a limit, and a probe measures its step on each.
-        probe_steps: steps of a probe.
+        links: rates of netlab's links. Each training is made once, without a limit, and a probe measures the training's
+            step on each link.
+        probe_steps: number of steps of a probe, at least `LEAST_PROBE`.
+
+    Raises:
+        PlanError: a value is out of range.
     """
 
     target: float | None = None
@@ -64,9 +65,10 @@ class Cell:
     """One run of a comparison.
 
     Attributes:
-        variant: what tables and plots call all seeds of these settings.
+        variant: name of these settings in tables and plots, the same for all seeds.
+        seed: seed of the run.
         overrides: command line of ``run.py``.
-        config: the complete configuration that they make.
+        config: the complete configuration that the overrides make.
         folder: where the run writes.
         link: rate of the link on which this run measures steps; None for trainings.
     """
@@ -89,7 +91,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """All runs of a comparison, in their order: seed by seed, so that slow changes of the machine meet all variants."""
+    """All runs of a comparison, in the order in which they are made.
+
+    The order is seed by seed, so that slow changes of the machine meet all variants alike.
+
+    Attributes:
+        settings: settings of the comparison itself.
+        experiment: name of the experiment.
+        folder: folder of the comparison.
+        cells: the trainings.
+        probes: the short runs that measure steps on links.
+    """
 
     settings: Settings
     experiment: str
@@ -99,15 +111,22 @@ class Plan:
 
 
 def make_plan(arguments: Sequence[str]) -> Plan:
-    """Parse overrides, whose comma lists are the sweep, and compose every configuration, so that mistakes come up now.
+    """Parse overrides, whose comma lists are the sweep, and compose every configuration before anything runs.
+
+    Args:
+        arguments: overrides and settings, as on the command line.
 
     Raises:
         PlanError: no experiment, a malformed setting, or a configuration that cannot be composed.
     """
     arguments = [_without_all(argument) for argument in arguments]
     try:
+        check_strategies(arguments)
+    except UnknownStrategyError as error:
+        raise PlanError(str(error)) from error
+    try:
         overrides = OverridesParser.create().parse_overrides(arguments)
-    except Exception as error:  # Hydra's parser raises ANTLR's errors as well as its own
+    except Exception as error:  # Hydra's parser raises ANTLR's errors beside Hydra's
         raise PlanError(f"cannot read {' '.join(arguments)!r}: {error}") from error
     own = [field.name for field in fields(Settings)]
     settings = _settings([override for override in overrides if override.key_or_group in own])
@@ -118,8 +137,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     swept = _swept(passed)
     if settings.links:
         passed += _on_unlimited_links(passed, settings.links)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = [(choice, _composed(choice)) for choice in _choices(passed)]
+    composed = [(choice, _composed(choice)) for choice in _choices(passed)]
     folder = Path(settings.output).absolute() / _slug("-".join([experiment, *_hardware([one for _, one in composed])]))
     cells = [_cell(choice, config, swept, folder) for choice, config in composed]
     _check_distinct(cells)
@@ -146,24 +164,23 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
         **{"test": "false", "checkpoint": "false", "logger": "csv"},
     }
     probes = []
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for link, cell in itertools.product(settings.links, reversed(first.values())):
-            own = {**short, "hardware.rate": link}
-            kept = [one for one in cell.overrides if _key(one) not in own and not _key(one).startswith("logger.")]
-            choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
-            folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
-            probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
+    for link, cell in itertools.product(settings.links, reversed(first.values())):
+        own = {**short, "hardware.rate": link}
+        kept = [one for one in cell.overrides if _key(one) not in own and not _key(one).startswith("logger.")]
+        choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
+        folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
+        probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
     return tuple(probes)
 
 
 def _without_all(argument: str) -> str:
-    """The argument, with the names of all strategies in place of "all"."""
+    """The argument, in which "all" is replaced by the names of all strategies."""
     key, _, value = argument.partition("=")
     if key != "strategy" or "all" not in value.split(","):
         return argument
     if value != "all":
         raise PlanError(f"{argument}: 'all' includes the others; take strategy=all, or a list of names")
-    return f"strategy={','.join(ALL_STRATEGIES)}"
+    return f"strategy={','.join(ALL)}"
 
 
 def _settings(overrides: Sequence[Override]) -> Settings:
@@ -211,10 +228,10 @@ def _choices(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        composed = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+        composed = OmegaConf.to_container(compose_configuration(overrides), resolve=True)
         assert isinstance(composed, dict)
         check_profile(composed)
-    except Exception as error:  # Hydra and OmegaConf have several families of errors; all of them name the key
+    except Exception as error:  # Hydra and OmegaConf raise several families of errors; all of them name the key
         raise PlanError(f"{' '.join(overrides)}: {error}") from error
     name = composed["hardware"]["name"]
     if name in (MULTI_NODE, SLURM):
@@ -226,7 +243,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], comparison: Path) -> Cell:
-    """The run of one choice, below the folder of its comparison."""
+    """The run of one command line, in a folder below that of its comparison."""
     if "group" in config["logger"] and config["logger"]["group"] is None:
         config["logger"]["group"] = group = f"compare-{comparison.name}"
         overrides = [*overrides, f"logger.group={group}"]
@@ -238,7 +255,11 @@ def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str]
 
 
 def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """What the folder's name says of the hardware: profile unless it is cpu, hosts, and rate if there is only one."""
+    """Parts of the folder's name that say which hardware all runs have in common.
+
+    These are the profile, and the number of hosts and the rate where all runs have the same one. Several profiles, and
+    cpu alone, are not named.
+    """
     profiles = {config["hardware"]["name"] for config in configs}
     nodes = {config["trainer"]["num_nodes"] for config in configs} - {1}
     rates = {str(config["hardware"]["rate"]) for config in configs if "rate" in config["hardware"]}
@@ -249,7 +270,7 @@ def _hardware(configs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _last_part(override: str) -> str:
-    """``bits=4`` of ``strategy.bits=4``; nothing for what the variant's name or the seed says already."""
+    """``bits=4`` of ``strategy.bits=4``; "" for a setting that the variant's name or the seed says already."""
     key, _, value = override.partition("=")
     if _key(override) in ("strategy", "strategy.name", "seed"):
         return ""

@@ -1,8 +1,7 @@
-"""Pictures of runs, 900 pixels wide, or 1350 with many variants."""
+"""Pictures of runs: 900 pixels wide, or 1350 with many variants."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,82 +21,26 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.theory import bits_at
+from pictures.style import DPI, STYLE, colours
 from recipes.comparison.labels import place_labels
 from recipes.comparison.results import Curve, Line, Run, target_text
-from recipes.tasks.metrics import Metric
+from recipes.measuring.metrics import Metric
 
 Axis = Literal["time", "epoch", "mb_sent"]
 
 LABELS: dict[Axis, str] = {"time": "training time (s)", "epoch": "epochs", "mb_sent": "gradients sent per process (MB)"}
 
-#: One colour per strategy in every picture (the first are Okabe and Ito's, distinguishable with colour blindness).
-COLOURS = {
-    "ddp": "#4d4d4d",
-    "ddp_bf16": "#56b4e9",
-    "ddp_fp16": "#0072b2",
-    "powersgd": "#cc79a7",
-    "gqsgd": "#d55e00",
-    "gqsgd_4bit": "#009e73",
-    "gqsgd_sum": "#e69f00",
-    "gqsgd_exponential": "#8c510a",
-    "gqsgd_exponential_tree": "#bf9b5a",
-    "qsgd": "#2c4fa3",
-    "qsgd_elias": "#7b6fd0",
-    "terngrad": "#b2182b",
-    "natural_compression": "#1b7837",
-    "natural_dithering": "#7fae2f",
-    "dq_psgd": "#e0268a",
-    "ecq_sgd": "#7b3294",
-    "diana": "#00a5b5",
-    "artemis": "#00687a",
-    "dore": "#5cb8a0",
-    "cd_adam": "#ee6a50",
-    "comp_ams": "#a8799f",
-    "signsgd_ef": "#882255",
-    "topk_ef": "#8f8f2d",
-}
-OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")
-
-#: With more variants than these, curves would hide each other: each gets a panel of its own.
+#: With more variants than this, curves would hide each other, and each variant gets a panel of its own.
 MANY = 8
 PANELS_PER_ROW = 5
 
-#: Fewer points do not make a picture of a family.
+#: Fewest points of a picture of the family.
 LEAST_FAMILY = 3
 
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": "#333333",
-    "xtick.color": "#555555",
-    "ytick.color": "#555555",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
-    "legend.frameon": False,
-    "figure.facecolor": "white",
-    "svg.hashsalt": "gqsgd",
-}
 SIZE = (6.0, 3.8)
-DPI = 150
 
-#: Characters that fit into a line of a title: over curves, over the family, and beside the names of step times.
+#: Number of characters that fit into a line of a title: over curves, over the family, and over step times.
 CURVES_TITLE, FAMILY_TITLE, STEPS_TITLE = 66, 100, 54
-
-
-def colours(variants: Sequence[str]) -> dict[str, str]:
-    """A colour for each variant: that of its strategy, or the next of the others."""
-    taken = {COLOURS.get(variant) for variant in variants}
-    others = itertools.cycle([one for one in OTHERS if one not in taken] or OTHERS)
-    return {variant: COLOURS.get(variant) or next(others) for variant in variants}
 
 
 def save_curves(
@@ -108,14 +51,17 @@ def save_curves(
     target: float = math.nan,
     size: tuple[float, float] = SIZE,
 ) -> None:
-    """The metric of every variant's validations against ``axis``: the mean over seeds, with the range of the seeds.
+    """Draw the metric of every variant's validations against an axis: the mean over seeds, and the range of the seeds.
 
-    One picture up to `MANY` variants, otherwise a panel for each, with all others in grey behind.
+    Up to `MANY` variants share one picture. More variants get a panel each, with all other variants in grey behind.
 
     Args:
+        variants: the runs of each variant.
+        axis: key of `AXES`.
+        title: heading of the picture.
         file: a path, or an open file, which gets an SVG.
         target: value of the metric that is marked; NaN: none.
-        size: of the one picture, in inches.
+        size: size of the shared picture in inches.
     """
     with matplotlib.rc_context(STYLE):
         if len(variants) <= MANY:
@@ -206,16 +152,20 @@ def _draw_curve(axes: Axes, runs: Sequence[Run], axis: Axis, colour: str, label:
 
 
 def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
-    """Error against message bits of every variant that has both, with the bound; False, and no file, for too few."""
-    known = [line for line in lines if not math.isnan(line.bits_above_bound)]
-    if len(known) < LEAST_FAMILY:
+    """Draw the error against message bits of every variant that has both, and the bound.
+
+    Returns:
+        False if there are too few variants, in which case no file is written.
+    """
+    sampled = [line for line in lines if not math.isnan(line.bits_above_bound)]
+    if len(sampled) < LEAST_FAMILY:
         return False
     chosen = colours([line.variant for line in lines])
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.5 * SIZE[0], 1.5 * SIZE[1]), layout="constrained")
         axes = figure.subplots()
-        _draw_bound(axes, known)
-        for line in known:
+        _draw_bound(axes, sampled)
+        for line in sampled:
             colour, round_ = chosen[line.variant], not _has_memory(line.variant)
             x, y = line.message_bits, line.rel_l2
             axes.plot([bits_at(y), x], [y, y], color=colour, lw=1.0, alpha=0.35, zorder=2, solid_capstyle="butt")
@@ -226,16 +176,16 @@ def save_family(lines: Sequence[Line], title: str, file: Path) -> bool:
         axes.set_ylabel("relative L2 error of the gradients' mean, r")
         axes.set_title(fill(title, FAMILY_TITLE))
         axes.grid(visible=False, axis="x")
-        _label_family(figure, axes, known, chosen, _family_legend(axes, known))
+        _label_family(figure, axes, sampled, chosen, _family_legend(axes, sampled))
         figure.savefig(file, dpi=DPI)
     return True
 
 
-def _draw_bound(axes: Axes, known: Sequence[Line]) -> None:
-    """Limits, and the line r = 2^-b with what lies below it shaded."""
-    most = 1.14 * max(line.message_bits for line in known)
-    low = min(line.rel_l2 for line in known) / 2
-    high = max(2.0, 1.7 * max(line.rel_l2 for line in known))
+def _draw_bound(axes: Axes, sampled: Sequence[Line]) -> None:
+    """Set the limits, and draw the line r = 2^-b with the area below the line shaded."""
+    most = 1.14 * max(line.message_bits for line in sampled)
+    low = min(line.rel_l2 for line in sampled) / 2
+    high = max(2.0, 1.7 * max(line.rel_l2 for line in sampled))
     axes.set_yscale("log")
     axes.set_xlim(0, most)
     axes.set_ylim(low, high)
@@ -249,32 +199,32 @@ def _draw_bound(axes: Axes, known: Sequence[Line]) -> None:
     axes.plot(bits, 2.0**-bits, color="#555555", lw=1.3, zorder=1)
 
 
-def _family_legend(axes: Axes, known: Sequence[Line]) -> Legend:
+def _family_legend(axes: Axes, sampled: Sequence[Line]) -> Legend:
     grey: dict[str, Any] = {"color": "#777777", "ls": "", "mec": "white"}
     handles: list[Patch | Line2D] = [
         Line2D([], [], color="#555555", lw=1.3, label="bound r = 2$^{-b}$ for independent normal gradients"),
         Line2D([], [], color="#777777", lw=1.0, alpha=0.5, label="bits above the bound"),
         Line2D([], [], marker="o", ms=7, label="every gradient by itself", **grey),
     ]
-    if any(_has_memory(line.variant) for line in known):
+    if any(_has_memory(line.variant) for line in sampled):
         handles.append(Line2D([], [], marker="D", ms=6, label="with a memory of earlier steps", **grey))
     return axes.legend(handles=handles, loc="upper right", fontsize=8)
 
 
-def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dict[str, str], legend: Legend) -> None:
-    """Names next to their points, with a leader where there is no room near by."""
+def _label_family(figure: Figure, axes: Axes, sampled: Sequence[Line], chosen: dict[str, str], legend: Legend) -> None:
+    """Write names next to their points; a name that finds no room near its point gets a leader."""
     labels: list[Annotation] = [
         axes.annotate(
             line.variant, (line.message_bits, line.rel_l2), color=chosen[line.variant], fontsize=8.5, zorder=5
         )
-        for line in known
+        for line in sampled
     ]
     for label in labels:
         label.set_in_layout(False)
         label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
-    figure.draw_without_rendering()  # the layout decides where points are
+    figure.draw_without_rendering()  # the layout decides where the points are
     figure.set_layout_engine("none")
-    points = [tuple(axes.transData.transform((line.message_bits, line.rel_l2))) for line in known]
+    points = [tuple(axes.transData.transform((line.message_bits, line.rel_l2))) for line in sampled]
     frames = [label.get_window_extent() for label in labels]
     bounds, corner = axes.get_window_extent(), legend.get_window_extent()
     places = place_labels(
@@ -284,7 +234,7 @@ def _label_family(figure: Figure, axes: Axes, known: Sequence[Line], chosen: dic
         gap=figure.dpi / 72 * 7,
         taken=[(corner.x0, corner.y0, corner.x1, corner.y1)],
     )
-    for label, point, (left, bottom, right, top), line in zip(labels, points, places, known, strict=True):
+    for label, point, (left, bottom, right, top), line in zip(labels, points, places, sampled, strict=True):
         to_points = 72 / figure.dpi
         middle = (left + right) / 2, (bottom + top) / 2
         label.set_position(((middle[0] - point[0]) * to_points, (middle[1] - point[1]) * to_points))
@@ -304,7 +254,10 @@ def _has_memory(variant: str) -> bool:
 
 
 def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[bytes]) -> None:
-    """Median step of every variant: computation, and the communication that it did not hide; see `save_curves`."""
+    """Draw the median step of every variant: computation, and the communication that backward did not hide.
+
+    The arguments are those of `save_curves`.
+    """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 1.5 + 0.42 * len(variants)), layout="constrained")
         axes = figure.subplots()
@@ -337,7 +290,7 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[
 
 
 def _save(figure: Figure, file: Path | IO[bytes]) -> None:
-    # An SVG without a date, and with names that do not change: the same runs make the same page.
+    # The SVG has no date and fixed names, so that the same runs make the same page.
     if isinstance(file, Path):
         figure.savefig(file, dpi=DPI)
     else:
@@ -366,7 +319,10 @@ def _step_legend(figure: Figure, with_codec: bool) -> None:
 
 
 def _on_common_grid(xs: Sequence[Curve], ys: Sequence[Curve]) -> tuple[Curve, Curve]:
-    """Curves (seed, point) on the points of the first seed that all seeds cover, by linear interpolation."""
+    """Curves (seed, point) by linear interpolation.
+
+    The points are those of the first seed that lie in the range of all seeds.
+    """
     pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if x.size]
     if not pairs:
         return np.empty(0), np.empty((0, 0))
@@ -394,10 +350,10 @@ def _finish_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> 
 
 
 def _logarithmic(axes: Axes, low: float, high: float) -> None:
-    """A logarithmic scale with plain numbers, which begins and ends just outside the values."""
+    """Set a logarithmic scale with plain numbers, which begins and ends just outside the values."""
     axes.set_yscale("log")
     axes.set_ylim(low / 1.06, high * 1.06)
-    # Less than a decade has few round powers: equal steps then.
+    # A range of less than a decade holds too few round powers: ticks are at equal steps there.
     narrow = high < 5 * low
     axes.yaxis.set_major_locator(MaxNLocator(8) if narrow else LogLocator(10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -405,11 +361,11 @@ def _logarithmic(axes: Axes, low: float, high: float) -> None:
 
 
 def _spread_metric_axis(axes: Axes, metric: Metric, curves: Sequence[Curve]) -> None:
-    """For accuracies, a logarithmic scale of the error: it shows the difference between 98 and 99 %."""
+    """Give accuracies a logarithmic scale of the error, which shows the difference between 98 and 99 %."""
     if not metric.percent:
         _finish_metric_axis(axes, metric, curves)
         return
-    most = 1.005  # the scale ends just above 100 %
+    most = 1.005  # an error of 0 % has no place on the scale, which ends just above 100 %
     axes.set_yscale(
         "function", functions=(lambda y: -np.log10(np.maximum(most - y, 1e-9)), lambda y: most - 10.0 ** -np.asarray(y))
     )

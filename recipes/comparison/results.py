@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gqsgd.theory import bits_at
-from recipes.tasks import names
-from recipes.tasks.metrics import METRICS, Metric
+from recipes.files import METRICS_FILE, RESULT_FILE
+from recipes.measuring import names
+from recipes.measuring.metrics import METRICS, Metric
 
 Curve = NDArray[np.float64]
 
-#: What the last columns of the table compare.
+#: What the last columns of the table say.
 BOUND_NOTE = (
     "bits above bound: message bits less log2(1/r), the least bits per coordinate for the relative L2 error r of the "
     "gradients' mean (of independent normal gradients; alike or sparse ones may need fewer). message bits: one rank's "
@@ -36,12 +37,15 @@ class Run:
 
     Attributes:
         facts: contents of ``result.json``.
-        time: training seconds at each validation, and at the final test if there was none after the last step;
-            likewise ``epoch``, ``mb_sent`` (10^6 bytes) and
-            ``value``, the task's metric.
-        codec_s: median seconds per step in which gqsgd encoded and decoded, in whatever thread; NaN for others.
-        message_bits: bits per coordinate of one rank's messages; NaN for others than gqsgd.
-        rel_l2: relative L2 error of the gradients' mean, averaged over the sampled steps; likewise.
+        time: training seconds at each validation (points,); at the final test if no validation followed the last step.
+        epoch: epochs at the same points.
+        mb_sent: 10^6 bytes of gradients sent at the same points.
+        value: the task's metric at the same points.
+        codec_s: median seconds per step in which gqsgd encoded and decoded, in whatever thread; NaN for other
+            strategies.
+        message_bits: bits per coordinate of one rank's messages; NaN for strategies other than gqsgd.
+        rel_l2: relative L2 error of the gradients' mean, averaged over the sampled steps; NaN for strategies other than
+            gqsgd.
     """
 
     facts: dict[str, Any]
@@ -55,12 +59,18 @@ class Run:
 
     @classmethod
     def load(cls, folder: Path) -> Run:
-        """Read ``result.json`` and ``metrics.csv``."""
-        facts = json.loads((folder / "result.json").read_text())
-        rows = read_rows(folder / "metrics.csv")
+        """Read ``result.json`` and ``metrics.csv``.
+
+        Args:
+            folder: folder of the run.
+        """
+        facts = json.loads((folder / RESULT_FILE).read_text())
+        rows = read_rows(folder / METRICS_FILE)
         metric = METRICS[facts["metric"]]
         points = [row for row in rows if metric.val in row]
-        tests = [{**row, metric.val: row[metric.test]} for row in rows if metric.test in row]  # the same split
+        tests = [
+            {**row, metric.val: row[metric.test]} for row in rows if metric.test in row
+        ]  # validation and test are the same split
         if tests and (not points or points[-1][names.SAMPLES] < tests[-1][names.SAMPLES]):
             points.append(tests[-1])
 
@@ -92,13 +102,16 @@ class Run:
 
     @property
     def best(self) -> float:
-        """The metric's best value of all validations; NaN without one."""
+        """The metric's best value of all validations; NaN without validations."""
         return self.metric.worst_first(self.value.tolist())[-1] if self.value.size else math.nan
 
     def at_speed_of(self, probe: Run) -> Run:
-        """This run with the median step of another one, for a link on which only a few steps were made.
+        """This run with the median step of another run, for a link on which only a few steps were made.
 
-        Training does not depend on time, so values, steps and bytes stay; seconds become steps times the probe's step.
+        Training does not depend on time. Values, steps and bytes stay, and seconds become steps times the probe's step.
+
+        Args:
+            probe: the run that was measured on the link.
         """
         step = probe.facts["step_s"]["median"]
         per_sample = self.facts["steps"] * step / self.facts["samples"]
@@ -108,7 +121,7 @@ class Run:
         return replace(self, facts=facts, time=seconds, codec_s=probe.codec_s)
 
     def time_to(self, target: float) -> float:
-        """Training seconds at the first validation as good as ``target``; infinite if there is none."""
+        """Training seconds at the first validation that is as good as ``target``; infinite if there is none."""
         reached = (
             float(t) for t, value in zip(self.time, self.value, strict=True) if self.metric.reached(value, target)
         )
@@ -122,7 +135,11 @@ def read_rows(file: Path) -> list[dict[str, float]]:
 
 
 def common_target(variants: dict[str, list[Run]]) -> float:
-    """The worst best value of all runs less 1 %, so that every one of them gets there; NaN without validations."""
+    """The worst of all runs' best values, less 1 %, so that every run reaches the target.
+
+    Returns:
+        NaN if no run has a validation.
+    """
     every = [run for runs in variants.values() for run in runs if not math.isnan(run.best)]
     if not every:
         return math.nan
@@ -133,7 +150,10 @@ def common_target(variants: dict[str, list[Run]]) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """A variant's line of the table: means over seeds, spread = standard deviation, seconds, the metric unscaled."""
+    """A variant's line of the table.
+
+    Values are means over seeds, a spread is a standard deviation, times are in seconds, and the metric is not scaled.
+    """
 
     variant: str
     metric: Metric
@@ -152,12 +172,18 @@ class Line:
 
     @property
     def bits_above_bound(self) -> float:
-        """Message bits less those that the error needs at least; see `BOUND_NOTE`."""
+        """Message bits, less the fewest bits that the error allows; see `BOUND_NOTE`."""
         return self.message_bits - bits_at(self.rel_l2) if self.rel_l2 > 0 else math.nan
 
 
 def compare(variants: dict[str, list[Run]], target: float, reference: str = "ddp") -> list[Line]:
-    """One line per variant; step times are also given as ratios to the variant ``reference`` (NaN if it is absent)."""
+    """One line per variant.
+
+    Args:
+        variants: the runs of each variant.
+        target: value of the metric whose time is reported.
+        reference: variant to which step times are given as ratios; the ratios are NaN if it is absent.
+    """
     step = {variant: _mean([run.facts["step_s"]["median"] for run in runs]) for variant, runs in variants.items()}
     return [
         Line(
@@ -192,7 +218,7 @@ def headings(metric: Metric, target: float, reference: str = "ddp") -> list[str]
 
 
 def target_text(metric: Metric, target: float) -> str:
-    """A target with its unit, one digit shorter than values."""
+    """A target with its unit, with one digit fewer than values have."""
     return metric.text(target, metric.digits - 1) + ("%" if metric.percent else "")
 
 
@@ -222,7 +248,7 @@ def knows_bound(lines: Sequence[Line]) -> bool:
 
 
 def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path) -> tuple[Path, Path]:
-    """``table.md`` for reading and ``table.csv`` with plain numbers; returns both paths."""
+    """Write ``table.md`` for reading and ``table.csv`` with plain numbers; returns both paths."""
     heads = headings(lines[0].metric, target)
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)], *(cells(line) for line in lines)]
     markdown, plain = folder / "table.md", folder / "table.csv"
@@ -239,9 +265,9 @@ def write_tables(lines: Sequence[Line], target: float, title: str, folder: Path)
 
 
 def _samples(column: Sequence[float]) -> list[float]:
-    """A column of latest samples, each of them once."""
-    known = [value for value in column if not math.isnan(value)]
-    return [value for number, value in enumerate(known) if not number or value != known[number - 1]]
+    """The column without NaN, and without the repetitions of a sample in the rows after it."""
+    logged = [value for value in column if not math.isnan(value)]
+    return [value for number, value in enumerate(logged) if not number or value != logged[number - 1]]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -20,9 +20,10 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from recipes.comparison.plan import CELL_FILE, RESULT_FILE, Cell
-from recipes.tasks.launch import folder_argument
-from recipes.tasks.metrics import METRICS
+from recipes.comparison.plan import CELL_FILE, Cell
+from recipes.files import RESULT_FILE
+from recipes.launch.processes import folder_argument
+from recipes.measuring.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = "output.log"
@@ -31,7 +32,13 @@ TAIL_LINES = 25
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell that did not finish; ``tail`` holds the last lines of its output."""
+    """A cell that did not finish.
+
+    Attributes:
+        cell: the cell.
+        reason: what went wrong, in a few words.
+        tail: the last lines of the cell's output.
+    """
 
     cell: Cell
     reason: str
@@ -39,7 +46,16 @@ class Failure:
 
 
 def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Failure]:
-    """Run every cell that has no finished result, or all of them if ``fresh``; failures do not stop the rest."""
+    """Run the cells; a failure does not stop the cells that follow.
+
+    Args:
+        cells: what is run, in this order.
+        console: where progress is shown.
+        fresh: whether cells that have a finished result are run again.
+
+    Returns:
+        The cells that failed.
+    """
     failures = []
     with _lines(cells, console) as line:
         for number, cell in enumerate(cells):
@@ -69,7 +85,7 @@ def _run(cell: Cell, say: Callable[[str], None]) -> Failure | None:
     (cell.folder / CELL_FILE).write_text(json.dumps(cell.config, indent=2) + "\n")
     log = cell.folder / LOG
     with open(log, "wb") as output:
-        # A session of its own, so that an interrupt ends the run with all its processes.
+        # The run has a session of its own, so that an interrupt ends the run with all its processes.
         process = subprocess.Popen(
             command(cell),
             stdin=subprocess.DEVNULL,
@@ -90,12 +106,12 @@ def _run(cell: Cell, say: Callable[[str], None]) -> Failure | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run; after a normal end that is nothing."""
+    """End what is left of a run; after a normal end nothing is left."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGTERM)
     try:
-        process.wait(timeout=20)  # a lab gives its hosts 5 s, and is then taken down
+        process.wait(timeout=20)  # netlab gives its hosts 5 s, and takes the lab down then
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -121,7 +137,10 @@ def _outcome(cell: Cell) -> str:
 
 @contextmanager
 def _lines(cells: tuple[Cell, ...], console: Console) -> Iterator[Callable[..., None]]:
-    """A function (number of the cell, text, done) that shows a live line per cell, or prints plain lines in order."""
+    """A function (number of the cell, text, done) that shows the state of a cell.
+
+    On a terminal every cell has a live line; elsewhere plain lines are printed in order.
+    """
     names = [f"{cell.variant}, seed {cell.seed}" for cell in cells]
     width = max(map(len, names))
     if not console.is_terminal:

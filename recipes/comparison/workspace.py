@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.comparison.plots import COLOURS
-from recipes.tasks import names
-from recipes.tasks.loggers import wandb_mode
-from recipes.tasks.metrics import METRICS
+from pictures.style import COLOURS
+from recipes.loggers.wandb_client import wandb_mode
+from recipes.measuring import names
+from recipes.measuring.metrics import METRICS
 
-#: Names of the comparison's own run: table, and plots by their file names.
+#: Names in the comparison's own run: of its table, and of the folder of its plots.
 TABLE = "comparison"
 PLOTS = "plots"
 
@@ -46,11 +46,13 @@ class Definition:
     """What a workspace shows.
 
     Attributes:
-        group: W&B group of its runs.
+        group: W&B group of the runs.
         metric: key of the task's metric, see `METRICS`.
-        project, entity: where the runs are; entity None: the default one of the key.
-        by: keys of the configuration whose values make one line each.
-        plots, tables: names of what the comparison's run has logged.
+        project: W&B project of the runs.
+        entity: W&B user or team; None: the default of the key.
+        by: keys of the configuration; runs with equal values share a line.
+        plots: names of the pictures that the comparison's run has logged.
+        tables: names of the tables that the comparison's run has logged.
     """
 
     group: str
@@ -63,7 +65,7 @@ class Definition:
 
     @property
     def command(self) -> str:
-        """The command line that makes it."""
+        """The command line that makes this workspace."""
         words = ["python", "recipes/workspace.py", "--group", self.group, "--metric", self.metric]
         words += ["--project", self.project, *(["--entity", self.entity] if self.entity else [])]
         for flag, values in (("--by", self.by), ("--plot", self.plots), ("--table", self.tables)):
@@ -72,17 +74,21 @@ class Definition:
 
 
 def save_workspace(definition: Definition, file: Path) -> str | None:
-    """Create the workspace if a key is configured, and write it to ``file`` in any case; returns its URL if it has one.
+    """Write a workspace to ``file``, and create it in W&B if a key is configured; returns its URL, None without a key.
 
-    A file that knows the URL of the same definition is left as it is, and nothing is created again.
+    A file that has the URL of the same definition stays as it is, and nothing is created a second time.
+
+    Args:
+        definition: what the workspace shows.
+        file: path of the JSON file.
 
     Raises:
-        WorkspaceError: a group that the filter cannot express, an unknown metric, or W&B refuses or cannot be reached;
-            in the last two cases the file is written first.
+        WorkspaceError: the filter cannot express the group; the metric is unknown; W&B refuses, or cannot be reached.
+            In the last two cases the file has been written.
     """
-    known = _known_url(definition, file)
-    if known:
-        return known
+    known_url = _known_url(definition, file)
+    if known_url:
+        return known_url
     workspace = _workspace(definition, definition.entity or "")
     _write(definition, workspace, file, url=None)
     if wandb_mode() != "online":
@@ -90,12 +96,12 @@ def save_workspace(definition: Definition, file: Path) -> str | None:
     import wandb
 
     try:
-        # The key is checked here, with a time limit; saving has none of its own.
+        # The key is checked here because this call has a time limit, and saving has none.
         entity = definition.entity or wandb.Api(timeout=10).default_entity
         workspace = _workspace(definition, entity)
         workspace.save()
         url = str(workspace.url)
-    except Exception as error:  # W&B, its transports and its models have several families of errors
+    except Exception as error:  # W&B, its transports and its models raise several families of errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WorkspaceError(f"W&B has not taken the workspace: {reason.rstrip('.')}; it is in {file}") from error
     _write(definition, workspace, file, url)
@@ -152,7 +158,11 @@ def _workspace(definition: Definition, entity: str) -> Any:
 
 
 def _expressible(group: str) -> str:
-    """The group, if a filter compares with just this text: wandb-workspaces rewrites operators in strings, too."""
+    """The group, if a filter compares with exactly this text: wandb-workspaces rewrites operators inside strings, too.
+
+    Raises:
+        WorkspaceError: the group has such an operator.
+    """
     wrong = sorted(set("=<>'\"\\") & set(group))
     if wrong:
         raise WorkspaceError(f"group {group!r} holds {' '.join(wrong)}, which filters of a workspace cannot express")
@@ -167,10 +177,10 @@ def _write(definition: Definition, workspace: Any, file: Path, url: str | None) 
 
 
 def _known_url(definition: Definition, file: Path) -> str | None:
-    """URL of a workspace that ``file`` says was made from the same definition."""
+    """URL of the workspace that ``file`` says was made from the same definition; None if there is none."""
     try:
-        known = json.loads(file.read_text())
+        written = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    same = known.get("definition") == json.loads(json.dumps(asdict(definition)))
-    return known.get("url") if same else None
+    same = written.get("definition") == json.loads(json.dumps(asdict(definition)))
+    return written.get("url") if same else None

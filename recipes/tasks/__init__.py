@@ -1,1 +1,1 @@
-"""What a training run is made of: data, networks, the LightningModule, callbacks, loggers, baselines."""
+"""What a network is trained for: loss, metric, optimizer and learning-rate schedule."""

@@ -1,4 +1,4 @@
-"""Language modelling: every token is predicted from those before it."""
+"""Language modelling: every token is predicted from the tokens before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torchmetrics
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes.tasks.metrics import PERPLEXITY
+from recipes.measuring.metrics import PERPLEXITY
 from recipes.tasks.task import Task
 
 
@@ -17,17 +17,19 @@ class LanguageModel(Task):
     metric = PERPLEXITY
 
     def evaluator(self) -> torchmetrics.Metric:
+        """See `Task.evaluator`."""
         return Perplexity()
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Task.loss`."""
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 class Perplexity(torchmetrics.Metric):
     """exp of the mean cross-entropy over all tokens, of all batches and processes.
 
-    Unlike torchmetrics' own, from logits without a detour over probabilities: one that is rounded to zero would make
-    the result infinite.
+    torchmetrics has a perplexity of its own, which computes probabilities first. A probability that is rounded to zero
+    makes that result infinite; here logits go straight into the cross-entropy.
     """
 
     total: Tensor
@@ -39,9 +41,10 @@ class Perplexity(torchmetrics.Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add logits (N, T, V) and targets (N, T)."""
+        """Add a batch: logits (N, T, V) and targets int64 (N, T)."""
         self.total += F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         self.tokens += targets.numel()
 
     def compute(self) -> Tensor:
+        """The perplexity of all that was added: a scalar, float64."""
         return (self.total / self.tokens).exp()

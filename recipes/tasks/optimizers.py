@@ -1,4 +1,4 @@
-"""Optimizers by the settings of `optimizer` in the configuration."""
+"""Optimizers, from the settings of `optimizer` in the configuration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recipes.tasks.baselines import gives_sparse_gradients
-from recipes.tasks.errors import RecipeError
+from recipes.errors import RecipeError
+from recipes.models.sparse_gradients import gives_sparse_gradients
 from recipes.tasks.schedules import make_schedule
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -22,7 +22,7 @@ class OptimizerError(RecipeError):
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The fields are those of `optimizer` in the configuration.
+    """The node `optimizer` of the configuration, field by field; conf/config.yaml explains each of them.
 
     Raises:
         ValueError: an unknown optimizer.
@@ -44,15 +44,18 @@ class OptimizerSettings:
 
 
 def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float) -> dict[str, Any]:
-    """Optimizer and schedule as Lightning's `configure_optimizers` returns them.
+    """Optimizer and schedule, as Lightning's `configure_optimizers` returns them.
 
-    Matrices are decayed; biases and the parameters of normalisations are not: decay does not regularise them.
+    Weight decay applies to matrices. Biases and the parameters of normalisations are not decayed, because decay does
+    not regularise them.
 
     Args:
+        module: what is trained.
+        settings: the settings.
         steps: number of optimizer steps of the whole run.
 
     Raises:
-        OptimizerError: the network gives sparse gradients that the optimizer does not take.
+        OptimizerError: the network gives sparse gradients, which the optimizer does not take.
     """
     _check_sparse(module, settings)
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -66,7 +69,7 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float)
 
 
 def _check_sparse(module: nn.Module, settings: OptimizerSettings) -> None:
-    # torch would refuse too, but only at the first step, and for the decay with words about an addition.
+    # torch would refuse sparse gradients as well, but at the first step, and because of an addition, not of the decay.
     tables = [name for name, child in module.named_modules() if gives_sparse_gradients(child)]
     if tables and (settings.name != "sgd" or settings.weight_decay):
         raise OptimizerError(

@@ -14,20 +14,24 @@ SCHEDULES = ("onecycle", "cosine", "step")
 def make_schedule(
     optimizer: Optimizer, name: str, steps: float, warmup: float, milestones: Sequence[float] = ()
 ) -> LambdaLR:
-    """Schedule whose peak is the optimizer's rate.
+    """A schedule whose largest rate is that of the optimizer.
 
-    The factors are functions of the step alone, so a run resumed with more epochs follows the longer schedule.
+    The rate is the optimizer's times a factor, which depends on the step alone. So a run that is resumed with more
+    epochs follows the longer schedule.
+
+    * ``"onecycle"`` is torch's OneCycleLR with constant momentum: a cosine up from 1/25, a cosine down to 1/250000.
+    * ``"cosine"`` rises linearly from the first step, and falls along a cosine to zero.
+    * ``"step"`` rises linearly, and falls to a tenth of the rate at each of ``milestones``.
 
     Args:
-        name: ``"onecycle"`` (torch's OneCycleLR with constant momentum: cosine up from 1/25, cosine down to 1/250000),
-            ``"cosine"`` (linear up from the first step, cosine down to zero) or ``"step"`` (linear up, then a tenth of
-            the rate from each of ``milestones`` on).
+        optimizer: the optimizer.
+        name: name of the schedule.
         steps: number of optimizer steps of the whole run.
         warmup: fraction of the steps in which the rate rises, 0 to less than 1.
-        milestones: of ``"step"``: fractions of the steps, rising, from ``warmup`` to less than 1.
+        milestones: of ``"step"``: rising fractions of the steps, from ``warmup`` to less than 1.
 
     Raises:
-        ValueError: an unknown name, a fraction out of range, or an unlimited run.
+        ValueError: an unknown name, a fraction out of range, or a run without a limit.
     """
     if name not in SCHEDULES:
         raise ValueError(f"optimizer.schedule={name!r} is not one of {', '.join(SCHEDULES)}")
@@ -48,7 +52,7 @@ def _check_milestones(milestones: Sequence[float], warmup: float) -> None:
     if not milestones or not rising or milestones[0] < warmup or milestones[-1] >= 1:
         raise ValueError(
             f"optimizer.milestones={list(milestones)} of optimizer.schedule=step: "
-            f"need at least one, rising, from optimizer.warmup={warmup} to less than 1"
+            f"need at least one fraction, rising, from optimizer.warmup={warmup} to less than 1"
         )
 
 
@@ -74,4 +78,5 @@ def _step(step: int, total: int, warmup: float, milestones: Sequence[float]) -> 
 
 
 def _cosine_between(start: float, end: float, fraction: float) -> float:
+    """Half a cosine from ``start`` at fraction 0 to ``end`` at fraction 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * fraction))

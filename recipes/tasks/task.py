@@ -8,21 +8,23 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from recipes.tasks import names
-from recipes.tasks.metrics import Metric
+from recipes.measuring import names
+from recipes.measuring.metrics import Metric
 from recipes.tasks.optimizers import OptimizerSettings, make_optimizer
 
+#: Inputs and targets.
 Batch = tuple[Any, Tensor]
 
 
 class Task(LightningModule):
-    """Trains a network on batches (inputs, targets), and judges it by one metric.
+    """Trains a network on batches (inputs, targets), and judges the network by one metric.
 
-    A task says what the loss is and what evaluates it; the number of targets, ``len(batch[1])``, counts as samples.
+    A subclass says what the loss is and what evaluates the metric. The number of targets of a batch, ``len(batch[1])``,
+    is its number of samples.
 
     Args:
         network: called with the inputs.
-        settings: of the optimizer.
+        settings: settings of the optimizer.
 
     Attributes:
         metric: what the task is judged by; logged as ``val/KEY`` and ``test/KEY``.
@@ -34,12 +36,12 @@ class Task(LightningModule):
         super().__init__()
         self.network = network
         self.settings = settings
-        # One for each split: torchmetrics adds up what it has seen, over batches and processes.
+        # Each split has its own, because torchmetrics adds up what it has seen, over batches and processes.
         self.val_metric = self.evaluator()
         self.test_metric = self.evaluator()
 
     def evaluator(self) -> torchmetrics.Metric:
-        """A new torchmetrics object whose value is `metric`; updated with (outputs, targets)."""
+        """A new object of torchmetrics whose value is that of `metric`; it is updated with (outputs, targets)."""
         raise NotImplementedError
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -47,18 +49,20 @@ class Task(LightningModule):
         raise NotImplementedError
 
     def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss that training minimises, if it is another one: a scalar."""
+        """The loss that training minimises: a scalar; that of validation, unless a task says otherwise."""
         return self.loss(outputs, targets)
 
     def training_metric(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """`metric` on one training batch, or None where a batch says nothing about it."""
+        """`metric` on one training batch, a scalar; None where a batch says nothing about it."""
         return None
 
     def forward(self, inputs: Any) -> Tensor:
+        """The network's outputs."""
         outputs: Tensor = self.network(inputs)
         return outputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss of a training batch; logs loss, metric and learning rate."""
         inputs, targets = batch
         outputs = self(inputs)
         loss = self.training_loss(outputs, targets)
@@ -71,12 +75,15 @@ class Task(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to loss and metric of a validation."""
         self._evaluate(batch, names.VAL_LOSS, self.metric.val, self.val_metric)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to loss and metric of the test."""
         self._evaluate(batch, names.TEST_LOSS, self.metric.test, self.test_metric)
 
     def configure_optimizers(self) -> Any:
+        """Optimizer and schedule for the whole run, see `make_optimizer`."""
         return make_optimizer(self, self.settings, self.trainer.estimated_stepping_batches)
 
     def _evaluate(self, batch: Batch, loss_name: str, metric_name: str, metric: torchmetrics.Metric) -> None:

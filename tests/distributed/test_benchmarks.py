@@ -8,17 +8,32 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import report
+from benchmarks import accuracy, kernels, report
 from benchmarks.timing import in_turns, ratio
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
 )
 LAB = ["--hosts", "2", "--rate", "none", "--rounds", "1"]
+
+
+def _run_here(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> str:
+    """What a benchmark prints that needs no other process."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *words])
+    threads = torch.get_num_threads()
+    try:
+        module.main()
+    finally:
+        torch.set_num_threads(threads)
+    return " ".join(capsys.readouterr().out.split())  # a table may break its cells in two
 
 
 def _run(module: str, *arguments: str) -> str:
@@ -30,7 +45,7 @@ def _run(module: str, *arguments: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return " ".join(done.stdout.split())  # a table may break its cells in two
+    return " ".join(done.stdout.split())
 
 
 def test_cases_run_in_turns() -> None:
@@ -53,15 +68,31 @@ def test_reports_are_tables_with_their_command(tmp_path: Path, monkeypatch: pyte
     assert json.loads((tmp_path / "speed.json").read_text())["rows"] == [["a", 1.25], ["b", None]]
 
 
-def test_kernels() -> None:
-    assert "4 bit, blocks of 256" in _run("kernels", "--numel", "10000", "--rounds", "2", "--bits", "4")
+def test_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--numel", "10000", "--rounds", "2", "--bits", "4")
+    assert "4 bit, blocks of 256" in _run_here(kernels, monkeypatch, capsys, *small)
 
 
-def test_accuracy() -> None:
-    assert "network, n = 2" in _run("accuracy", "--bits", "8", "--block-size", "256", "--ranks", "2")
+def test_accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(accuracy, "NUMEL", 1 << 14)
+    few = ("--bits", "8", "--block-size", "256", "--ranks", "2")
+    assert "network, n = 2" in _run_here(accuracy, monkeypatch, capsys, *few)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "arguments", "shown"),
+    [
+        ("kernels", ("--numel", "10000", "--rounds", "2", "--bits", "4"), "4 bit, blocks of 256"),
+        ("accuracy", ("--bits", "8", "--block-size", "256", "--ranks", "2"), "network, n = 2"),
+    ],
+)
+def test_benchmarks_are_commands(module: str, arguments: tuple[str, ...], shown: str) -> None:
+    assert shown in _run(module, *arguments)
 
 
 @needs_root
+@pytest.mark.slow
 def test_reducers() -> None:
     shown = _run("reducers", *LAB, "--numel", "70000")
     assert "two_shot, 8 bit without codec" in shown
@@ -69,5 +100,6 @@ def test_reducers() -> None:
 
 
 @needs_root
+@pytest.mark.slow
 def test_training() -> None:
     assert "gqsgd_4bit" in _run("training", *LAB, "--model", "resnet18", "--batch-size", "2")

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import netlab
-from benchmarks.netlab import NetLab, NetLabError, parse_rate, run_everywhere
+import netlab.lab
+from netlab import machine
+from netlab.lab import NetLab, NetLabError, parse_rate
+from netlab.ranks import run_everywhere
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
@@ -27,13 +29,13 @@ def _namespaces() -> str:
 
 def _leftovers() -> list[str]:
     """Namespaces of labs whose process has ended; other labs of this machine are none of these tests' business."""
-    labs = re.findall(rf"^{netlab.PREFIX}-(\d+)-\S+", _namespaces(), re.MULTILINE)
+    labs = re.findall(rf"^{netlab.lab.PREFIX}-(\d+)-\S+", _namespaces(), re.MULTILINE)
     return [pid for pid in labs if not os.path.exists(f"/proc/{pid}")]
 
 
 def _cli(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.netlab", *arguments],
+        [sys.executable, "-m", "netlab", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -58,11 +60,11 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for hosts in (0, 65):
         with pytest.raises(NetLabError, match=f"hosts={hosts} is out of range: 1 to 64"):
             NetLab(hosts)
-    monkeypatch.setattr(netlab.shutil, "which", lambda _: None)
+    monkeypatch.setattr(netlab.lab.shutil, "which", lambda _: None)
     with pytest.raises(NetLabError, match="apt-get install iproute2"), NetLab(2):
         pass
-    monkeypatch.setattr(netlab.shutil, "which", lambda name: name)
-    monkeypatch.setattr(netlab.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(netlab.lab.shutil, "which", lambda name: name)
+    monkeypatch.setattr(netlab.lab.os, "geteuid", lambda: 1000)
     with pytest.raises(NetLabError, match="needs root; run the same command with sudo"), NetLab(2):
         pass
 
@@ -86,14 +88,22 @@ dist.destroy_process_group()
 
 @needs_root
 def test_hosts_reach_each_other_in_torchruns_environment() -> None:
-    done = _cli("--hosts", "3", "--rate", "100mbit", "--", sys.executable, "-c", ALLREDUCE)
+    done = _cli("--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-c", ALLREDUCE)
     assert done.returncode == 0, done.stdout + done.stderr
-    for host in range(3):
-        assert f"[host{host}] sum 6.0 {host} 0 3" in done.stdout
-    done = _cli("--hosts", "2", "--ranks-per-host", "2", "--", sys.executable, "-c", ALLREDUCE)
-    for rank in range(4):
-        assert f"[host{rank // 2}.{rank % 2}] sum 10.0 {rank} {rank % 2} 4" in done.stdout
+    for host in range(2):
+        assert f"[host{host}] sum 3.0 {host} 0 2" in done.stdout
+    done = _cli("--hosts", "3", "--ranks-per-host", "2", "--", "sh", "-c", "echo $RANK $LOCAL_RANK $WORLD_SIZE")
+    for rank in range(6):
+        assert f"[host{rank // 2}.{rank % 2}] {rank} {rank % 2} 6" in done.stdout
     assert not _leftovers()
+
+
+@needs_root
+@pytest.mark.slow
+def test_several_ranks_of_several_hosts_reach_each_other() -> None:
+    done = _cli("--hosts", "3", "--ranks-per-host", "2", "--", sys.executable, "-c", ALLREDUCE)
+    for rank in range(6):
+        assert f"[host{rank // 2}.{rank % 2}] sum 21.0 {rank} {rank % 2} 6" in done.stdout
 
 
 @needs_root
@@ -111,8 +121,23 @@ def test_hosts_share_the_cores_that_this_process_may_use(monkeypatch: pytest.Mon
     assert NetLab(4).environment(0)["OMP_NUM_THREADS"] == "5"
 
 
+def test_the_processor_has_its_models_name_or_its_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text("processor\t: 0\nmodel name\t: AMD EPYC 7B13\n\nprocessor\t: 1\nmodel name\t: other\n")
+    monkeypatch.setattr(machine, "_CPU_FACTS", facts)
+    assert machine.device_name(on_cuda=False) == machine.processor_name() == "AMD EPYC 7B13"
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    for contents in ("processor\t: 0\nBogoMIPS\t: 50.00\n", "model name\t:\n"):
+        facts.write_text(contents)
+        assert machine.processor_name() == "aarch64"
+    facts.unlink()
+    assert machine.processor_name() == "aarch64"
+
+
 @needs_root
 def test_a_failing_host_ends_the_others() -> None:
+    # The other rank is ended by a signal; the exit code is that of the rank that failed by itself.
     code = "import os, sys, time; time.sleep(60) if os.environ['RANK'] == '0' else sys.exit(3)"
     begun = time.monotonic()
     done = _cli("--", sys.executable, "-c", code)
@@ -153,15 +178,15 @@ def test_nothing_is_left_after_an_exception() -> None:
         fail()
     (process,) = processes
     assert process.poll() is not None
-    assert f"{netlab.PREFIX}-{os.getpid()}" not in _namespaces()
+    assert f"{netlab.lab.PREFIX}-{os.getpid()}" not in _namespaces()
 
 
 @needs_root
 def test_nothing_is_left_after_a_failure_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netlab, "_shape", lambda *_: netlab._run("tc", "nonsense"))
+    monkeypatch.setattr(netlab.lab, "_shape", lambda *_: netlab.lab._run("tc", "nonsense"))
     with pytest.raises(NetLabError, match="'tc nonsense' failed"), NetLab(2):
         pass
-    assert f"{netlab.PREFIX}-{os.getpid()}" not in _namespaces()
+    assert f"{netlab.lab.PREFIX}-{os.getpid()}" not in _namespaces()
 
 
 @needs_root
@@ -174,7 +199,7 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) 
         f"open(r'{tmp_path}/pid', 'w').write(str(__import__('os').getpid()));input()",
     ]
     driver = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.netlab", "--hosts", "1", *command],
+        [sys.executable, "-m", "netlab", "--hosts", "1", *command],
         stdin=subprocess.PIPE,
         # A shell that runs the tests in the background has switched SIGINT off for all below.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -186,10 +211,10 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) 
     driver.send_signal(number)
     driver.wait(30)
     if number == signal.SIGKILL:
-        assert f"{netlab.PREFIX}-{driver.pid}-" in _namespaces()
-        netlab.remove_leftovers()  # the next lab does it
+        assert f"{netlab.lab.PREFIX}-{driver.pid}-" in _namespaces()
+        netlab.lab.remove_leftovers()  # the next lab does it
     deadline = time.monotonic() + 10
     while os.path.exists(f"/proc/{file.read_text()}") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{file.read_text()}")
-    assert f"{netlab.PREFIX}-{driver.pid}-" not in _namespaces()
+    assert f"{netlab.lab.PREFIX}-{driver.pid}-" not in _namespaces()

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from typer.main import get_command
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
+from recipes.configuration import compose_configuration
+from recipes.strategies.choices import strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -42,7 +43,7 @@ COMPARE_SETTINGS = {
     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
 }
 
-_PROGRAM = r"(?P<program>python recipes/(?:run|compare)\.py|python -m benchmarks\.\w+|gqsgd(?= [a-z-]))"
+_PROGRAM = r"(?P<program>python recipes/(?:run|compare)\.py|python -m (?:benchmarks\.\w+|netlab)|gqsgd(?= [a-z-]))"
 _COMMAND = re.compile(rf"(?:^ *|`)(?:uv run )?{_PROGRAM}(?P<arguments>(?:\\\n|[^`\n])*)", re.MULTILINE)
 
 
@@ -127,7 +128,8 @@ def test_commands_are_found() -> None:
     assert {"target", "output"} <= COMPARE_SETTINGS
     assert len(quoted("python recipes/run.py")) >= 5
     assert len(quoted("python recipes/compare.py")) >= 10
-    assert len([name for name, *_ in QUOTED if name.startswith("python -m benchmarks.")]) >= 7
+    assert len([name for name, *_ in QUOTED if name.startswith("python -m benchmarks.")]) >= 6
+    assert len(quoted("python -m netlab")) >= 2
 
 
 @pytest.mark.parametrize("arguments", quoted("gqsgd"), ids=" ".join)
@@ -156,12 +158,19 @@ def test_recipes_compose(script: str, arguments: list[str]) -> None:
         values = list(override.sweep_string_iterator()) if override.is_sweep_override() else []
         assert lists or not values, f"recipes/run.py takes one value: {override.input_line}"
         chosen.append(f"{override.get_key_element()}={values[0]}" if values else override.input_line)
-        if (ROOT / "conf" / name).is_dir():
+        if name == "strategy":
+            assert set(values) <= set(strategies())
+        elif (ROOT / "conf" / name).is_dir():
             assert not [value for value in values if not (ROOT / "conf" / name / f"{value}.yaml").is_file()]
         if override.is_add() and name.startswith("strategy."):
             assert name.removeprefix("strategy.") in GQSGDConfig.field_names()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        compose("config", overrides=chosen)
+    compose_configuration(chosen)
+
+
+@pytest.mark.parametrize("arguments", quoted("python -m netlab"), ids=" ".join)
+def test_netlab_has_the_options(arguments: list[str]) -> None:
+    source = (ROOT / "netlab" / "__main__.py").read_text()
+    assert not [word for word in arguments if word.startswith("--") and f'"{word}"' not in source]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "content", "output"),
     [
@@ -22,7 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         (TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensor at 4 bits"),
     ],
 )
-def test_example(launcher: list[str], content: str, output: str, tmp_path: Path) -> None:
+def test_example_in_processes(launcher: list[str], content: str, output: str, tmp_path: Path) -> None:
     (example,) = (one for one in EXAMPLES if content in one)
     file = tmp_path / "example.py"
     file.write_text(example)
@@ -31,6 +33,17 @@ def test_example(launcher: list[str], content: str, output: str, tmp_path: Path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert output in done.stdout + done.stderr
+
+
+def test_the_simulation_runs_with_fewer_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = (text for text in EXAMPLES if "simulate(preset" in text)
+    assert "steps=300" in example
+    (tmp_path / "example.py").write_text(example.replace("steps=300", "steps=3"))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(tmp_path / "example.py"), run_name="__main__")
+    assert "ecq_sgd " in capsys.readouterr().out
 
 
 def test_there_are_no_other_examples() -> None:

@@ -7,16 +7,22 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
+from hydra.core.singleton import Singleton
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
+
+from recipes import run
+from recipes.comparison.results import Run
+from recipes.configuration import compose_configuration
+from tests.recipes.made_up_runs import made_up_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,11 +40,10 @@ TINY = (
 
 @pytest.fixture
 def composed() -> Callable[..., DictConfig]:
-    """Configuration of a command line."""
+    """The configuration of a command line."""
 
     def make(*overrides: str) -> DictConfig:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return compose("config", overrides=list(overrides))
+        return compose_configuration(overrides)
 
     return make
 
@@ -55,9 +60,9 @@ def tiny(composed: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
     return make
 
 
-@pytest.fixture
-def clean_process() -> Iterator[None]:
-    """Takes back what training in this process leaves behind: environment, process group, rank, threads."""
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Take back what training in this process leaves behind: environment, process group, rank, threads."""
     environment, rank, threads = dict(os.environ), rank_zero_only.rank, torch.get_num_threads()
     yield
     if dist.is_initialized():
@@ -66,6 +71,56 @@ def clean_process() -> Iterator[None]:
     os.environ.update(environment)
     rank_zero_only.rank = rank
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def clean_process() -> Iterator[None]:
+    """See `restored_process`."""
+    with restored_process():
+        yield
+
+
+@pytest.fixture
+def refusal(
+    clean_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., str | int | None]]:
+    """What run.py ends with when it refuses a command line, in this process: its message, on stderr in a real run."""
+    hydra_state = Singleton.get_state()
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def start(*arguments: str) -> str | int | None:
+        # Hydra's loggers would outlive this test.
+        quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+        monkeypatch.setattr(sys, "argv", ["recipes/run.py", *quiet, *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            run.start()
+        return stopped.value.code
+
+    yield start
+    Singleton.set_state(hydra_state)
+
+
+@pytest.fixture
+def variants(tmp_path: Path) -> dict[str, list[Run]]:
+    """Three strategies, three seeds; gqsgd steps take 0.4 of ddp's."""
+    rng = np.random.default_rng(0)
+    curve = 0.95 - 0.6 * np.exp(-np.arange(1, 21) / 4)
+    return {
+        name: [
+            made_up_run(
+                tmp_path / f"{name}{seed}",
+                (curve + rng.normal(0, 0.01, 20)).clip(0, 1).tolist(),
+                step,
+                seed,
+                codec=name != "ddp",
+                final=0.94 + 0.01 * seed,
+            )
+            for seed in range(3)
+        ]
+        for name, step in (("ddp", 0.5), ("gqsgd", 0.2), ("gqsgd_4bit", 0.12))
+    }
 
 
 @pytest.fixture
@@ -101,7 +156,7 @@ def archive(pictures: Path, tmp_path: Path) -> Path:
 
 
 def run_script(
-    script: str, *arguments: str, cwd: Path, timeout: float = 150, environment: Mapping[str, str] | None = None
+    script: str, *arguments: str, cwd: Path, timeout: float = 270, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """A script of recipes/ in a process of its own, without traces of an earlier launch in its environment."""
     return subprocess.run(

@@ -9,24 +9,25 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
-from recipes.compare import _fitting, _table, _title
-from recipes.comparison.labels import place_labels
+from recipes.compare import _fitting, _table, _title, main
+from recipes.comparison import plan as planning
 from recipes.comparison.page import Section, headlines, write_page
-from recipes.comparison.plan import ALL_STRATEGIES, CONF, Cell, PlanError, make_plan
-from recipes.comparison.plots import COLOURS, MANY, save_curves, save_family, save_step_times
+from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
+from recipes.comparison.plots import save_curves
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
-from recipes.comparison.runner import command
-from recipes.tasks import names
-from recipes.tasks.metrics import ACCURACY, PERPLEXITY, Metric
+from recipes.comparison.runner import LOG, command
+from recipes.files import RESULT_FILE
+from recipes.measuring import names
+from recipes.measuring.metrics import ACCURACY, PERPLEXITY
+from recipes.strategies.choices import ALL
 from tests.recipes.conftest import ROOT, TINY
+from tests.recipes.made_up_runs import made_up_run
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -60,11 +61,13 @@ def test_default_strategies() -> None:
     assert [cell.variant for cell in make_plan(["+exp=quickstart"]).cells] == ["ddp", "gqsgd"]
 
 
-def test_all_is_every_preset_and_the_baselines_of_every_device() -> None:
+def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("ddp", "ddp_bf16", *PRESETS) == ALL
+    monkeypatch.setattr(planning, "ALL", ("ddp", "dore", "terngrad"))  # each takes its time to compose
     plan = make_plan(["+exp=quickstart", "strategy=all", "trainer.devices=4"])
-    assert [cell.variant for cell in plan.cells] == ["ddp", "ddp_bf16", *PRESETS]
+    assert [cell.variant for cell in plan.cells] == ["ddp", "dore", "terngrad"]
     assert {cell.config["trainer"]["devices"] for cell in plan.cells} == {4}
-    assert plan.cells[-1].overrides == ("+exp=quickstart", f"strategy={plan.cells[-1].variant}", "trainer.devices=4")
+    assert plan.cells[-1].overrides == ("+exp=quickstart", "strategy=terngrad", "trainer.devices=4")
     (single,) = make_plan(["+exp=quickstart", "strategy=ddp", "title=all"]).cells
     assert single.config["title"] == "all"
 
@@ -74,7 +77,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device() -> None:
     [
         (["+exp=quickstart", "strategy=ddp,all"], "strategy=ddp,all: 'all' includes the others; take strategy=all"),
         (["strategy=ddp"], r"\+exp=NAME, one of deeplight_criteo, quickstart, resnet_cifar"),
-        (["+exp=quickstart", "strategy=dpp"], "dpp"),
+        (["+exp=quickstart", "strategy=dpp"], "strategy=dpp is not one of ddp, .*; did you mean 'ddp'"),
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
         (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
         (["+exp=quickstart", "target=high"], "target='high' cannot be read"),
@@ -136,7 +139,7 @@ def test_rates_are_a_sweep_like_others(tmp_path: Path) -> None:
     both = make_plan(["+exp=quickstart", "strategy=ddp", "hardware=cpu,netlab"])
     assert both.folder.name == "quickstart"
     assert [cell.variant for cell in both.cells] == ["ddp hardware=cpu", "ddp hardware=netlab"]
-    run = _run(tmp_path, [0.5])
+    run = made_up_run(tmp_path, [0.5])
     run.facts.update(data="digits", model="small", processes=2)
     assert _title(plan, {"ddp": [run]}, None) == "quickstart on digits: small, 2 processes, netlab 100mbit / 1gbit"
     plain = make_plan(["+exp=quickstart", "strategy=ddp"])
@@ -165,81 +168,8 @@ def test_a_cell_is_finished_only_with_its_own_configuration(tmp_path: Path) -> N
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    folder: Path,
-    accuracies: list[float],
-    step_s: float = 0.1,
-    seed: int = 0,
-    codec: bool = False,
-    final: float = 0.9,
-    rel_l2: float = 0.1,
-    metric: Metric = ACCURACY,
-) -> Run:
-    """A run with a validation every 10 steps of ``step_s`` seconds and 1 MB.
-
-    With a codec, messages of 6 bits per coordinate and samples of 1.5 and 0.5 times ``rel_l2``, logged repeatedly.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, Any] = {
-        **{
-            "model": "net",
-            "data": "digits",
-            "processes": 2,
-            "nodes": 1,
-            "device": "cpu",
-            "samples": 500 * len(accuracies),
-        },
-        "metric": metric.key,
-        "train_samples": 1000,
-        "steps": 10 * len(accuracies),
-        "train_time": 10 * step_s * len(accuracies),
-        "step_s": {"median": step_s},
-        "exposed_s": {"median": step_s / 4},
-        "mb_sent": 10.0 * len(accuracies),
-        "bits_per_coordinate": 8.5,
-        "metrics": {metric.test: final},
-        "seed": seed,
-    }
-    (folder / "result.json").write_text(json.dumps(facts))
-    columns = [names.TRAIN_TIME, names.SAMPLES, names.MB_SENT, metric.val, names.ENCODE_S, names.DECODE_S, "step"]
-    columns += [names.MESSAGE_BITS, names.REL_L2]
-    with open(folder / "metrics.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        for number, accuracy in enumerate(accuracies, start=1):
-            time = 10 * step_s * number
-            totals = {names.TRAIN_TIME: time, names.SAMPLES: 500 * number, names.MB_SENT: 10 * number}
-            writer.writerow({**totals, metric.val: accuracy, "step": 10 * number - 1})
-            if codec:
-                sampled = {names.MESSAGE_BITS: 6.0, names.REL_L2: rel_l2 * (1.5 if number <= 3 else 0.5)}
-                seconds = {names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20}
-                writer.writerow({**seconds, **sampled, "step": 10 * number - 1})
-    return Run.load(folder)
-
-
-@pytest.fixture
-def variants(tmp_path: Path) -> dict[str, list[Run]]:
-    """Two strategies, three seeds; gqsgd steps take 0.4 of ddp's."""
-    rng = np.random.default_rng(0)
-    curve = 0.95 - 0.6 * np.exp(-np.arange(1, 21) / 4)
-    return {
-        name: [
-            _run(
-                tmp_path / f"{name}{seed}",
-                (curve + rng.normal(0, 0.01, 20)).clip(0, 1).tolist(),
-                step,
-                seed,
-                codec=name != "ddp",
-                final=0.94 + 0.01 * seed,
-            )
-            for seed in range(3)
-        ]
-        for name, step in (("ddp", 0.5), ("gqsgd", 0.2), ("gqsgd_4bit", 0.12))
-    }
-
-
 def test_run_is_read_back(tmp_path: Path) -> None:
-    run = _run(tmp_path, [0.5, 0.8, 0.7], step_s=0.1, codec=True)
+    run = made_up_run(tmp_path, [0.5, 0.8, 0.7], step_s=0.1, codec=True)
     assert run.time.tolist() == pytest.approx([1, 2, 3])
     assert run.epoch.tolist() == [0.5, 1, 1.5]
     assert run.mb_sent.tolist() == [10, 20, 30]
@@ -250,7 +180,7 @@ def test_run_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_run_without_validation_has_the_final_test_as_its_point(tmp_path: Path) -> None:
-    _run(tmp_path, [])
+    made_up_run(tmp_path, [])
     with open(tmp_path / "metrics.csv", "w") as file:
         file.write(f"{names.TRAIN_TIME},{names.SAMPLES},{names.MB_SENT},{ACCURACY.test},step\n7,700,70,0.6,7\n")
     run = Run.load(tmp_path)
@@ -259,8 +189,8 @@ def test_a_run_without_validation_has_the_final_test_as_its_point(tmp_path: Path
 
 def test_a_probe_gives_its_step_to_a_training(tmp_path: Path) -> None:
     trained, probe = (
-        _run(tmp_path / "run", [0.5, 0.8], step_s=0.1, codec=True),
-        _run(tmp_path / "probe", [0.1], step_s=3),
+        made_up_run(tmp_path / "run", [0.5, 0.8], step_s=0.1, codec=True),
+        made_up_run(tmp_path / "probe", [0.1], step_s=3),
     )
     timed = trained.at_speed_of(probe)
     assert timed.time.tolist() == pytest.approx([30, 60])  # ten steps of 3 s each
@@ -272,8 +202,8 @@ def test_a_probe_gives_its_step_to_a_training(tmp_path: Path) -> None:
 
 
 def test_lower_is_better_for_perplexity(tmp_path: Path) -> None:
-    fast = _run(tmp_path / "fast", [300, 150, 160], final=155, metric=PERPLEXITY)
-    slow = _run(tmp_path / "slow", [400, 300, 200], final=200, metric=PERPLEXITY)
+    fast = made_up_run(tmp_path / "fast", [300, 150, 160], final=155, metric=PERPLEXITY)
+    slow = made_up_run(tmp_path / "slow", [400, 300, 200], final=200, metric=PERPLEXITY)
     assert (fast.best, slow.best) == (150, 200)
     target = common_target({"ddp": [slow], "gqsgd": [fast]})
     assert target == pytest.approx(202)
@@ -357,7 +287,7 @@ def test_error_and_bits_above_the_bound(variants: dict[str, list[Run]], tmp_path
 
 
 def test_an_error_above_one_needs_no_bits(tmp_path: Path) -> None:
-    (line,) = compare({"cd_adam": [_run(tmp_path, [0.5] * 6, codec=True, rel_l2=1.2)]}, target=0.9)
+    (line,) = compare({"cd_adam": [made_up_run(tmp_path, [0.5] * 6, codec=True, rel_l2=1.2)]}, target=0.9)
     assert line.bits_above_bound == 6
 
 
@@ -379,110 +309,60 @@ def test_table_fits_the_console(variants: dict[str, list[Run]], width: int, left
 
 
 def test_table_says_what_is_not_known(tmp_path: Path) -> None:
-    (line,) = compare({"gqsgd": [_run(tmp_path, [0.5])]}, target=0.9)
+    (line,) = compare({"gqsgd": [made_up_run(tmp_path, [0.5])]}, target=0.9)
     assert "not reached" in cells(line)
     assert cells(line)[7] == "–"  # no ddp to compare with
     assert "±" not in cells(line)[2]
 
 
-@pytest.mark.parametrize("axis", ["time", "epoch", "mb_sent"])
-def test_curves_are_drawn(variants: dict[str, list[Run]], tmp_path: Path, axis: Any) -> None:
-    save_curves(variants, axis, "title", tmp_path / "plot.png", target=0.9)
-    with Image.open(tmp_path / "plot.png") as picture:
-        assert picture.width == 900
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(2**20)}
-    assert {(0x4D, 0x4D, 0x4D), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours
-
-
-def test_plots_of_runs_without_points_or_communication(tmp_path: Path) -> None:
-    empty = {"ddp": [_run(tmp_path, [])]}
-    for axis in ("time", "epoch", "mb_sent"):
-        save_curves(empty, axis, "title", tmp_path / f"{axis}.png")
-    run = _run(tmp_path / "alone", [0.4, 0.5])
-    silent = Run(run.facts, run.time, run.epoch, 0 * run.mb_sent, run.value, math.nan)
-    save_curves({"other name": [silent]}, "mb_sent", "title", tmp_path / "silent.png")
-
-
-def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) -> None:
-    save_step_times(variants, "title", tmp_path / "steps.png")
-    with Image.open(tmp_path / "steps.png") as picture:
-        assert picture.width == 900
-
-
-def test_many_curves_get_panels_of_their_own(tmp_path: Path) -> None:
-    run = _run(tmp_path / "run", [0.5, 0.9, 0.97, 1.0])
-    many: dict[str, list[Run]] = {name: [run] for name in ALL_STRATEGIES}
-    assert len(many) > MANY
-    for axis in ("time", "epoch", "mb_sent"):
-        save_curves(many, axis, "title", tmp_path / f"{axis}.png", target=0.9)
-        with Image.open(tmp_path / f"{axis}.png") as picture:
-            assert picture.width == 1350
-            found = {"#{:02x}{:02x}{:02x}".format(*one) for _, one in picture.convert("RGB").getcolors(2**20)}
-        assert {COLOURS[name] for name in many} <= found
-    save_step_times(many, "title", tmp_path / "steps.png")
-
-
-def test_every_strategy_has_a_colour_of_its_own() -> None:
-    assert set(COLOURS) == {file.stem for file in (CONF / "strategy").glob("*.yaml")}
-    assert len(set(COLOURS.values())) == len(COLOURS)
-
-
-def test_family_is_drawn_from_three_variants_on(tmp_path: Path) -> None:
-    errors = {"gqsgd": 0.02, "gqsgd_4bit": 0.3, "cd_adam": 1.2, "mine bits=2": 0.01}
-    runs = {name: [_run(tmp_path / name, [0.5] * 6, codec=True, rel_l2=error)] for name, error in errors.items()}
-    runs["ddp"] = [_run(tmp_path / "ddp", [0.5])]
-    lines = compare(runs, 0.9)
-    assert not save_family([*lines[:2], lines[-1]], "title", tmp_path / "family.png")
-    assert not (tmp_path / "family.png").exists()
-    assert save_family(lines, "title", tmp_path / "family.png")
-    with Image.open(tmp_path / "family.png") as picture:
-        assert picture.width == 1350
-        found = {colour for _, colour in picture.convert("RGB").getcolors(2**20)}
-    assert {(0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= found
-
-
-@pytest.mark.parametrize("spread", [5, 50, 500])
-def test_labels_cover_neither_each_other_nor_points(spread: float) -> None:
-    rng = np.random.default_rng(1)
-    points = [(float(x), float(y)) for x, y in 500 + spread * rng.standard_normal((20, 2)).clip(-0.9, 0.9)]
-    sizes = [(float(width), 12.0) for width in rng.integers(30, 120, 20)]
-    legend = (900.0, 900.0, 1000.0, 1000.0)
-    places = place_labels(points, sizes, (0, 0, 1000, 1000), gap=8, taken=[legend])
-    dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in points]
-    for number, (left, bottom, right, top) in enumerate(places):
-        assert (right - left, top - bottom) == pytest.approx(sizes[number])
-        assert 0 <= left <= right <= 1000
-        assert 0 <= bottom <= top <= 1000
-        for other in [*places[:number], *dots, legend]:
-            apart = max(left, other[0]) >= min(right, other[2]) or max(bottom, other[1]) >= min(top, other[3])
-            assert apart, (number, other)
-
-
-def test_labels_without_room_are_still_placed() -> None:
-    assert len(place_labels([(5, 5), (5, 5)], [(30, 30), (30, 30)], (0, 0, 10, 10), gap=2)) == 2
-    assert place_labels([], [], (0, 0, 1, 1), gap=1) == []
-
-
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
+#: What a comparison of two strategies writes, in the order in which it says so.
+FILES = [
+    "table.md",
+    "table.csv",
+    *(f"accuracy_{axis}.png" for axis in ("time", "epoch", "mb_sent")),
+    "step_time.png",
+    "comparison.html",
+]
 
+
+def test_compare_a_finished_strategy_with_one_that_two_processes_train(script: Script, tmp_path: Path) -> None:
+    arguments = (*TINY, "data.batch_size=16", "model.width=16", "strategy=ddp,gqsgd", f"output={tmp_path}")
+    plan = make_plan(arguments)
+    finished, running = plan.cells
+    made_up_run(finished.folder, [0.5, 0.8], final=0.8)
+    (finished.folder / CELL_FILE).write_text(json.dumps(finished.config))
+    result = (finished.folder / RESULT_FILE).read_bytes()
+
+    compared = script("compare.py", *arguments, cwd=tmp_path)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert compared.stdout.count("finished before") == 1
+    assert (finished.folder / RESULT_FILE).read_bytes() == result
+    last = compared.stdout.splitlines()[-len(FILES) :]
+    assert [line.partition(": ")[2] for line in last] == [str(plan.folder / name) for name in FILES]
+    assert all((plan.folder / name).stat().st_size > 100 for name in FILES)
+    with open(plan.folder / "table.csv", newline="") as file:
+        assert [row["variant"] for row in csv.DictReader(file)] == ["ddp", "gqsgd"]
+
+    output = (running.folder / LOG).read_text()
+    assert output.count("epoch 1/2") == 1  # rank 0 only
+    assert str(running.folder / "metrics.csv") in output
+    facts = json.loads((running.folder / RESULT_FILE).read_text())
+    assert (facts["processes"], facts["steps"], facts["samples"]) == (2, 6, 6 * 32)
+    assert 8 < facts["bits_per_coordinate"] < 16  # small parameters are not compressed
+    assert (running.folder / "checkpoints" / "last.ckpt").is_file()
+
+
+@pytest.mark.slow
 def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, tmp_path: Path) -> None:
     arguments = ("compare.py", *TINY, "trainer.devices=1", "test=false")
     finished = script(*arguments, "strategy=ddp,ddp_bf16", cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     folder = tmp_path / "outputs" / "compare" / "quickstart"
-    files = [
-        "table.md",
-        "table.csv",
-        "accuracy_time.png",
-        "accuracy_epoch.png",
-        "accuracy_mb_sent.png",
-        "step_time.png",
-        "comparison.html",
-    ]
-    last = finished.stdout.splitlines()[-len(files) :]
-    assert [line.partition(": ")[2] for line in last] == [str(folder / name) for name in files]
-    assert all((folder / name).stat().st_size > 100 for name in files)
+    last = finished.stdout.splitlines()[-len(FILES) :]
+    assert [line.partition(": ")[2] for line in last] == [str(folder / name) for name in FILES]
+    assert all((folder / name).stat().st_size > 100 for name in FILES)
     assert "ddp_bf16" in (folder / "table.md").read_text()
     times = {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}
     assert len(times) == 2
@@ -496,7 +376,10 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
     assert "table: " in again.stdout  # of the two others
 
 
-def test_mistakes_are_explained_with_the_usage(script: Script, tmp_path: Path) -> None:
-    finished = script("compare.py", "strategy=ddp", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert "name one experiment: +exp=NAME" in finished.stderr
+def test_mistakes_are_explained_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["strategy=ddp"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("usage: ")
+    assert "name one experiment: +exp=NAME" in message

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd import GQSGDStrategy
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.presets import PRESETS
-from recipes.tasks.building import ALLOWED_TARGETS, TargetError, build
-from recipes.tasks.networks import ResNet
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
+from lightning_gqsgd.presets import PRESETS, Preset, make_config
+from recipes.strategies.baselines import BaselineDDPStrategy
+from recipes.strategies.choices import CONF, TARGET, UnknownStrategyError, baselines, check_strategies, strategies
+from recipes.training.building import ALLOWED_TARGETS, TargetError, build
+from workloads.resnet import ResNet
 
 Compose = Callable[..., DictConfig]
 
@@ -25,8 +25,18 @@ def _choices(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("strategy", _choices("strategy"))
-@pytest.mark.parametrize("experiment", _choices("exp"))
+# --- strategies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("experiment", "strategy"),
+    [(experiment, "gqsgd") for experiment in _choices("exp")]
+    + [
+        pytest.param(experiment, strategy, marks=pytest.mark.slow)
+        for experiment, strategy in itertools.product(_choices("exp"), strategies())
+        if strategy != "gqsgd"
+    ],
+)
 def test_every_experiment_with_every_strategy(composed: Compose, experiment: str, strategy: str) -> None:
     cfg = composed(f"+exp={experiment}", f"strategy={strategy}")
     config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -38,16 +48,67 @@ def test_every_experiment_with_every_strategy(composed: Compose, experiment: str
         assert config["model"].get(number) == config["data"].get(number)
 
 
-def test_one_strategy_for_each_preset_besides_the_baselines() -> None:
-    baselines = ["ddp", "ddp_bf16", "ddp_fp16", "powersgd"]
-    assert _choices("strategy") == sorted([*baselines, *PRESETS])
+def test_every_preset_is_a_strategy_and_only_torchs_own_strategies_have_files() -> None:
+    assert strategies() == ["ddp", "ddp_bf16", "ddp_fp16", "powersgd", *PRESETS]
+    targets = {OmegaConf.load(file)._target_ for file in (CONF / "strategy").glob("*.yaml")}
+    assert targets == {"recipes.strategies.baselines.BaselineDDPStrategy"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_strategy_has_the_presets_configuration(composed: Compose, preset: str) -> None:
-    built = build(composed(f"strategy={preset}").strategy, leave_out=("name",))
-    assert built.gqsgd_config == PRESETS[preset].config
-    assert (CONF / "strategy" / f"{preset}.yaml").read_text().startswith("# ")
+    cfg = composed(f"strategy={preset}")
+    assert cfg.run_root == f"outputs/digits/{preset}-seed0"
+    # The preset says everything else; the package's own presets list the one field in which they differ.
+    bits = {"gqsgd": {"bits": 8}, "gqsgd_4bit": {"bits": 4}}.get(preset, {})
+    assert cfg.strategy == {"name": preset, "_target_": "lightning_gqsgd.GQSGDStrategy", "preset": preset, **bits}
+    assert build(cfg.strategy, leave_out=("name",)).gqsgd_config == PRESETS[preset].config
+
+
+def test_a_new_preset_is_a_strategy_at_once(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "mine", Preset({"bits": 3, "reducer": "sum"}, "a paper", "what it does"))
+    check_strategies(["strategy=mine"])
+    node = composed("strategy=mine", "+strategy.block_size=64").strategy
+    assert OmegaConf.to_container(node) == {
+        "name": "mine",
+        "_target_": "lightning_gqsgd.GQSGDStrategy",
+        "preset": "mine",
+        "block_size": 64,
+    }
+
+
+def test_fields_are_added_or_changed(composed: Compose) -> None:
+    added = build(composed("strategy=dore", "+strategy.block_size=128").strategy, leave_out=("name",))
+    assert added.gqsgd_config == make_config("dore", block_size=128)
+    changed = build(composed("strategy=gqsgd", "strategy.bits=2").strategy, leave_out=("name",))
+    assert changed.gqsgd_config == make_config("gqsgd", bits=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["+exp=quickstart", "strategy=dor"], r"strategy=dor is not one of ddp, .*, topk_ef; did you mean 'dore'\?"),
+        (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is not one of .* did you mean 'gqsgd'"),
+        (["strategy=quantum"], "strategy=quantum is not one of ddp, .*, topk_ef$"),
+        (["strategy=all"], r"strategy=all is a comparison .* take python recipes/compare\.py"),
+    ],
+)
+def test_a_misspelt_strategy_is_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(UnknownStrategyError, match=message) as caught:
+        check_strategies(arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["strategy=dore", "strategy.name=mine", "title=strategy=none"],
+        ["-m", "strategy=choice(ddp,gqsgd)"],
+        ["--config-dir", "there", "strategy=mine"],
+        ["hydra.searchpath=[file://there]", "strategy=mine"],
+    ],
+)
+def test_only_names_of_strategies_are_checked(arguments: list[str]) -> None:
+    check_strategies(arguments)
 
 
 def test_memory_is_given_by_name_or_by_numbers(composed: Compose) -> None:
@@ -69,21 +130,26 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
 #: Networks take their shape from data of their kind.
 _PAIRS = (("deepfwfm", "criteo"), ("transformer_small", "wikitext"), ("transformer_xl_base", "wikitext"))
 _TASKS = {"criteo": "click_prediction", "wikitext": "language_model"}
-COMPANIONS = {f"model={model}": (f"data={data}", f"task={_TASKS[data]}") for model, data in _PAIRS} | {
-    f"data={data}": (f"model={model}", f"task={_TASKS[data]}") for model, data in reversed(_PAIRS)
-}
 
 
-@pytest.mark.parametrize("group", ["logger", "model", "task", "hardware", "trainer", "data"])
-def test_every_choice_composes(composed: Compose, group: str) -> None:
-    for choice in _choices(group):
-        override = f"{group}={choice}"
-        assert OmegaConf.to_container(composed(override, *COMPANIONS.get(override, ())), resolve=True)
+def test_every_choice_composes(composed: Compose) -> None:
+    images = itertools.cycle(choice for choice in _choices("data") if choice not in _TASKS)
+    others = {group: itertools.cycle(_choices(group)) for group in ("hardware", "logger", "trainer")}
+    tried = set()
+    for model in _choices("model"):
+        data = dict(_PAIRS).get(model) or next(images)
+        chosen = {"model": model, "data": data, "task": _TASKS.get(data, "image_classification")}
+        chosen |= {group: next(choices) for group, choices in others.items()}
+        cfg = composed(*(f"{group}={choice}" for group, choice in chosen.items()))
+        assert OmegaConf.to_container(cfg, resolve=True)
+        tried |= set(chosen.items())
+    assert tried == {(group, choice) for group in (*others, "model", "data", "task") for choice in _choices(group)}
 
 
 @pytest.mark.parametrize("task", _choices("task"))
-def test_the_task_says_what_it_is_judged_by(composed: Compose, task: str) -> None:
-    node = composed(f"task={task}").task
+def test_the_task_says_what_it_is_judged_by(task: str) -> None:
+    node = OmegaConf.load(CONF / "task" / f"{task}.yaml")
+    assert isinstance(node, DictConfig)
     assert node.metric == get_object(node._target_).metric.key
 
 
@@ -92,14 +158,15 @@ def test_experiments_are_added_not_overridden(composed: Compose) -> None:
         composed("exp=quickstart")
 
 
-def test_the_files_name_exactly_the_allowed_targets() -> None:
+def test_files_and_presets_name_exactly_the_allowed_targets() -> None:
     # Hydra itself builds its launcher.
     files = [OmegaConf.load(file) for file in CONF.rglob("*.yaml") if "hydra" not in file.relative_to(CONF).parts]
     named = {cfg._target_ for cfg in files if isinstance(cfg, DictConfig) and "_target_" in cfg}
-    assert named == ALLOWED_TARGETS
+    assert {*named, TARGET} == ALLOWED_TARGETS
+    assert {target.partition(".")[0] for target in ALLOWED_TARGETS} == {"lightning_gqsgd", "recipes", "workloads"}
 
 
-@pytest.mark.parametrize("target", ["os.system", "recipes.tasks.images.np.load", None])
+@pytest.mark.parametrize("target", ["os.system", "recipes.data.images.np.load", None])
 def test_no_other_target_is_called(target: str | None) -> None:
     with pytest.raises(TargetError, match="is not one of"):
         build(OmegaConf.create({"_target_": target, "command": "true"}))
@@ -108,7 +175,7 @@ def test_no_other_target_is_called(target: str | None) -> None:
 def test_targets_inside_a_node_are_not_called() -> None:
     node = OmegaConf.create(
         {
-            "_target_": "recipes.tasks.networks.ResNet",
+            "_target_": "workloads.resnet.ResNet",
             "blocks": {"_target_": "os.system", "command": "true"},
             "width": 4,
         }
@@ -123,7 +190,7 @@ def test_build_calls_with_plain_values(composed: Compose) -> None:
     assert len(network.stages) == 3
 
 
-def test_lightnings_strategies_are_built_from_their_files(composed: Compose) -> None:
-    for strategy in _choices("strategy"):
-        built = build(composed(f"strategy={strategy}").strategy, leave_out=("name",))
-        assert hasattr(built, "configure_ddp")
+@pytest.mark.parametrize("strategy", baselines())
+def test_torchs_own_strategies_are_built(composed: Compose, strategy: str) -> None:
+    built = build(composed(f"strategy={strategy}").strategy, leave_out=("name",))
+    assert isinstance(built, BaselineDDPStrategy)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import shlex
@@ -16,13 +18,16 @@ from typing import Any
 
 import pytest
 
+from recipes.compare import main
 from recipes.comparison import dashboard, workspace
 from recipes.comparison.dashboard import grouping, publish
-from recipes.comparison.plan import make_plan
+from recipes.comparison.plan import CELL_FILE, make_plan
 from recipes.comparison.workspace import Definition, WorkspaceError, save_workspace
-from recipes.tasks import names
-from recipes.tasks.metrics import ACCURACY, PERPLEXITY
-from tests.recipes.conftest import TINY, clean_environment, run_script
+from recipes.configuration import compose_configuration
+from recipes.measuring import names
+from recipes.measuring.metrics import ACCURACY, PERPLEXITY
+from recipes.training.train import train
+from tests.recipes.conftest import TINY, clean_environment, restored_process, run_script
 from tests.recipes.wandb_files import WandbFile, read_run
 
 GROUP = "compare-quickstart"
@@ -51,18 +56,42 @@ class Compared:
         return self.folder / "cells" / name
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """ddp and gqsgd, a process each, without a key."""
+OVERRIDES = (*TINY, "trainer.devices=1", "threads=1", "strategy=ddp,gqsgd", "logger=wandb", "logger.tags=[mine]")
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("as users start it", marks=pytest.mark.slow)])
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    """ddp and gqsgd without a key: trained and compared in this process, or in a process each."""
     root = tmp_path_factory.mktemp("compared")
+    (root / "home").mkdir()
     environment = {"NETRC": str(root / "none"), "WANDB_CACHE_DIR": str(root / "cache"), "HOME": str(root / "home")}
-    overrides = (*TINY, "trainer.devices=1", "strategy=ddp,gqsgd", "logger=wandb", "logger.tags=[mine]")
-    finished = run_script("compare.py", *overrides, cwd=root, timeout=280, environment=environment)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "Traceback" not in finished.stdout + finished.stderr
-    return Compared(
-        root / "outputs" / "compare" / "quickstart", finished.stdout, {**clean_environment(), **environment}
-    )
+    if request.param == "here":
+        output = _compare_here(root, environment)
+    else:
+        finished = run_script("compare.py", *OVERRIDES, cwd=root, timeout=280, environment=environment)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        assert "Traceback" not in finished.stdout + finished.stderr
+        output = finished.stdout
+    return Compared(root / "outputs" / "compare" / "quickstart", output, {**clean_environment(), **environment})
+
+
+def _compare_here(root: Path, environment: dict[str, str]) -> str:
+    """Train every cell of the comparison and compare them; returns what the comparison has printed."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, restored_process():
+        patch.chdir(root)
+        for name in set(os.environ) - set(clean_environment()):
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        for cell in make_plan(OVERRIDES).cells:
+            with restored_process():
+                train(compose_configuration(cell.overrides), cell.folder)
+            (cell.folder / CELL_FILE).write_text(json.dumps(cell.config))
+        with contextlib.redirect_stdout(output):
+            assert main(OVERRIDES) == 0
+    assert output.getvalue().count("finished before") == 2
+    return output.getvalue()
 
 
 def test_cells_belong_to_the_comparison(compared: Compared) -> None:
@@ -156,12 +185,12 @@ def test_the_workspace_is_written_and_can_be_made_by_the_printed_command(
     command = shlex.split(line[line.index("python recipes") :])
     assert command[:6] == ["python", "recipes/workspace.py", "--group", GROUP, "--metric", "acc"]
 
-    from recipes.workspace import main
+    from recipes.workspace import main as make_workspace
 
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", compared.environment["NETRC"])
-    assert main([*command[2:], "--file", str(tmp_path / "again.json")]) == 0
+    assert make_workspace([*command[2:], "--file", str(tmp_path / "again.json")]) == 0
     assert json.loads((tmp_path / "again.json").read_text())["definition"] == written["definition"]
 
 
@@ -173,8 +202,7 @@ def test_a_comparison_survives_whatever_wandb_does(
 
     output = tmp_path / "outputs"
     shutil.copytree(compared.folder, output / "quickstart", symlinks=True)
-    overrides = (*TINY, "trainer.devices=1", "strategy=ddp,gqsgd", "logger=wandb", "logger.tags=[mine]")
-    plan = make_plan([*overrides, f"output={output}"])
+    plan = make_plan([*OVERRIDES, f"output={output}"])
     assert all(cell.is_finished() for cell in plan.cells)
     table = plan.folder / "table.csv"
 
@@ -304,7 +332,7 @@ def test_a_missing_network_is_one_sentence(
 ) -> None:
     import wandb
 
-    from recipes.workspace import main
+    from recipes.workspace import main as make_workspace
 
     def unreachable(**_: Any) -> Callable[..., Any]:
         raise wandb.errors.CommError("no network")
@@ -313,6 +341,6 @@ def test_a_missing_network_is_one_sentence(
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     file = tmp_path / "workspace.json"
     with pytest.raises(SystemExit) as stopped:
-        main(["--group", GROUP, "--metric", "acc", "--file", str(file)])
+        make_workspace(["--group", GROUP, "--metric", "acc", "--file", str(file)])
     assert stopped.value.code == f"WorkspaceError: W&B has not taken the workspace: no network; it is in {file}"
     assert json.loads(file.read_text())["url"] is None

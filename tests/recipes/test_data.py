@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.tasks import cifar10, jpegs
-from recipes.tasks.augmentation import augment, hashed
-from recipes.tasks.cifar10 import Cifar10Data
-from recipes.tasks.digits import DigitsData, load_digits
-from recipes.tasks.images import ImageSet
-from recipes.tasks.sources import DataError, unreachable
-from recipes.tasks.splits import stratified
+from recipes.data import cifar10, image_cache
+from recipes.data.augmentation import augment, hashed
+from recipes.data.cifar10 import Cifar10Data
+from recipes.data.digits import DigitsData
+from recipes.data.sources import DataError, unreachable
+from recipes.data.splits import stratified
+from workloads.digits import load_digits
+from workloads.images import ImageSet
 
 
 def _cifar(tmp_path: Path, **settings: Any) -> Cifar10Data:
@@ -183,13 +184,13 @@ def test_decoding_happens_once_until_the_archive_changes(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[Path] = []
-    original = jpegs.decode
+    original = image_cache.decode
 
     def counting(path: Path, *rest: Any) -> ImageSet:
         decoded.append(path)
         return original(path, *rest)
 
-    monkeypatch.setattr(jpegs, "decode", counting)
+    monkeypatch.setattr(image_cache, "decode", counting)
     first = _ready(_cifar(tmp_path, root=str(archive)))
     second = _ready(_cifar(tmp_path, root=str(archive)))
     assert len(decoded) == 1

@@ -6,8 +6,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from recipes.tasks.launch import external_rank, hydra_arguments, local_processes, set_threads
-from recipes.tasks.ranks import cluster_environment
+from recipes.launch.environment import set_threads
+from recipes.launch.processes import external_rank, hydra_arguments, local_processes
+from recipes.launch.ranks import cluster_environment
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 LIGHTNINGS_CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -11,10 +11,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.tasks import loggers, names
-from recipes.tasks.loggers import ContinuedCSVLogger, Labels, wandb_mode
-from recipes.tasks.metrics import ACCURACY
-from recipes.tasks.training import train
+from recipes.loggers import wandb_client
+from recipes.loggers.csv_rows import ContinuedCSVLogger
+from recipes.loggers.labels import Labels
+from recipes.loggers.wandb_client import wandb_mode
+from recipes.loggers.wandb_runs import wandb_logger
+from recipes.measuring import names
+from recipes.measuring.metrics import ACCURACY
+from recipes.training.train import train
 from tests.recipes.wandb_files import read_run
 
 Tiny = Callable[..., DictConfig]
@@ -88,9 +92,9 @@ def test_wandb_that_cannot_be_reached_is_logged_offline(monkeypatch: pytest.Monk
         return original(**arguments)
 
     monkeypatch.setattr(wandb, "init", unreachable)
-    monkeypatch.setattr(loggers, "wandb_mode", lambda: "online")
+    monkeypatch.setattr(wandb_client, "wandb_mode", lambda: "online")
     labels = Labels("name", "group", "digits", "ddp", hardware="laptop")
-    logger = loggers.wandb_logger(str(tmp_path), labels, ACCURACY, "project", tags=["mine", "ddp"])
+    logger = wandb_logger(str(tmp_path), labels, ACCURACY, "project", tags=["mine", "ddp"])
     run = logger.experiment
     run.finish()
     assert modes == ["online", "offline"]
@@ -102,7 +106,7 @@ def test_wandb_that_cannot_be_reached_is_logged_offline(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("clean_process", "no_key")
 def test_only_rank_zero_makes_a_wandb_run(tmp_path: Path) -> None:
     rank_zero_only.rank = 1
-    logger = loggers.wandb_logger(str(tmp_path), Labels("name", "group", "digits", "ddp"), ACCURACY, "project")
+    logger = wandb_logger(str(tmp_path), Labels("name", "group", "digits", "ddp"), ACCURACY, "project")
     logger.log_metrics({ACCURACY.val: 0.5}, step=0)
     assert not list(tmp_path.iterdir())
 

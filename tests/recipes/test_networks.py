@@ -7,8 +7,9 @@ import torch
 import torchvision
 from torch import nn
 
-from recipes.tasks.networks import ResNet, torchvision_resnet
+from recipes.models.imagenet import torchvision_resnet
 from recipes.tasks.schedules import make_schedule
+from workloads.resnet import ResNet
 
 
 def _parameters(network: nn.Module) -> int:
@@ -16,17 +17,19 @@ def _parameters(network: nn.Module) -> int:
 
 
 def test_resnet18_is_torchvisions_with_another_stem() -> None:
-    theirs = torchvision.models.resnet18(num_classes=10)
-    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    ours = ResNet((2, 2, 2, 2), width=64)
+    with torch.device("meta"):
+        theirs = torchvision.models.resnet18(num_classes=10)
+        theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        ours = ResNet((2, 2, 2, 2), width=64)
     assert _parameters(ours) == _parameters(theirs) == 11_173_962
     assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
 
 
 def test_resnet50_is_torchvisions_with_another_stem() -> None:
-    theirs = torchvision.models.resnet50(num_classes=10)
-    theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    ours = ResNet((3, 4, 6, 3), width=64, bottleneck=True)
+    with torch.device("meta"):
+        theirs = torchvision.models.resnet50(num_classes=10)
+        theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        ours = ResNet((3, 4, 6, 3), width=64, bottleneck=True)
     assert _parameters(ours) == _parameters(theirs) == 23_520_842
     assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
 
@@ -63,8 +66,9 @@ def test_resnet20_has_the_papers_size() -> None:
 @pytest.mark.parametrize(("blocks", "width", "channels", "size"), [((1, 1, 1), 16, 1, 8), ((2, 2, 2, 2), 8, 3, 32)])
 @pytest.mark.parametrize("bottleneck", [False, True])
 def test_output_shape(blocks: tuple[int, ...], width: int, channels: int, size: int, bottleneck: bool) -> None:
-    network = ResNet(blocks, width, channels, num_classes=7, bottleneck=bottleneck)
-    assert network(torch.randn(2, channels, size, size)).shape == (2, 7)
+    with torch.device("meta"):
+        network = ResNet(blocks, width, channels, num_classes=7, bottleneck=bottleneck)
+        assert network(torch.randn(2, channels, size, size)).shape == (2, 7)
 
 
 def test_width_scales_the_network() -> None:

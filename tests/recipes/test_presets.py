@@ -10,21 +10,19 @@ import pytest
 import torch
 
 from recipes.comparison.results import Run
-from recipes.tasks import names
-from recipes.tasks.metrics import ACCURACY
+from recipes.measuring import names
+from recipes.measuring.metrics import ACCURACY
 from tests.recipes.conftest import ROOT, TINY, run_ranks, run_script
 
 #: Trains once for each command line, in this process.
 TRAIN = """
 import json, sys
 from pathlib import Path
-from hydra import compose, initialize_config_dir
-from recipes.tasks.training import train
+from recipes.configuration import compose_configuration
+from recipes.training.train import train
 
 for folder, overrides in json.loads(sys.argv[1]).items():
-    with initialize_config_dir(str(Path("conf").absolute()), version_base="1.3"):
-        cfg = compose("config", overrides=overrides)
-    train(cfg, Path(folder))
+    train(compose_configuration(overrides), Path(folder))
 """
 
 MEMORY = {

@@ -7,7 +7,6 @@ import hashlib
 import http.server
 import io
 import json
-import math
 import os
 import subprocess
 import tarfile
@@ -23,17 +22,14 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.tasks import corpus, wikitext
-from recipes.tasks.building import build
-from recipes.tasks.download import download
-from recipes.tasks.language_model import Perplexity
-from recipes.tasks.metrics import PERPLEXITY
-from recipes.tasks.sources import DataError
-from recipes.tasks.text import Windows
-from recipes.tasks.tokenizers import Vocabulary, splitter
-from recipes.tasks.training import train
-from recipes.tasks.transformer import Transformer
-from recipes.tasks.wikitext import FALLBACK, WikiTextData
+from recipes.data import corpus, wikitext
+from recipes.data.download import download
+from recipes.data.sources import DataError
+from recipes.data.text import Windows
+from recipes.data.tokenizers import Vocabulary, splitter
+from recipes.data.wikitext import FALLBACK, WikiTextData
+from recipes.measuring.metrics import PERPLEXITY
+from recipes.training.train import train
 
 TRAIN = " = Title = \n the cat sat on the mat . \n the dog sat . \n" * 20
 VALID = " the cat sat on the zebra . \n" * 20
@@ -84,19 +80,6 @@ def _ready(data: WikiTextData) -> WikiTextData:
     data.prepare_data()
     data.setup()
     return data
-
-
-def _transformer(**settings: Any) -> Transformer:
-    torch.manual_seed(0)
-    defaults: dict[str, Any] = {
-        "vocabulary_size": 50,
-        "max_length": 8,
-        "layers": 2,
-        "width": 16,
-        "heads": 4,
-        "inner": 32,
-    }
-    return Transformer(**{**defaults, **settings})
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -365,80 +348,6 @@ def test_without_text_the_fallback_says_so_or_is_an_error(tmp_path: Path, capsys
         _data(tmp_path, fallback=False).setup()
 
 
-# --- network and metric ----------------------------------------------------------------------------------------------
-
-
-def test_no_output_knows_later_tokens() -> None:
-    network = _transformer().eval()
-    ids = torch.randint(50, (2, 8))
-    before = network(ids)
-    assert before.shape == (2, 8, 50)
-    for position in range(8):
-        changed = ids.clone()
-        changed[:, position] = (changed[:, position] + 1) % 50
-        after = network(changed)
-        assert torch.allclose(after[:, :position], before[:, :position], atol=1e-6)
-        # Every later output does, and not only through its own token.
-        assert ((after[:, position:] - before[:, position:]).abs().amax(-1) > 1e-6).all()
-
-
-def test_tied_weights_are_one_parameter() -> None:
-    network = _transformer()
-    assert sum(p.shape == (50, 16) for p in network.parameters()) == 1
-    block = 4 * 16 * 16 + 4 * 16 + 2 * 16 * 32 + 32 + 16 + 4 * 16
-    assert sum(p.numel() for p in network.parameters()) == 50 * 16 + 8 * 16 + 2 * block + 2 * 16
-
-
-@pytest.mark.parametrize(
-    ("model", "vocabulary", "millions"),
-    [
-        ("transformer_small", 5000, 2.76),
-        ("transformer_small", 33278, 8.20),
-        ("transformer_xl_base", 267735, 148.2),
-    ],
-)
-def test_models_have_the_size_that_their_files_say(
-    composed: Callable[..., DictConfig], model: str, vocabulary: int, millions: float
-) -> None:
-    cfg = composed("+exp=transformer_wikitext", f"model={model}", f"data.vocabulary_size={vocabulary}")
-    with torch.device("meta"):
-        network = build(cfg.model, leave_out=("name",))
-    assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 3}, r"model\.width=16 is not divisible by model\.heads=3"),
-        ({"layers": 0}, "must be at least 1"),
-        ({"dropout": 1.0}, r"model\.dropout=1\.0 is out of range"),
-    ],
-)
-def test_impossible_networks_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _transformer(**settings)
-
-
-def test_too_long_sequences_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"9 tokens is longer than model\.max_length=8"):
-        _transformer()(torch.zeros(1, 9, dtype=torch.int64))
-
-
-def test_perplexity_of_a_uniform_predictor_is_the_vocabularys_size() -> None:
-    metric = Perplexity()
-    for size in (3, 1):
-        metric.update(torch.full((size, 5, 70), 2.5), torch.randint(70, (size, 5)))
-    assert float(metric.compute()) == pytest.approx(70, rel=1e-6)
-
-
-def test_perplexity_weighs_tokens_and_survives_hopeless_logits() -> None:
-    metric = Perplexity()
-    logits, targets = torch.zeros(2, 1, 2), torch.zeros(2, 1, dtype=torch.int64)
-    logits[1, 0, 1] = 200  # the probability of the target is zero in float32
-    metric.update(logits, targets)
-    assert float(metric.compute()) == pytest.approx(math.exp((math.log(2) + 200) / 2), rel=1e-5)
-
-
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -448,9 +357,26 @@ def _perplexities(folder: Path) -> list[float]:
 
 
 @pytest.mark.usefixtures("clean_process")
-def test_learns_more_than_how_frequent_words_are(
+def test_a_run_names_its_text_and_its_metric(
     composed: Callable[..., DictConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    cfg = composed(*TINY, "optimizer.lr=0.01", "trainer.devices=1", f"data.cache_dir={tmp_path / 'cache'}")
+    OmegaConf.resolve(cfg)
+    result = train(cfg, tmp_path / "run")
+    assert [result] == pytest.approx(_perplexities(tmp_path / "run"))
+    assert result < 450  # 500 before
+    output = capsys.readouterr()
+    assert "WikiText is not here" in output.err
+    assert f"transformer_wikitext on {FALLBACK}" in output.out
+    facts = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (facts["data"], facts["metric"]) == (FALLBACK, "perplexity")
+    assert FALLBACK in (tmp_path / "run" / "hparams.yaml").read_text()
+    assert (tmp_path / "run" / "perplexity.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("clean_process")
+def test_learns_more_than_how_frequent_words_are(composed: Callable[..., DictConfig], tmp_path: Path) -> None:
     learning = ("data.train_samples=2400", "trainer.max_epochs=2", "optimizer.lr=0.01", "trainer.log_every_n_steps=50")
     cfg = composed(*TINY, *learning, "trainer.devices=1", f"data.cache_dir={tmp_path / 'cache'}")
     OmegaConf.resolve(cfg)
@@ -462,15 +388,9 @@ def test_learns_more_than_how_frequent_words_are(
     assert result == pytest.approx(last)
     assert last < first
     assert last < 0.75 * unigram < 500
-    output = capsys.readouterr()
-    assert "WikiText is not here" in output.err
-    assert f"transformer_wikitext on {FALLBACK}" in output.out
-    facts = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (facts["data"], facts["metric"]) == (FALLBACK, "perplexity")
-    assert FALLBACK in (tmp_path / "run" / "hparams.yaml").read_text()
-    assert (tmp_path / "run" / "perplexity.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_two_processes_with_gqsgd(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     folder, cache = tmp_path / "run", tmp_path / "cache"
     arguments = (*TINY, "strategy=gqsgd", "optimizer.lr=0.01", f"data.cache_dir={cache}", f"hydra.run.dir={folder}")

@@ -17,13 +17,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
-from recipes.tasks import baselines, names
-from recipes.tasks.baselines import BaselineDDPStrategy, StrategyError
-from recipes.tasks.communication import CommunicationCounter, ring_factor
-from recipes.tasks.metrics import ACCURACY
-from recipes.tasks.stopwatch import Stopwatch
+from recipes.measuring import names
+from recipes.measuring.communication import CommunicationCounter, ring_factor
+from recipes.measuring.metrics import ACCURACY
+from recipes.measuring.stopwatch import Stopwatch
+from recipes.strategies import baselines
+from recipes.strategies.baselines import BaselineDDPStrategy, StrategyError
 from recipes.tasks.task import Task
-from recipes.tasks.training import CheckpointError, find_checkpoint, train
+from recipes.training.checkpoints import CheckpointError, find_checkpoint
+from recipes.training.train import train
 
 pytestmark = pytest.mark.usefixtures("clean_process")
 

@@ -18,6 +18,7 @@ from lightning_gqsgd.theory import bits_at
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(accuracy, "NUMEL", 1 << 14)
+    monkeypatch.setattr(presets, "REPEATS", 3)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(presets, "RESULTS", tmp_path)
     monkeypatch.delenv("GQSGD_DATA", raising=False)
@@ -49,7 +50,7 @@ def test_table_page_and_figure(
 
     text = page.read_text()
     assert presets.COMMAND in text
-    for heading in ("## At 8 ranks", "### n = 2\n", "### n = 9\n", "### n = 2, mean of 16 steps"):
+    for heading in ("## At 8 ranks", "### n = 2\n", "### n = 9\n", f"### n = 2, mean of {presets.REPEATS} steps"):
         assert heading in text
     assert text.count("| terngrad |") == 3
     assert (small / "presets-page.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,48 @@
+"""The command line of netlab.
+
+python -m netlab --hosts 2 --rate 1gbit -- python train.py
+python -m netlab --hosts 4 --rate 100mbit --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from netlab.lab import MAX_HOSTS, NetLab, NetLabError
+from netlab.ranks import exit_on_signals, run_everywhere
+
+DESCRIPTION = "Run a command on several hosts of this machine, joined by links of a given rate. Needs Linux and root."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: that of the command, or 2 where no lab can be built."""
+    parser = argparse.ArgumentParser(prog="python -m netlab", description=DESCRIPTION)
+    parser.add_argument("--hosts", type=int, default=2, help=f"number of hosts, 1 to {MAX_HOSTS} (default 2)")
+    parser.add_argument("--rate", default="1gbit", help="rate of every link, e.g. 100mbit, 1gbit, none (default 1gbit)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (default 1)")
+    parser.add_argument("--timeout", type=float, help="stop everything after this many seconds")
+    parser.add_argument("--check", action="store_true", help="measure the rate between two hosts instead of a command")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and a command, which runs as every rank")
+    options = parser.parse_args(arguments)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if bool(command) == options.check:
+        parser.error("give a command after --, or --check")
+    exit_on_signals()
+    try:
+        hosts = max(options.hosts, 2) if options.check else options.hosts
+        with NetLab(hosts, options.rate, options.ranks_per_host) as lab:
+            if options.check:
+                print(f"{lab.measure() / 1e6:.0f} Mbit/s of goodput at {options.rate}")
+                return 0
+            return run_everywhere(lab, command, options.timeout)
+    except NetLabError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

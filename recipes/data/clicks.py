@@ -1,0 +1,210 @@
+"""Click logs held in memory, as a LightningDataModule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.data import criteo
+from recipes.data.click_features import field_ids
+from recipes.data.criteo import FIELDS, ClickLog
+from recipes.data.sources import DataError, announce_fallback, cache_folder
+from recipes.data.splits import split, stratified
+from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
+from recipes.data.task_data import TaskData, whole_batches
+
+#: Ids and labels.
+ClickBatch = tuple[Tensor, Tensor]
+
+FALLBACK = "synthetic clicks (fallback)"
+REMEDY = f"name it with data.root=PATH ({criteo.LAYOUT}; or a folder with one of them)"
+
+
+@dataclass(frozen=True)
+class ClickSet:
+    """A training split and a test split.
+
+    Attributes:
+        name: what runs, dashboards and plots call the clicks.
+        train_ids, test_ids: ids inside each field, int32 (N, 39).
+        train_labels, test_labels: 1 for a click and 0 for none, int8 (N,).
+    """
+
+    name: str
+    train_ids: NDArray[np.int32]
+    train_labels: NDArray[np.int8]
+    test_ids: NDArray[np.int32]
+    test_labels: NDArray[np.int8]
+
+
+class _Rows(Dataset[ClickBatch]):
+    """Batches (ids, labels), taken by one indexing operation instead of row by row."""
+
+    def __init__(self, ids: NDArray[np.int32], labels: NDArray[np.int8]) -> None:
+        self._ids, self._labels = ids, labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> ClickBatch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> ClickBatch:
+        rows = np.asarray(indices, dtype=np.int64)
+        return torch.from_numpy(self._ids[rows]).long(), torch.from_numpy(self._labels[rows]).float()
+
+
+class ClickData(TaskData):
+    """Batches (ids int64 (N, 39), labels float32 (N,)) of Criteo's click logs, or of drawn clicks where there are none.
+
+    Args:
+        buckets: number of ids of each field, see `click_features.field_ids`.
+        fields: number of fields, which is 39 in click logs.
+        root: a file, or a folder with one file, which is used or refused, and never replaced; None: `fallback` decides.
+        fallback: whether drawn clicks stand in where ``root`` is None.
+        cache_dir: folder of parsed text; None: ``~/.cache/lightning_gqsgd``.
+        max_rows: number of rows to read at most; None: all.
+        test_fraction: fraction of the rows that is the test split, stratified, the same in every run.
+        train_samples, test_samples: number of rows of a stratified part of each split; None: all.
+        **common: ``name`` and ``batch_size``, see `TaskData`.
+
+    Raises:
+        DataError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        buckets: int,
+        fields: int = FIELDS,
+        root: str | None = None,
+        fallback: bool = True,
+        cache_dir: str | None = None,
+        max_rows: int | None = None,
+        test_fraction: float = 0.2,
+        train_samples: int | None = None,
+        test_samples: int | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(**common)
+        if fields != FIELDS:
+            raise DataError(f"data.fields={fields}, but click logs have {FIELDS}")
+        if not 1 <= buckets < 2**31:
+            raise DataError(f"data.buckets={buckets} is out of range: 1 to {2**31 - 1}")
+        if max_rows is not None and max_rows < 1:
+            raise DataError(f"data.max_rows={max_rows} must be at least 1, or null for all")
+        self._buckets, self._max_rows, self._test_fraction = buckets, max_rows, test_fraction
+        self._root = Path(root).expanduser() if root else None
+        self._fallback = fallback
+        self._cache = cache_folder(cache_dir)
+        self._train_samples, self._test_samples = train_samples, test_samples
+        self._set: ClickSet | None = None
+        self._prepared = False
+
+    def prepare_data(self) -> None:
+        """Parse text, once per machine; say so when drawn clicks stand in.
+
+        Raises:
+            DataError: ``root`` is not what it should be, or not set and ``fallback`` is off.
+        """
+        if self._prepared:
+            return  # `train` has called this already, and Lightning calls it again
+        if self._root is None:
+            self._check_fallback()
+            self.data_name = FALLBACK
+            stand_in = f"clicks drawn from a known model (its own AUC is {TRUE_AUC:.3f})"
+            announce_fallback("Criteo", "data.root is not set", stand_in, FALLBACK, REMEDY)
+        else:
+            criteo.load_log(_file(self._root), self._cache, self._max_rows)
+        self._prepared = True
+
+    @property
+    def clicks(self) -> ClickSet:
+        """The splits in use.
+
+        Raises:
+            DataError: `setup` has not been called.
+        """
+        if self._set is None:
+            raise DataError("the clicks are not loaded; call setup() first")
+        return self._set
+
+    @property
+    def train_count(self) -> int:
+        """See `TaskData.train_count`."""
+        return len(self.clicks.train_labels)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load, hash and split the rows; on every process.
+
+        Raises:
+            DataError: the file is not what it should be, or the processes have loaded different data.
+        """
+        if self._set is not None:
+            return
+        name, log = self._load()
+        train, test = split(log.labels, self._test_fraction)
+        self.check_same_everywhere((name, len(train), len(test)))
+        train = train[stratified(log.labels[train], self._train_samples, "data.train_samples")]
+        test = test[stratified(log.labels[test], self._test_samples, "data.test_samples")]
+        _check_both_kinds(log.labels[train], "training", "data.train_samples")
+        _check_both_kinds(log.labels[test], "test", "data.test_samples")
+        ids = field_ids(log, self._buckets)
+        self.data_name = name
+        self._set = ClickSet(name, ids[train], log.labels[train], ids[test], log.labels[test])
+
+    def train_dataloader(self) -> DataLoader[ClickBatch]:
+        """Batches of the training split in random order."""
+        self.check_fills_a_step()
+        return self._loader(self.clicks.train_ids, self.clicks.train_labels, train=True)
+
+    def val_dataloader(self) -> DataLoader[ClickBatch]:
+        """Batches of the test split."""
+        return self._loader(self.clicks.test_ids, self.clicks.test_labels, train=False)
+
+    def test_dataloader(self) -> DataLoader[ClickBatch]:
+        """Batches of the test split."""
+        return self.val_dataloader()
+
+    def _load(self) -> tuple[str, ClickLog]:
+        if self._root is not None:
+            return self.data_name, criteo.load_log(_file(self._root), self._cache, self._max_rows)
+        self._check_fallback()
+        return FALLBACK, synthetic_clicks()[0]
+
+    def _check_fallback(self) -> None:
+        if not self._fallback:
+            raise DataError(f"there is no Criteo: data.root is not set; {REMEDY}")
+
+    def _loader(self, ids: NDArray[np.int32], labels: NDArray[np.int8], train: bool) -> DataLoader[ClickBatch]:
+        size = self.batch_size if train else max(self.batch_size, 1024)
+        return whole_batches(_Rows(ids, labels), size, train)
+
+
+def _check_both_kinds(labels: NDArray[np.int8], part: str, setting: str) -> None:
+    """Refuse samples that are all clicks or all none: they have no AUC."""
+    clicks = int(labels.sum())
+    if not 0 < clicks < len(labels):
+        remedy = f"take more rows ({setting}, data.max_rows, data.test_fraction)"
+        raise DataError(f"{clicks} of {len(labels)} {part} samples are clicks: AUC needs both kinds; {remedy}")
+
+
+def _file(root: Path) -> Path:
+    """The log that ``root`` names or holds."""
+    if not root.exists():
+        raise DataError(f"data.root={root} does not exist; {REMEDY}")
+    if root.is_file():
+        if not criteo.is_log(root):
+            raise DataError(f"data.root={root} is neither .npz nor {', '.join(criteo.TEXT)}; {REMEDY}")
+        return root
+    logs = sorted(file for file in root.iterdir() if file.is_file() and criteo.is_log(file))
+    if len(logs) != 1:
+        contents = f"{len(logs)} logs ({', '.join(log.name for log in logs[:5])})" if logs else "no log"
+        raise DataError(f"data.root={root} holds {contents}; {REMEDY}")
+    return logs[0]

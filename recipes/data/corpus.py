@@ -1,0 +1,232 @@
+"""Text files in a folder or an archive, encoded once and cached as arrays.
+
+Archives are read in memory: no member is ever written to the path that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import lzma
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from recipes.data.sources import DataError, store_arrays
+from recipes.data.tokenizers import Ids, Vocabulary, splitter
+
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+SPLITS = ("train", "valid")
+
+#: Usual names of a split's file, the first choice first.
+NAMES = ("wiki.{}.tokens", "{}.txt", "wiki.{}.raw")
+
+#: Largest size of one unpacked file in bytes: a file is read into memory as a whole.
+MAX_FILE_BYTES = 4 * 2**30
+
+#: About how many characters are split at a time.
+_CHARACTERS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class Text:
+    """The contents of a file.
+
+    Attributes:
+        name: name of the file.
+        contents: the text as UTF-8.
+        raw: whether punctuation sticks to the words, see `tokenizers.splitter`.
+    """
+
+    name: str
+    contents: bytes
+    raw: bool
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file, or a member of an archive.
+
+    Attributes:
+        path: path of the file or of the archive.
+        member: name of the member in the archive; None for a file.
+    """
+
+    path: Path
+    member: str | None = None
+
+    def read(self) -> Text:
+        """The whole file.
+
+        Raises:
+            DataError: the file cannot be read, or is larger than `MAX_FILE_BYTES`.
+        """
+        name = PurePosixPath(self.member).name if self.member else self.path.name
+        with _readable(self.path):
+            contents = self.path.read_bytes() if self.member is None else _member(self.path, self.member)
+        return Text(name, contents, name.endswith(".raw"))
+
+
+def is_archive(path: Path) -> bool:
+    """Whether the name of a path ends like that of a zip or tar archive."""
+    return path.name.lower().endswith(ARCHIVES)
+
+
+def find(root: Path, split: str) -> TextFile | None:
+    """The file of a split, by its usual names (`NAMES`).
+
+    Args:
+        root: an archive, or a folder, which is searched together with the folders in it.
+        split: one of `SPLITS`.
+
+    Returns:
+        The file, or None if there is none.
+
+    Raises:
+        DataError: the archive cannot be read, or several files have the same name.
+    """
+    if root.is_dir():
+        files = {str(path): TextFile(path) for path in (*root.glob("*"), *root.glob("*/*")) if path.is_file()}
+    else:
+        files = {name: TextFile(root, name) for name in _members(root)}
+    for pattern in NAMES:
+        matching = sorted(name for name in files if PurePosixPath(name).name == pattern.format(split))
+        if len(matching) > 1:
+            raise DataError(f"{root} holds several: {', '.join(matching)}; name one folder or file")
+        if matching:
+            return files[matching[0]]
+    return None
+
+
+def load_cached(
+    train: TextFile, valid: TextFile, cache_dir: Path, tokenizer: str, vocabulary_size: int
+) -> tuple[Ids, Ids]:
+    """Both texts as numbers: from the cache, or encoded now and put there.
+
+    The name of the cache file holds a digest of the files' paths, sizes and times of change, of the tokenizer and of
+    the vocabulary's size.
+
+    Args:
+        train, valid: files of the texts.
+        cache_dir: folder of the cache.
+        tokenizer, vocabulary_size: see `encode`.
+
+    Returns:
+        See `encode`.
+
+    Raises:
+        DataError: the files are not what they should be, or the cache cannot be written.
+    """
+    cached = cache_dir / f"text-{_fingerprint((train, valid), tokenizer, vocabulary_size)}.npz"
+    if not cached.exists():
+        ids = encode(train.read(), valid.read(), tokenizer, vocabulary_size)
+        store_arrays(cached, train=ids[0], valid=ids[1])
+    try:
+        with np.load(cached, allow_pickle=False) as arrays:
+            return arrays["train"], arrays["valid"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
+
+
+def encode(train: Text, valid: Text, tokenizer: str, vocabulary_size: int) -> tuple[Ids, Ids]:
+    """Both texts as numbers in the vocabulary of the training text, with a progress bar on standard error.
+
+    Args:
+        train, valid: the texts.
+        tokenizer: see `tokenizers.splitter`.
+        vocabulary_size: see `tokenizers.Vocabulary`.
+
+    Returns:
+        Numbers of the tokens of the training text and of the validation text, (N,) each.
+
+    Raises:
+        DataError: a text is not UTF-8, or the tokenizer is unknown.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    # On standard error: standard output holds the run's own lines.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        counts: Counter[str] = Counter()
+        for tokens in _tokens(train, tokenizer, progress, "counting"):
+            counts.update(tokens)
+        vocabulary = Vocabulary(counts, vocabulary_size)
+        ids = [
+            np.concatenate(
+                [vocabulary.encode(tokens) for tokens in _tokens(text, tokenizer, progress, "encoding")]
+                or [vocabulary.encode([])]
+            )
+            for text in (train, valid)
+        ]
+    return ids[0], ids[1]
+
+
+def _tokens(text: Text, tokenizer: str, progress: Progress, doing: str) -> Iterator[list[str]]:
+    """The tokens of a text, some lines at a time; ``doing`` is the verb beside the progress bar."""
+    split = splitter(tokenizer, text.raw)
+    task = progress.add_task(f"{doing} {text.name} (once)", total=max(1, len(text.contents)))
+    buffer = io.BytesIO(text.contents)
+    try:
+        with io.TextIOWrapper(buffer, encoding="utf-8") as lines:
+            while part := lines.readlines(_CHARACTERS_AT_ONCE):
+                yield split("".join(part))
+                progress.update(task, completed=buffer.tell())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{text.name} is no UTF-8 text ({error})") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+        reason = " ".join(str(error).split())  # tarfile's message has several lines
+        raise DataError(f"{path} cannot be read ({reason}); is it complete?") from error
+
+
+def _members(archive: Path) -> list[str]:
+    with _readable(archive):
+        if archive.name.lower().endswith(".zip"):
+            with zipfile.ZipFile(archive) as packed:
+                return packed.namelist()
+        with tarfile.open(archive) as tar:
+            return [member.name for member in tar if member.isfile()]
+
+
+def _member(archive: Path, name: str) -> bytes:
+    if archive.name.lower().endswith(".zip"):
+        with zipfile.ZipFile(archive) as packed:
+            _check_size(packed.getinfo(name).file_size, name)
+            return packed.read(name)
+    with tarfile.open(archive) as tar:
+        member = tar.getmember(name)
+        _check_size(member.size, name)
+        stream = tar.extractfile(member)
+        assert stream is not None  # `_members` lists regular files only
+        return stream.read()
+
+
+def _check_size(size: int, name: str) -> None:
+    if size > MAX_FILE_BYTES:
+        raise DataError(f"{name} has {size} bytes, more than {MAX_FILE_BYTES}; take a part of the text")
+
+
+def _fingerprint(files: tuple[TextFile, ...], tokenizer: str, vocabulary_size: int) -> str:
+    digest = hashlib.blake2b(f"{tokenizer} {vocabulary_size}".encode(), digest_size=8)
+    for file in files:
+        status = file.path.stat()
+        digest.update(f"\n{file.path.resolve()} {file.member} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,179 @@
+"""Criteo's click logs: in their own text format, and as arrays."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import zipfile
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recipes.data.sources import DataError, store_arrays
+
+NUMERICAL = 13
+CATEGORICAL = 26
+FIELDS = NUMERICAL + CATEGORICAL
+
+#: Stands for a number that is missing in the log.
+MISSING = np.iinfo(np.int32).min
+
+TEXT = (".txt", ".tsv", ".txt.gz", ".tsv.gz")
+ARRAYS = (".npz",)
+LAYOUT = (
+    ".npz with categorical (N, 26), numerical (N, 13), label (N,), or Criteo's text, "
+    ".txt or .tsv, also .gz: label, 13 integers and 26 hexadecimal numbers between tabs"
+)
+
+_COLUMNS = [
+    re.compile(rb"[01]"),
+    *[re.compile(rb"(-?\d{1,10})?")] * NUMERICAL,
+    *[re.compile(rb"[0-9a-fA-F]{0,8}")] * CATEGORICAL,
+]
+_LINE = re.compile(b"\t".join(column.pattern for column in _COLUMNS))
+
+
+@dataclass(frozen=True)
+class ClickLog:
+    """Rows of a log.
+
+    Attributes:
+        categorical: values of the categorical fields, uint32 (N, 26); 0 for a missing value.
+        numerical: values of the numerical fields, int32 (N, 13); `MISSING` for a missing value.
+        labels: 1 for a click and 0 for none, int8 (N,).
+    """
+
+    categorical: NDArray[np.uint32]
+    numerical: NDArray[np.int32]
+    labels: NDArray[np.int8]
+
+
+def is_log(path: Path) -> bool:
+    """Whether the name of a path ends like that of a log."""
+    return path.name.lower().endswith((*ARRAYS, *TEXT))
+
+
+def load_log(path: Path, cache_dir: Path, max_rows: int | None) -> ClickLog:
+    """Read a log. Text is parsed once, and kept as arrays in the cache.
+
+    The name of the cache file holds a digest of the path, its size, its time of change and ``max_rows``.
+
+    Args:
+        path: the log, see `LAYOUT`.
+        cache_dir: folder of the cache.
+        max_rows: number of rows to read at most; None: all.
+
+    Raises:
+        DataError: the file is no log, or the cache cannot be read or written.
+    """
+    if path.name.lower().endswith(ARRAYS):
+        return _read_arrays(path, max_rows, "see conf/data/criteo.yaml for the arrays of such a file")
+    status = path.stat()
+    identity = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {max_rows}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+    cached = cache_dir / f"{path.name.split('.')[0]}-{digest}.npz"
+    if not cached.exists():
+        log = parse(path, max_rows)
+        store_arrays(cached, categorical=log.categorical, numerical=log.numerical, label=log.labels)
+    return _read_arrays(cached, None, "delete it, and the next run makes it again")
+
+
+def parse(path: Path, max_rows: int | None) -> ClickLog:
+    """Read Criteo's text format, with a progress bar on standard error.
+
+    Args:
+        path: the text, which may be compressed by gzip.
+        max_rows: number of rows to read at most; None: all.
+
+    Raises:
+        DataError: the file is no log; the message names the line, the column and what stands there.
+    """
+    labels, numerical, categorical = array("b"), array("i"), array("I")
+    for number, line in enumerate(_lines(path), start=1):
+        if max_rows is not None and number > max_rows:
+            break
+        if not _LINE.fullmatch(line):
+            raise DataError(f"{path}, line {number}: {_what_is_wrong(line)}")
+        label, *features = line.split(b"\t")
+        labels.append(label == b"1")
+        try:
+            numerical.extend(int(text) if text else MISSING for text in features[:NUMERICAL])
+        except OverflowError:
+            reason = "a number does not fit 32 bits; is this column one of counts?"
+            raise DataError(f"{path}, line {number}: {reason}") from None
+        categorical.extend(int(text, 16) if text else 0 for text in features[NUMERICAL:])
+    if not labels:
+        raise DataError(f"{path} has no lines; expected {LAYOUT}")
+    return ClickLog(
+        np.frombuffer(categorical, np.uint32).reshape(-1, CATEGORICAL),
+        np.frombuffer(numerical, np.int32).reshape(-1, NUMERICAL),
+        np.frombuffer(labels, np.int8),
+    )
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a text, without their ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    # On standard error: standard output holds the run's own lines.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(f"reading {path.name} (once)", total=path.stat().st_size)
+        try:
+            with open(path, "rb") as raw:
+                text = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
+                for number, line in enumerate(text):
+                    if number % 10_000 == 0:
+                        progress.update(task, completed=raw.tell())
+                    yield line.rstrip(b"\r\n")
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} cannot be read ({error}); is the download complete?") from error
+
+
+def _what_is_wrong(line: bytes) -> str:
+    """The reason why a line is none of a log."""
+    texts = line.split(b"\t")
+    if len(texts) != len(_COLUMNS):
+        hint = "; Criteo's test file has no labels" if len(texts) == len(_COLUMNS) - 1 else ""
+        return f"{len(texts)} columns instead of {len(_COLUMNS)}{hint}; expected {LAYOUT}"
+    wrong = next(place for place, text in enumerate(texts) if not _COLUMNS[place].fullmatch(text))
+    kind = "the label, 0 or 1" if wrong == 0 else "an integer" if wrong <= NUMERICAL else "a hexadecimal number"
+    return f"column {wrong + 1} is {texts[wrong][:20].decode(errors='replace')!r}, not {kind}; expected {LAYOUT}"
+
+
+def _read_arrays(path: Path, max_rows: int | None, remedy: str) -> ClickLog:
+    """Read and check an npz file; ``remedy`` is for a file that cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            categorical, numerical, labels = (arrays[key] for key in ("categorical", "numerical", "label"))
+    except KeyError as error:
+        raise DataError(f"{path}: {error.args[0]}; expected {LAYOUT}") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}); {remedy}") from error
+    rows = len(labels) if labels.ndim else 0
+    if not rows:
+        raise DataError(f"{path}: no rows in label; expected {LAYOUT}")
+    for name, values, shape, dtypes in (
+        ("label", labels, (rows,), ("int8",)),
+        ("categorical", categorical, (rows, CATEGORICAL), ("int32", "uint32")),
+        ("numerical", numerical, (rows, NUMERICAL), ("int32",)),
+    ):
+        if values.shape != shape or str(values.dtype) not in dtypes:
+            wanted = f"{' or '.join(dtypes)} {shape}"
+            raise DataError(f"{path}: {name} is {values.dtype} {values.shape}, not {wanted}; convert it with NumPy")
+    _check(path, "label", labels, (labels < 0) | (labels > 1), "0 or 1")
+    _check(path, "categorical", categorical, categorical < 0, "0 or more; shift the ids")
+    return ClickLog(categorical[:max_rows].astype(np.uint32), numerical[:max_rows], labels[:max_rows])
+
+
+def _check(path: Path, name: str, values: NDArray[np.integer], wrong: NDArray[np.bool_], limit: str) -> None:
+    """Refuse values of an array that are marked as wrong; the message has the first of them."""
+    if wrong.any():
+        place = tuple(int(axis[0]) for axis in wrong.nonzero())
+        raise DataError(f"{path}: {name}{list(place)} is {values[place]}, must be {limit}")

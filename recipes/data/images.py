@@ -1,0 +1,164 @@
+"""Small image collections held in memory, as a LightningDataModule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.data.augmentation import augment
+from recipes.data.sources import DataError
+from recipes.data.splits import stratified
+from recipes.data.task_data import TaskData, whole_batches
+from workloads.images import Images, ImageSet, Labels
+
+#: Images, labels and indices of a batch.
+IndexedBatch = tuple[Tensor, Tensor, Tensor]
+
+#: Number of images, evenly spread, from which mean and standard deviation are taken; float copies of all are large.
+STATISTICS_IMAGES = 5000
+
+
+class _Rows(Dataset[IndexedBatch]):
+    """Batches (images, labels, indices), taken by one indexing operation instead of image by image."""
+
+    def __init__(self, images: Images, labels: Labels) -> None:
+        self._images, self._labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> IndexedBatch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> IndexedBatch:
+        rows = np.asarray(indices, dtype=np.int64)
+        return torch.from_numpy(self._images[rows]), torch.from_numpy(self._labels[rows]), torch.from_numpy(rows)
+
+
+class ImageDataModule(TaskData):
+    """Loads an `ImageSet`; augments and normalises whole batches on the device that trains.
+
+    Args:
+        name, batch_size: see `TaskData`.
+        image_size: height and width of the images in pixels.
+        channels: number of channels of the images.
+        num_classes: number of classes.
+        train_samples, test_samples: number of images of a stratified part of each split; None: all.
+        shift, flip, seed: see `augmentation.augment`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        batch_size: int,
+        image_size: int,
+        channels: int,
+        num_classes: int,
+        train_samples: int | None = None,
+        test_samples: int | None = None,
+        shift: int = 0,
+        flip: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(name, batch_size)
+        self.num_classes = num_classes
+        self.image_size, self.channels = image_size, channels
+        self._train_samples, self._test_samples = train_samples, test_samples
+        self._shift, self._flip, self._seed = shift, flip, seed
+        self._set: ImageSet | None = None
+
+    def load(self) -> ImageSet:
+        """The whole collection, from what `prepare_data` has left on this machine."""
+        raise NotImplementedError
+
+    @property
+    def images(self) -> ImageSet:
+        """The collection in use.
+
+        Raises:
+            DataError: `setup` has not been called.
+        """
+        if self._set is None:
+            raise DataError("the images are not loaded; call setup() first")
+        return self._set
+
+    @property
+    def train_count(self) -> int:
+        """See `TaskData.train_count`."""
+        return len(self.images.train_labels)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the collection, check it and take the wanted part of it; on every process.
+
+        Raises:
+            DataError: the images are not what the configuration says, or the processes have loaded different data.
+        """
+        if self._set is not None:
+            return  # Lightning calls this for training and again for testing
+        images = self.load()
+        self._check(images)
+        self.check_same_everywhere((images.name, len(images.train_labels), len(images.test_labels)))
+        self.data_name = images.name
+        self._set = _part(images, self._train_samples, self._test_samples)
+        step = max(1, len(self._set.train_images) // STATISTICS_IMAGES)
+        sample = self._set.train_images[::step].astype(np.float32)
+        self._mean = torch.from_numpy(sample.mean((0, 1, 2)))
+        self._std = torch.from_numpy(sample.std((0, 1, 2))).clamp_min(1.0)
+
+    def train_dataloader(self) -> DataLoader[IndexedBatch]:
+        """Batches of the training split in random order."""
+        self.check_fills_a_step()
+        return self._loader(self.images.train_images, self.images.train_labels, train=True)
+
+    def val_dataloader(self) -> DataLoader[IndexedBatch]:
+        """Batches of the test split."""
+        return self._loader(self.images.test_images, self.images.test_labels, train=False)
+
+    def test_dataloader(self) -> DataLoader[IndexedBatch]:
+        """Batches of the test split."""
+        return self.val_dataloader()
+
+    def on_after_batch_transfer(self, batch: IndexedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Float images (N, C, H, W) in channels-last memory, and labels; augmented in training."""
+        images, labels, indices = batch
+        if self.trainer is not None and self.trainer.training:
+            epoch = self.trainer.current_epoch
+            images = augment(images, indices, seed=self._seed, epoch=epoch, shift=self._shift, flip=self._flip)
+        scaled = (images.float() - self._mean.to(images.device)) / self._std.to(images.device)
+        return scaled.permute(0, 3, 1, 2), labels
+
+    def _check(self, images: ImageSet) -> None:
+        """Raise DataError where shape or number of classes are not those of the configuration."""
+        wanted = (self.image_size, self.image_size, self.channels)
+        for shape in (images.train_images.shape[1:], images.test_images.shape[1:]):
+            if shape != wanted:
+                raise DataError(
+                    f"images of {images.name} have shape {shape}, the configuration says {wanted}; "
+                    "set data.image_size and data.channels"
+                )
+        count = len(images.classes)
+        if count != self.num_classes:
+            raise DataError(f"{images.name} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
+
+    def _loader(self, images: Images, labels: Labels, train: bool) -> DataLoader[IndexedBatch]:
+        size = self.batch_size if train else max(self.batch_size, 256)
+        return whole_batches(_Rows(images, labels), size, train)
+
+
+def _part(images: ImageSet, train: int | None, test: int | None) -> ImageSet:
+    """A stratified part with ``train`` and ``test`` images, the same in every run; None: all of a split."""
+    if train is None and test is None:
+        return images
+    rows = stratified(images.train_labels, train, "data.train_samples")
+    test_rows = stratified(images.test_labels, test, "data.test_samples")
+    return replace(
+        images,
+        train_images=images.train_images[rows],
+        train_labels=images.train_labels[rows],
+        test_images=images.test_images[test_rows],
+        test_labels=images.test_labels[test_rows],
+    )

@@ -1,0 +1,113 @@
+"""Where data come from: errors, caches, the network, and stand-ins."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_only
+from numpy.typing import NDArray
+from rich.console import Console
+
+from recipes.errors import RecipeError
+
+#: Some servers refuse requests under the name that urllib gives itself.
+USER_AGENT = "lightning-gqsgd"
+
+
+class DataError(RecipeError):
+    """Data that are absent, or are not what the configuration says; the message names the remedy."""
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """The folder ``data.cache_dir``; without that setting, ``lightning_gqsgd`` in the user's cache folder."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightning_gqsgd"
+
+
+def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:
+    """Write arrays to an npz file: the whole file or nothing, even when two machines share the folder.
+
+    Args:
+        cached: path of the file.
+        **arrays: the arrays, by name.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    temporary = cached.with_name(f".{cached.name}.{os.getpid()}")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays)
+        os.replace(temporary, cached)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        remedy = "set data.cache_dir to a folder with space"
+        raise DataError(f"cannot write the cache {cached} ({error}); {remedy}") from error
+
+
+@rank_zero_only
+def announce_fallback(wanted: str, reason: str, stand_in: str, name: str, remedy: str) -> None:
+    """Say on standard error that other data stand in, and why.
+
+    Args:
+        wanted: the data that are absent.
+        reason: why the data are absent.
+        stand_in: what the run trains on instead, in words.
+        name: what the run calls the stand-in.
+        remedy: how to get the real data.
+    """
+    Console(stderr=True, soft_wrap=True).print(
+        f"[bold yellow]{wanted} is not here:[/] {reason}.\n"
+        f"[bold yellow]Training on {stand_in} instead[/], named {name!r} in this run.\n"
+        f"For {wanted}, {remedy}; data.fallback=false makes its absence an error.",
+        highlight=False,
+    )
+
+
+def unreachable(url: str, timeout: float) -> str | None:
+    """Why a URL does not answer, or None if it does.
+
+    The request has a thread of its own: without a network, the look-up of a name may block for minutes, and the look-up
+    itself takes no time limit.
+
+    Args:
+        url: the URL.
+        timeout: seconds within which an answer has to come.
+    """
+    outcome: list[str | None] = [f"no answer within {timeout:g} s"]
+
+    def ask() -> None:
+        try:
+            headers = {"User-Agent": USER_AGENT}
+            request = urllib.request.Request(url, method="HEAD", headers=headers)  # noqa: S310  (callers pass constants)
+            with urllib.request.urlopen(request, timeout=timeout):  # noqa: S310
+                outcome[0] = None
+        except (OSError, urllib.error.URLError) as error:
+            outcome[0] = str(getattr(error, "reason", error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return outcome[0]
+
+
+@contextmanager
+def socket_timeout(seconds: float) -> Iterator[None]:
+    """Let sockets that are made inside ``with`` wait at most for so many seconds."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

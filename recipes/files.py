@@ -1,0 +1,6 @@
+"""Names of the files in the folder of a run."""
+
+#: Every logged metric, a row per logging step.
+METRICS_FILE = "metrics.csv"
+#: The finished run in numbers.
+RESULT_FILE = "result.json"

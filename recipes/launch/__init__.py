@@ -1,0 +1,1 @@
+"""Processes of a run: who starts them, on which hardware, with which environment variables."""

@@ -1,0 +1,56 @@
+"""Environment variables of a run: those of its hardware profile, and the number of compute threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from netlab.machine import cores
+from recipes.launch.hardware import HardwareError, variables
+
+
+@contextmanager
+def profile_environment(wanted: Mapping[str, Any], environment: MutableMapping[str, str]) -> Iterator[None]:
+    """Set the environment variables of a profile inside ``with``; processes that are started there inherit them.
+
+    Args:
+        wanted: names and values of the variables; an entry that is None changes nothing.
+        environment: where the variables are set.
+
+    Raises:
+        HardwareError: a variable has another value already; nothing is changed then.
+    """
+    values = variables(wanted)
+    for name, value in values.items():
+        if environment.get(name, value) != value:
+            raise HardwareError(
+                f"{name}={environment[name]} is set in the environment, the hardware profile sets {name}={value}; "
+                f"unset {name}, or take hardware.env.{name}={environment[name]} (null: whatever the environment has)"
+            )
+    added = [name for name in values if name not in environment]
+    environment.update(values)
+    try:
+        yield
+    finally:
+        for name in added:
+            environment.pop(name, None)
+
+
+def set_threads(threads: int | None, local_processes: int, environment: MutableMapping[str, str]) -> int:
+    """Limit the compute threads of this process, and of the processes that it starts; returns the limit.
+
+    Args:
+        threads: the limit; None: OMP_NUM_THREADS if a launcher has set it, otherwise this process's share of the cores.
+        local_processes: number of processes on this machine; LOCAL_WORLD_SIZE of a launcher goes before it.
+        environment: where launchers have left their variables, and where OMP_NUM_THREADS is set.
+    """
+    if threads is None and environment.get("OMP_NUM_THREADS", "").isdecimal():
+        threads = int(environment["OMP_NUM_THREADS"])
+    if threads is None:
+        threads = max(1, cores() // max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes))))
+    environment["OMP_NUM_THREADS"] = str(threads)  # Lightning sets a number of its own where the variable is missing
+    torch.set_num_threads(threads)
+    return threads

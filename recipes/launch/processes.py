@@ -1,0 +1,113 @@
+"""How this process was started: by hand, by Lightning, or by a launcher outside (torchrun, netlab, SLURM)."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from recipes.errors import RecipeError
+
+
+class LaunchError(RecipeError):
+    """Processes that are not those that the run asks for; the message names the remedy."""
+
+
+def external_rank(environment: Mapping[str, str]) -> int | None:
+    """Global rank of this process if a launcher outside has started it, else None.
+
+    Processes that Lightning starts have no RANK.
+    """
+    if "WORLD_SIZE" in environment and "RANK" in environment:
+        return int(environment["RANK"])
+    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+        return int(environment["SLURM_PROCID"])
+    return None
+
+
+def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> None:
+    """Check that an outside launcher, if there is one, has started as many processes as the run asks for.
+
+    Args:
+        nodes: number of nodes of the run.
+        devices: number of processes on each node.
+        environment: the environment variables of this process.
+
+    Raises:
+        LaunchError: the launcher has started another number, on all nodes together or on this node.
+    """
+    if external_rank(environment) is None:
+        return
+    size = "WORLD_SIZE" if "RANK" in environment and "WORLD_SIZE" in environment else "SLURM_NTASKS"
+    if int(environment[size]) != nodes * devices:
+        raise LaunchError(
+            f"the launcher has started {size}={environment[size]} processes, hardware.nodes={nodes} times "
+            f"hardware.devices={devices} is {nodes * devices}; change either until they agree"
+        )
+    local = environment.get("LOCAL_WORLD_SIZE", str(devices))
+    if int(local) != devices:
+        raise LaunchError(
+            f"the launcher has started LOCAL_WORLD_SIZE={local} processes on this node, hardware.devices={devices}; "
+            "change either until they agree"
+        )
+
+
+def torchrun_needed(name: str, nodes: int, devices: int, accelerator: str, command: Sequence[str]) -> LaunchError:
+    """The error for a run on several nodes that no launcher has started; its message is the way to start the run.
+
+    Args:
+        name: name of the hardware profile.
+        nodes: number of nodes.
+        devices: number of processes on each node.
+        accelerator: accelerator of the trainer.
+        command: script and arguments, as they were typed.
+    """
+    interface = "GLOO_SOCKET_IFNAME" if accelerator == "cpu" else "NCCL_SOCKET_IFNAME"
+    torchrun = f"torchrun --nnodes={nodes} --nproc_per_node={devices} --rdzv-backend=c10d"
+    endpoint = f"--rdzv-endpoint={socket.gethostname()}:29500"
+    return LaunchError(
+        f"hardware={name} with {nodes} nodes runs under a launcher, and none has started this process (there is no "
+        f"RANK). Type the same line on each of the {nodes} nodes:\n"
+        f"  {interface}=INTERFACE {torchrun} {endpoint} {shlex.join(command)}\n"
+        f"INTERFACE is the network interface that reaches the other nodes (ip -br address); {socket.gethostname()}, "
+        "this machine, is one of them. Other launchers: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+    )
+
+
+def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The arguments to be added to a command line, so that one run has one folder.
+
+    Every process of an outside launcher composes its own configuration, with its own time in ``hydra.run.dir``. Rank 0
+    alone writes, so the other ranks get no folder and no log file. A ``hydra.run.dir`` in the arguments stays as it is.
+
+    Args:
+        arguments: the command line, without the name of the script.
+        environment: the environment variables of this process.
+    """
+    if not external_rank(environment):
+        return []
+    named = any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments)
+    return ["hydra.output_subdir=null", "hydra/job_logging=none", *([] if named else ["hydra.run.dir=."])]
+
+
+def folder_argument(folder: Path) -> str:
+    """Hydra's override that makes ``folder`` the folder of a run, whatever characters its name has."""
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return f"hydra.run.dir='{quoted}'"
+
+
+def local_processes(accelerator: str, devices: int | str | Sequence[int]) -> int:
+    """Number of processes that ``trainer.devices`` asks for on this machine.
+
+    Args:
+        accelerator: ``trainer.accelerator``.
+        devices: ``trainer.devices``: a number, a list of devices, or ``"auto"`` for all GPUs.
+    """
+    if not isinstance(devices, int | str):
+        return len(devices)
+    if str(devices).isdecimal():
+        return max(1, int(devices))
+    return torch.cuda.device_count() if accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available() else 1

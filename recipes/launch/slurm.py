@@ -1,0 +1,49 @@
+"""Submitting a run to SLURM: what the machine and the environment need for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import MutableMapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from recipes.errors import RecipeError
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = "hydra_plugins.hydra_submitit_launcher"
+
+
+class SlurmError(RecipeError):
+    """A job that cannot be submitted from here; the message names the remedy."""
+
+
+def prepare_submission(arguments: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    """Check what ``-m hardware=slurm`` needs, and make `recipes` importable in the job; before Hydra starts.
+
+    Args:
+        arguments: the command line, without the name of the script; without ``-m hardware=slurm`` nothing is done.
+        environment: where PYTHONPATH is set, which the job inherits.
+
+    Raises:
+        SlurmError: the extra ``slurm`` or SLURM's commands are missing.
+    """
+    if "hardware=slurm" not in arguments or not {"-m", "--multirun"} & set(arguments):
+        return
+    if not _installed(PLUGIN):
+        raise SlurmError(
+            "hardware=slurm needs hydra-submitit-launcher; install the extra: pip install 'lightning-gqsgd[slurm]', "
+            "or uv sync --extra slurm"
+        )
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing:
+        raise SlurmError(f"{' and '.join(missing)} not found on PATH: submit from a machine of the SLURM cluster")
+    # The job unpickles functions of this repository in a process that does not start from run.py.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False

@@ -1,0 +1,1 @@
+"""Where the metrics of a run are written: CSV, TensorBoard, Weights & Biases."""

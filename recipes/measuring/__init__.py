@@ -1,0 +1,1 @@
+"""Names of the logged metrics, and the callbacks that count seconds, samples and bytes."""

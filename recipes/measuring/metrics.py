@@ -1,0 +1,79 @@
+"""The metrics that tasks are judged by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a validation: its names in logs, and how tables and plots write its values.
+
+    Attributes:
+        key: last part of its name in logs: ``val/KEY``.
+        label: what tables and plots call it.
+        higher_is_better: whether the best value is the largest.
+        percent: whether a value, 0 to 1, is written in per cent.
+        digits: number of digits after the point when a value is written.
+    """
+
+    key: str
+    label: str
+    higher_is_better: bool = True
+    percent: bool = False
+    digits: int = 2
+
+    @property
+    def train(self) -> str:
+        """Name of the value on a training batch."""
+        return f"train/{self.key}"
+
+    @property
+    def val(self) -> str:
+        """Name of the value of a validation."""
+        return f"val/{self.key}"
+
+    @property
+    def test(self) -> str:
+        """Name of the value of the final test."""
+        return f"test/{self.key}"
+
+    @property
+    def heading(self) -> str:
+        """The label with its unit, for the head of a column."""
+        return f"{self.label} (%)" if self.percent else self.label
+
+    def text(self, value: float, digits: int | None = None) -> str:
+        """A value as it is written below `heading`; a dash for NaN.
+
+        Args:
+            value: the value.
+            digits: number of digits after the point; None: those of the metric.
+        """
+        if math.isnan(value):
+            return "–"
+        return f"{self.scaled(value):,.{self.digits if digits is None else digits}f}"
+
+    def scaled(self, value: float) -> float:
+        """A value in the unit of `heading`."""
+        return 100 * value if self.percent else value
+
+    def reached(self, value: float, target: float) -> bool:
+        """Whether ``value`` is at least as good as ``target``."""
+        return value >= target if self.higher_is_better else value <= target
+
+    def worst_first(self, values: list[float]) -> list[float]:
+        """The values from the worst to the best."""
+        return sorted(values, reverse=not self.higher_is_better)
+
+    def is_possible(self, value: float) -> bool:
+        """Whether the metric can take a value: above 0 to 1 where higher is better, else any positive number."""
+        return 0 < value <= 1 if self.higher_is_better else 0 < value < math.inf
+
+
+ACCURACY = Metric("acc", "accuracy", percent=True)
+PERPLEXITY = Metric("perplexity", "perplexity", higher_is_better=False)
+AUC = Metric("auc", "AUC", digits=4)
+
+METRICS = {metric.key: metric for metric in (ACCURACY, PERPLEXITY, AUC)}

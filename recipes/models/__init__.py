@@ -1,0 +1,1 @@
+"""Networks that only recipes train; `workloads` has the networks that benchmarks measure as well."""

@@ -1,0 +1,1 @@
+"""Choices of ``strategy=``: torch's own ways of averaging gradients, and every preset of the package."""

@@ -1,0 +1,141 @@
+"""DistributedDataParallel with torch's own compression hooks, the same on every device.
+
+Lightning's own strategy differs in two ways. It registers communication hooks on CUDA only, and elsewhere does not say
+that there is none. It also leaves the process group open at exit on every backend but NCCL; Gloo's threads then
+sometimes abort a finished run, with exit code 134.
+"""
+
+from __future__ import annotations
+
+import atexit
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from recipes.errors import RecipeError
+from recipes.models.sparse_gradients import gives_sparse_gradients
+
+HOOKS = ("none", "bf16", "fp16", "powersgd")
+
+
+class StrategyError(RecipeError):
+    """A strategy that cannot work here; the message names the reason and the remedy."""
+
+
+class BaselineDDPStrategy(DDPStrategy):
+    """DDPStrategy with one of torch's communication hooks.
+
+    Args:
+        hook: ``"none"`` (gradients travel in their own dtype), ``"bf16"``, ``"fp16"`` or ``"powersgd"`` (CUDA only).
+        powersgd_rank: rank of PowerSGD's approximation.
+        powersgd_start: number of optimizer steps at the start in which PowerSGD does not compress, at least 2.
+        **arguments: arguments of DDPStrategy.
+
+    Raises:
+        StrategyError: an unknown hook; at set-up, PowerSGD without CUDA, or a process group of another size.
+    """
+
+    def __init__(self, hook: str = "none", powersgd_rank: int = 4, powersgd_start: int = 100, **arguments: Any) -> None:
+        if hook not in HOOKS:
+            raise StrategyError(f"hook={hook!r} is not one of {', '.join(HOOKS)}")
+        super().__init__(**arguments)
+        self._hook = hook
+        self._powersgd_rank, self._powersgd_start = powersgd_rank, powersgd_start
+        self._powersgd: powerSGD_hook.PowerSGDState | None = None
+        self._compressed_before = 0  # coordinates that PowerSGD had sent compressed at the end of the last step
+        self._sparse_bytes: dict[str, int] = {}  # of the last step, by parameter with sparse gradients
+
+    def setup_environment(self) -> None:
+        """Refuse PowerSGD without CUDA: here the trainer knows the device, and nothing has been connected yet."""
+        if self._hook == "powersgd" and self.root_device.type != "cuda":
+            raise StrategyError(
+                f"strategy=powersgd needs CUDA, this is {self.root_device.type}: torch's PowerSGD hook starts "
+                "collectives from inside a callback, and Gloo aborts the process on that. "
+                "Take hardware=nvlink or pcie, or strategy=ddp_bf16 or gqsgd_4bit"
+            )
+        super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Join the process group, which is destroyed at exit."""
+        super().setup_distributed()
+        size = dist.get_world_size()
+        if size != self.world_size:
+            raise StrategyError(
+                f"this process already has a process group of {size} processes, the trainer wants {self.world_size}; "
+                "start a fresh process for every number of processes"
+            )
+        # At exit and not at the end of fit: testing and further fits use the same group.
+        atexit.unregister(_destroy_process_group)
+        atexit.register(_destroy_process_group)
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, register the hook, and prepare the count of bytes.
+
+        Raises:
+            StrategyError: the model gives sparse gradients on a device other than the CPU.
+        """
+        super().configure_ddp()
+        model = self.model
+        assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        sparse = self._count_sparse(model.module)
+        self._numel_by_itemsize = [
+            (p.numel(), p.element_size())
+            for name, p in model.module.named_parameters()
+            if p.requires_grad and name not in sparse
+        ]
+        if sparse and self.root_device.type != "cpu":
+            raise StrategyError(
+                f"{min(sparse)} has sparse gradients, which are exchanged on CPU only, this is "
+                f"{self.root_device.type}: NCCL does not add sparse tensors. Take model.sparse=false, or hardware=cpu"
+            )
+        if self._hook == "bf16":
+            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif self._hook == "fp16":
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self._hook == "powersgd":
+            self._powersgd = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=self._powersgd_rank,
+                start_powerSGD_iter=self._powersgd_start,
+            )
+            model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
+
+    def bytes_sent_in_step(self, ring_factor: float) -> float:
+        """Bytes that this process has sent of the last step's gradients, if every all-reduce is a ring.
+
+        Sparse gradients travel by an all-gather of row numbers and rows: a ring sends n - 1 such messages.
+
+        Args:
+            ring_factor: bytes that a ring sends over the bytes of the message, see `communication.ring_factor`.
+        """
+        compressed = self._powersgd.total_numel_after_compression if self._powersgd else 0
+        newly_compressed, self._compressed_before = compressed - self._compressed_before, compressed
+        if newly_compressed:
+            return ring_factor * newly_compressed * 4  # PowerSGD sends fp32
+        two_bytes = self._hook in ("bf16", "fp16")
+        dense = ring_factor * sum(numel * (2 if two_bytes else size) for numel, size in self._numel_by_itemsize)
+        return dense + (self.world_size - 1) * sum(self._sparse_bytes.values()) if self._sparse_bytes else dense
+
+    def _count_sparse(self, module: torch.nn.Module) -> set[str]:
+        """Count the bytes of sparse gradients from now on; returns the names of their parameters."""
+        tables = {name: child.weight for name, child in module.named_modules() if gives_sparse_gradients(child)}
+
+        def count(name: str, table: torch.Tensor) -> None:
+            # Here, before DDP sends the gradient: afterwards it has the rows of all processes.
+            assert table.grad is not None
+            rows = table.grad._indices().unique().numel()
+            size = 2 if self._hook in ("bf16", "fp16") else table.element_size()
+            self._sparse_bytes[name] = rows * (8 + table[0].numel() * size)  # row numbers are int64
+
+        for name, table in tables.items():
+            table.register_post_accumulate_grad_hook(partial(count, name))
+        return {f"{name}.weight" for name in tables}
+
+
+def _destroy_process_group() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,84 @@
+"""The choices of ``strategy=``: the files in conf/strategy, and every preset of the package.
+
+A preset has no file. `register_presets` puts an entry for each preset into Hydra's ConfigStore, beside the files, so
+that a new preset is a choice as soon as it is in `lightning_gqsgd.presets`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from lightning_gqsgd.errors import did_you_mean
+from lightning_gqsgd.presets import PRESETS
+from recipes.errors import RecipeError
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUP = "strategy"
+TARGET = "lightning_gqsgd.GQSGDStrategy"
+
+#: What ``strategy=all`` of compare.py stands for: every preset, and the baselines that run on every device.
+ALL = ("ddp", "ddp_bf16", *PRESETS)
+
+
+class UnknownStrategyError(RecipeError):
+    """A name that is not a choice of ``strategy=``; the message lists the choices."""
+
+
+def baselines() -> list[str]:
+    """Names of the strategies that have a file: torch's own."""
+    return sorted(file.stem for file in (CONF / GROUP).glob("*.yaml"))
+
+
+def strategies() -> list[str]:
+    """Names of all strategies: the baselines, then the presets in the order of the package."""
+    return [*baselines(), *PRESETS]
+
+
+def register_presets() -> None:
+    """Make every preset a choice of ``strategy=``; to be called before Hydra composes a configuration."""
+    store = ConfigStore.instance()
+    for name in PRESETS:
+        store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.presets")
+
+
+def _node(name: str) -> dict[str, Any]:
+    """The configuration of a preset's strategy."""
+    node = {"name": name, "_target_": TARGET, "preset": name}
+    preset = PRESETS[name]
+    # A key that is listed is changed by strategy.bits=2, another one is added by +strategy.bits=2. The package's own
+    # codec is used at different numbers of bits; the systems of the literature have theirs.
+    return {**node, "bits": preset.config.bits} if set(preset.fields) <= {"bits"} else node
+
+
+def check_strategies(arguments: Sequence[str]) -> None:
+    """Refuse a misspelt name in one line; Hydra's own error has two dozen.
+
+    Args:
+        arguments: a command line of overrides; values may be comma lists. Names are not checked where the command line
+            adds folders to Hydra's search path, which may hold further strategies.
+
+    Raises:
+        UnknownStrategyError: a name is no choice of ``strategy=``.
+    """
+    if any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments):
+        return
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key != GROUP or not re.fullmatch(r"[\w,]+", value):
+            continue  # another group, or a value in Hydra's grammar of sweeps
+        for name in value.split(","):
+            _check(name)
+
+
+def _check(name: str) -> None:
+    names = strategies()
+    if name == "all":
+        raise UnknownStrategyError("strategy=all is a comparison of strategies: take python recipes/compare.py")
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise UnknownStrategyError(f"strategy={name} is not one of {', '.join(names)}{hint}")

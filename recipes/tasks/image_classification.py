@@ -1,0 +1,48 @@
+"""Image classification."""
+
+from __future__ import annotations
+
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from recipes.measuring.metrics import ACCURACY
+from recipes.tasks.optimizers import OptimizerSettings
+from recipes.tasks.task import Task
+
+
+class ImageClassifier(Task):
+    """Cross-entropy on batches (images (N, C, H, W), labels int64 (N,)), judged by accuracy.
+
+    Args:
+        network: gives logits (N, num_classes).
+        settings: settings of the optimizer.
+        num_classes: number of outputs of the network.
+        label_smoothing: label smoothing of the loss in training, 0 to 1.
+    """
+
+    metric = ACCURACY
+
+    def __init__(
+        self, network: nn.Module, settings: OptimizerSettings, num_classes: int, label_smoothing: float = 0.0
+    ) -> None:
+        self._num_classes, self._label_smoothing = num_classes, label_smoothing
+        super().__init__(network, settings)
+
+    def evaluator(self) -> torchmetrics.Metric:
+        """See `Task.evaluator`."""
+        # "micro" is the accuracy over all samples; the default, "macro", would be the mean over classes.
+        return MulticlassAccuracy(self._num_classes, average="micro")
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Task.loss`."""
+        return F.cross_entropy(outputs, targets)
+
+    def training_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Task.training_loss`: with label smoothing."""
+        return F.cross_entropy(outputs, targets, label_smoothing=self._label_smoothing)
+
+    def training_metric(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """See `Task.training_metric`."""
+        return (outputs.argmax(1) == targets).float().mean()

@@ -1,0 +1,133 @@
+"""What a run says at its start and leaves at its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.markup import escape
+
+from lightning_gqsgd.errors import counted
+from netlab.machine import device_name
+from recipes.comparison.plots import save_curves
+from recipes.comparison.results import Run
+from recipes.data.task_data import TaskData
+from recipes.files import METRICS_FILE, RESULT_FILE
+from recipes.launch.hardware import hardware_facts
+from recipes.measuring.clock import TrainingClock
+from recipes.measuring.communication import CommunicationCounter
+from recipes.measuring.exposed import ExposedCommunication
+from recipes.tasks.task import Task
+
+
+class StartupSummary(Callback):
+    """Prints once, on rank 0, what is about to be trained.
+
+    Args:
+        title: first line of the summary.
+        facts: the other lines, by their names.
+    """
+
+    def __init__(self, title: str, facts: dict[str, str]) -> None:
+        self._title, self._facts = title, facts
+
+    @rank_zero_only
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the summary, with the number of processes that the trainer knows by now."""
+        facts = {**self._facts, "processes": f"{trainer.world_size} ({trainer.num_nodes} x {trainer.num_devices})"}
+        _print(self._title, facts)
+
+
+def run_facts(
+    config: dict[str, Any],
+    data: TaskData,
+    module: Task,
+    trainer: Trainer,
+    callbacks: tuple[TrainingClock, CommunicationCounter, ExposedCommunication],
+) -> dict[str, Any]:
+    """Everything about a finished run that a comparison needs: plain numbers and strings.
+
+    Args:
+        config: the whole configuration.
+        data, module, trainer: of the run.
+        callbacks: the callbacks that counted seconds and bytes.
+    """
+    clock, counter, exposed = callbacks
+    device = device_name(on_cuda=trainer.strategy.root_device.type == "cuda")
+    return {
+        "title": config["title"],
+        "data": data.data_name,
+        "metric": module.metric.key,
+        "train_samples": data.train_count,
+        "model": config["model"]["name"],
+        "parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "strategy": config["strategy"]["name"],
+        "seed": config["seed"],
+        "processes": trainer.world_size,
+        "nodes": trainer.num_nodes,
+        "threads": torch.get_num_threads(),
+        "device": device,
+        "hardware": hardware_facts(config["hardware"], trainer.num_nodes, trainer.num_devices, device),
+        "epochs": trainer.current_epoch,
+        "steps": trainer.global_step,
+        "samples": clock.samples,
+        "train_time": clock.train_time,
+        "step_s": _quantiles(clock.step_seconds),
+        "exposed_s": _quantiles(exposed.seconds),
+        "mb_sent": counter.bytes_sent / 1e6,
+        "bits_per_coordinate": counter.bits_per_coordinate(trainer.world_size),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "versions": {"torch": torch.__version__, "lightning": lightning.__version__},
+    }
+
+
+def finish(folder: Path, facts: dict[str, Any], checkpoint: str | None) -> None:
+    """Write ``result.json`` and a plot of the metric, and say where all files are.
+
+    Args:
+        folder: folder of the run, in which ``metrics.csv`` is complete.
+        facts: see `run_facts`.
+        checkpoint: path of the last checkpoint, if one was kept.
+    """
+    (folder / RESULT_FILE).write_text(json.dumps(facts, indent=2) + "\n")
+    run = Run.load(folder)
+    lines = {}
+    metric = run.metric
+    if metric.test in facts["metrics"]:
+        lines[f"test {metric.label}"] = f"{facts['metrics'][metric.test]:.4f}"
+    if run.value.size:
+        lines[f"validation {metric.label}"] = f"{run.value[-1]:.4f} (best {run.best:.4f})"
+        plot = folder / f"{metric.label.lower()}.png"
+        title = f"{facts['title']} on {facts['data']}, {facts['strategy']}"
+        save_curves({facts["strategy"]: [run]}, "time", title, plot)
+        lines["plot"] = str(plot)
+    median = 1000 * facts["step_s"].get("median", float("nan"))
+    lines["training"] = f"{facts['train_time']:.1f} s, {counted(facts['steps'], 'step')}, median {median:.1f} ms"
+    if facts["bits_per_coordinate"] is not None:
+        lines["sent"] = f"{facts['mb_sent']:.1f} MB per process, {facts['bits_per_coordinate']:.2f} bits per coordinate"
+    lines["metrics"] = str(folder / METRICS_FILE)
+    lines["result"] = str(folder / RESULT_FILE)
+    if checkpoint:
+        lines["checkpoint"] = checkpoint
+    _print(f"{facts['title']} on {facts['data']}: done", lines)
+
+
+def _quantiles(seconds: Any) -> dict[str, float]:
+    if not len(seconds):
+        return {}
+    values = torch.as_tensor(seconds).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return dict(zip(("p10", "median", "p90"), values, strict=True))
+
+
+def _print(title: str, facts: dict[str, str]) -> None:
+    # Plain lines and no table: a table would break long paths in two.
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"\n[bold]{escape(title)}[/]")
+    for name, value in facts.items():
+        console.print(f"  [dim]{name:<{max(map(len, facts))}}[/]  {escape(value)}")

@@ -1,0 +1,177 @@
+"""One training: from a configuration to metrics, a checkpoint and a result file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import Logger, WandbLogger
+from omegaconf import DictConfig, OmegaConf
+
+import lightning_gqsgd  # noqa: F401  (registers its strategies)
+from lightning_gqsgd.errors import counted
+from recipes.data.task_data import TaskData
+from recipes.files import METRICS_FILE
+from recipes.launch.environment import set_threads
+from recipes.launch.hardware import described
+from recipes.launch.processes import local_processes
+from recipes.launch.ranks import cluster_environment, is_rank_zero
+from recipes.loggers.csv_rows import ContinuedCSVLogger
+from recipes.loggers.labels import Labels
+from recipes.measuring.clock import TrainingClock
+from recipes.measuring.communication import CommunicationCounter
+from recipes.measuring.exposed import ExposedCommunication
+from recipes.measuring.metrics import Metric
+from recipes.tasks.optimizers import OptimizerSettings
+from recipes.tasks.task import Task
+from recipes.training.building import build
+from recipes.training.checkpoints import CHECKPOINTS, LAST, find_checkpoint
+from recipes.training.machine import machine_facts
+from recipes.training.progress import PlainProgress
+from recipes.training.report import StartupSummary, finish, run_facts
+
+
+def train(cfg: DictConfig, folder: Path) -> float:
+    """Train as a configuration says.
+
+    Args:
+        cfg: the configuration, see conf/.
+        folder: where all files of the run are written.
+
+    Returns:
+        The final value of the task's metric: of the test, or of the last validation without one; NaN without both.
+
+    Raises:
+        RecipeError: the run cannot be made as asked; the message says what to change.
+    """
+    on_this_machine = local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
+    threads = set_threads(cfg.threads, on_this_machine, environment=os.environ)
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    _silence_expected_messages()
+    checkpoint = find_checkpoint(cfg, folder)
+
+    data: TaskData = build(cfg.data)
+    if is_rank_zero():
+        # Before anything is named: other data may stand in, and the run is then called by their name. The other
+        # processes start later, or wait for this process to join the process group.
+        data.prepare_data()
+    config = _plain(cfg)
+    config["data"]["name"] = data.data_name
+    title = f"{cfg.title} on {data.data_name}"
+
+    network = build(cfg.model, leave_out=("name",))
+    settings = OptimizerSettings(**config["optimizer"])
+    module: Task = build(cfg.task, leave_out=("metric",), network=network, settings=settings)
+    numbers = (TrainingClock(), CommunicationCounter(), ExposedCommunication())
+    summary = StartupSummary(title, _summary(config, network, threads, folder))
+    callbacks: list[Callback] = [*numbers, summary, *_callbacks(cfg, folder, module.metric)]
+    name = f"{title}, {cfg.strategy.name}, seed {cfg.seed}"
+    trainer = Trainer(
+        **config["trainer"],
+        strategy=build(cfg.strategy, leave_out=("name",)),
+        plugins=cluster_environment(os.environ),
+        logger=_loggers(cfg, config, folder, name, module.metric, checkpoint),
+        callbacks=callbacks,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        enable_progress_bar=_interactive(),
+        enable_checkpointing=bool(cfg.checkpoint),
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    if cfg.test:
+        trainer.test(module, datamodule=data, verbose=False)
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
+    result = run_facts(config, data, module, trainer, numbers)
+    if trainer.is_global_zero:
+        finish(folder, result, str(folder / CHECKPOINTS / LAST) if cfg.checkpoint else None)
+    metrics = result["metrics"]
+    return metrics.get(module.metric.test, metrics.get(module.metric.val, float("nan")))
+
+
+def _summary(config: dict[str, Any], network: torch.nn.Module, threads: int, folder: Path) -> dict[str, str]:
+    """What the start-up summary says."""
+    parameters = sum(p.numel() for p in network.parameters())
+    samples = counted(config["data"]["batch_size"], "sample")
+    return {
+        "data": f"{config['data']['name']}, {samples} per process and step",
+        "model": f"{config['model']['name']}, {parameters / 1e6:.2f} M parameters",
+        "strategy": _described(config["strategy"]),
+        "hardware": described(config["hardware"]),
+        "threads": f"{threads} per process",
+        "folder": str(folder),
+    }
+
+
+def _callbacks(cfg: DictConfig, folder: Path, metric: Metric) -> list[Callback]:
+    """The callbacks that show progress and keep checkpoints."""
+    callbacks: list[Callback] = [RichProgressBar() if _interactive() else PlainProgress(metric)]
+    if cfg.checkpoint:
+        # One file, which is written over after each validation; Lightning saves atomically.
+        callbacks.append(
+            ModelCheckpoint(folder / CHECKPOINTS, filename=Path(LAST).stem, save_top_k=1, enable_version_counter=False)
+        )
+    return callbacks
+
+
+def _loggers(
+    cfg: DictConfig, config: dict[str, Any], folder: Path, name: str, metric: Metric, checkpoint: str | None
+) -> list[Logger]:
+    """The CSV logger, which every run has, and the chosen logger; both know the whole configuration and the machine."""
+    if checkpoint:
+        step = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
+        csv = ContinuedCSVLogger(folder, Path(checkpoint).parents[1] / METRICS_FILE, before_step=step)
+    else:
+        csv = ContinuedCSVLogger(folder)
+    loggers: list[Logger] = [csv]
+    if "_target_" in cfg.logger:
+        labels = Labels(name, cfg.logger.get("group") or cfg.title, cfg.title, cfg.strategy.name, cfg.hardware.name)
+        loggers.append(build(cfg.logger, leave_out=("name", "group"), folder=str(folder), labels=labels, metric=metric))
+    recorded = {**config, "machine": machine_facts(cfg.trainer.accelerator)}
+    for logger in loggers:
+        logger.log_hyperparams(recorded)
+    return loggers
+
+
+def _interactive() -> bool:
+    return sys.stdout.isatty()
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def _described(strategy: dict[str, Any]) -> str:
+    """Name and settings of a strategy; a preset of the same name goes without saying."""
+    settings = {key: value for key, value in strategy.items() if key not in ("name", "_target_")}
+    if settings.get("preset") == strategy["name"]:
+        del settings["preset"]
+    listed = ", ".join(f"{key}={value}" for key, value in settings.items())
+    return f"{strategy['name']} ({listed})" if listed else str(strategy["name"])
+
+
+def _silence_expected_messages() -> None:
+    """Ignore warnings of Lightning and torch that are no news in a recipe."""
+    # Small data are in memory and need no worker processes; image folders have as many as there are free cores.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # DDP synchronises buffers in every forward pass, so all processes need equal numbers of batches in evaluation, too.
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
+    # Time and bytes are logged for one process; they are not means over processes.
+    warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True.*")
+    # A resumed run has a folder of its own.
+    warnings.filterwarnings("ignore", message="The dirpath has changed from.*")
+    # Lightning itself uses what torch deprecates.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.. is deprecated.*")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
