@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 #: What each folder or file of tests is about: paths from the root, and any path that starts like them.
 SUBJECTS: dict[str, tuple[str, ...]] = {
-    "tests/recipes/": ("recipes/", "conf/", "workloads/", "netlab/"),
-    "tests/distributed/test_benchmarks.py": ("benchmarks/", "workloads/"),
+    "tests/recipes/": ("recipes/", "conf/", "workloads/", "pictures/", "netlab/"),
+    "tests/distributed/test_benchmarks.py": ("benchmarks/", "workloads/", "pictures/"),
     "tests/distributed/test_netlab.py": ("netlab/",),
     "tests/distributed/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
     "tests/integrations/test_examples.py": ("examples/",),
