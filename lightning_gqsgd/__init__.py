@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.memory import StabilityWarning
     from lightning_gqsgd.presets import PRESETS
+    from lightning_gqsgd.simulation import simulate
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,16 @@ _HOMES = {
     "enable": "integrations.enable",
     "register_gqsgd": "hook",
     "register_gqsgd_fsdp": "integrations.fsdp",
+    "simulate": "simulation",
+}
+
+#: The extra that brings a package.
+_EXTRAS = {
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "lightning_fabric": "lightning",
+    "pytorch_lightning": "lightning",
+    "transformers": "transformers",
 }
 
 __all__ = [
@@ -59,6 +70,7 @@ __all__ = [
     "enable",
     "register_gqsgd",
     "register_gqsgd_fsdp",
+    "simulate",
 ]
 
 install()
@@ -73,7 +85,17 @@ def __getattr__(name: str) -> Any:
         home = _HOMES[name]
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{home}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRAS:
+            raise
+        raise ImportError(
+            f"{name} needs {missing}, which is not installed: pip install 'lightning-gqsgd[{_EXTRAS[missing]}]'",
+            name=error.name,
+        ) from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,8 @@
 
 `import torch` calls `install` through the entry point group ``torch.backends``, so that ``Trainer(strategy="gqsgd")``
 works without an import of ours; TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off. An error here would break ``import
-torch`` or ``import lightning`` for everybody, hence: standard library only, and a failure is a warning.
+torch`` or ``import lightning`` for everybody. So this module imports the standard library only, and says what failed
+instead of raising it, also where warnings are errors.
 
 Lightning comes as ``lightning`` and as ``pytorch_lightning`` (with ``lightning_fabric``), whose classes are not
 interchangeable. All four registries get the same names, each with a class of its own flavour.
@@ -34,8 +35,30 @@ _TARGETS = {
     "lightning_fabric.strategies": _Target("STRATEGY_REGISTRY", "fabric_lightning_fabric", "GQSGDFabricStrategy"),
 }
 
-#: Presets that are strategy names, and what Lightning appends to the name of its own DDP strategy.
-STRATEGY_PRESETS = ("gqsgd", "gqsgd_4bit", "gqsgd_exponential")
+#: Presets, all of which are strategy names. They stand here a second time (a test compares), because importing them
+#: would import torch.
+STRATEGY_PRESETS = (
+    "gqsgd",
+    "gqsgd_4bit",
+    "gqsgd_sum",
+    "gqsgd_exponential",
+    "gqsgd_exponential_tree",
+    "qsgd",
+    "qsgd_elias",
+    "terngrad",
+    "natural_compression",
+    "natural_dithering",
+    "ecq_sgd",
+    "cd_adam",
+    "comp_ams",
+    "diana",
+    "artemis",
+    "dore",
+    "dq_psgd",
+    "signsgd_ef",
+    "topk_ef",
+)
+#: What Lightning appends to the name of its own DDP strategy.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {
     "": {},
@@ -120,12 +143,35 @@ def _register(name: str, module: ModuleType) -> None:
         if strategy_name not in registry:
             shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
             registry.register(strategy_name, strategy, description=f"Quantised DDP: {shown}", **arguments)
+    if "available_strategies" not in vars(registry):
+        available = registry.available_strategies
+        registry.available_strategies = lambda: _Names(available())
+
+
+class _Names(list[str]):
+    """The strategy names that a registry offers. Asked for one that is nearly ours, it says which ones there are:
+    Lightning would list its own only."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name) or not (isinstance(name, str) and name.startswith("gqsgd")):
+            return super().__contains__(name)
+        import difflib  # takes some milliseconds, which `import torch` should not
+
+        near = difflib.get_close_matches(name, self, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown strategy {name!r}; {hint}The presets are {', '.join(STRATEGY_PRESETS)}, each also with "
+            f"{', '.join(suffix for suffix in _START_METHODS if suffix)} and _find_unused_parameters_true; any other "
+            "configuration is an object, e.g. strategy=lightning_gqsgd.GQSGDStrategy(bits=5)"
+        )
 
 
 def _warn(error: Exception) -> None:
-    warnings.warn(
+    text = (
         f"lightning_gqsgd could not register its strategies by name ({type(error).__name__}: {error}); "
-        "pass GQSGDStrategy() instead of a string",
-        RuntimeWarning,
-        stacklevel=2,
+        "pass GQSGDStrategy() instead of a string"
     )
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:  # python -W error
+        print(text, file=sys.stderr)

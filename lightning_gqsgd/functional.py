@@ -2,60 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import atexit
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.plan import Plan, check_gradient
+from lightning_gqsgd.plan import check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Scope, Setting, Steps, new_store, resolve, stages
-from lightning_gqsgd.telemetry import Telemetry
-from lightning_gqsgd.transport.communicator import Communicator, agreement, is_alive, parent_group
-from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
+from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.transport.agreement import Card
+from lightning_gqsgd.transport.communicator import is_alive, parent_group, timeout_of
+from lightning_gqsgd.transport.meeting import Meeting
+from lightning_gqsgd.transport.pipeline import Job
 
-Stages = tuple[tuple[Scope, ...], ...]
+#: Bytes that the plans of tensors of different sizes take, at most, for each process group.
+MAX_PLAN_BYTES = 64 << 20
 
-
-class _Context:
-    """What all calls on one process group and device share."""
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, stages: Stages) -> None:
-        self.communicator = Communicator(device, group, stages=stages)
-        self.runner: Runner = runner_for(self.communicator)
-        self.plans: dict[tuple[GQSGDConfig, int, torch.dtype], Plan] = {}
-        self.telemetry = Telemetry()
-        self.calls = 0
-        self.latest: Job | None = None
-
-    @property
-    def failed(self) -> bool:
-        """True after an error: the order of collectives on its groups is lost."""
-        return self.latest is not None and self.latest.future.done() and self.latest.error is not None
-
-    def plan(self, x: Tensor, config: GQSGDConfig) -> Plan:
-        key = (config, x.numel(), x.dtype)
-        if key not in self.plans:
-            compile_kernels(config, x.dtype, x.device, self.communicator.size)
-            raw = x.numel() < config.min_numel
-            setting = Setting(config, self.communicator.size, x.dtype, self.communicator.piece_numel)
-            self.plans[key] = Plan([Segment(0, x.numel(), raw)], setting)
-        return self.plans[key]
-
-    def close(self) -> None:
-        self.runner.close(self.communicator)
-        release(self.runner)
-        self.communicator.close()
+_PURPOSE = "all_reduce"
 
 
-_contexts: dict[tuple[dist.ProcessGroup, torch.device, Stages], _Context] = {}
+class _Reductions:
+    """All calls on one process group and device."""
+
+    def __init__(self, engine: Engine, group: dist.ProcessGroup) -> None:
+        self.engine, self._group = engine, group
+        self._calls = 1  # the one that made this
+        self._prepared: set[tuple[GQSGDConfig, torch.dtype]] = set()
+
+    def number(self) -> int:
+        """The number of a new call."""
+        self._calls += 1
+        return self._calls - 1
+
+    def is_usable(self) -> bool:
+        """False after an error, or once the process group was destroyed."""
+        return not self.engine.failed and not self.engine.is_closed and is_alive(self._group)
+
+    def start(self, x: Tensor, config: GQSGDConfig, step: int) -> Job:
+        """Start to replace a flat tensor by its mean."""
+        card = Card(_PURPOSE, {**_facts(x, config), "step": step})
+        if (config, x.dtype) not in self._prepared:
+            self._prepare(x, config, card)
+        segments = (Segment(0, x.numel(), raw=x.numel() < config.min_numel),)
+        job = self.engine.reduce(x, Request(f"{_PURPOSE} number {step}", config, segments, step, agreement=card))
+        self.engine.plans.trim(MAX_PLAN_BYTES)
+        return job
+
+    def _prepare(self, x: Tensor, config: GQSGDConfig, card: Card) -> None:
+        """Make what the first call with a configuration needs, once all ranks have said that it is the same one."""
+        self.engine.agree(card).wait()
+        patience = timeout_of(self._group, x.device)
+        with Meeting(_PURPOSE, [self._group], patience) as meeting:
+            self.engine.connect(config)
+            self.engine.compile(config, x.dtype)
+            meeting.agree([{}], patience_s=COMPILE_PATIENCE_S)
+        self._prepared.add((config, x.dtype))
+
+
+_reductions: dict[tuple[dist.ProcessGroup, torch.device], _Reductions] = {}
 
 
 class Reduction:
@@ -76,15 +88,11 @@ class Reduction:
             CollectiveError: a collective failed; the result is all NaN.
         """
         try:
-            self._job.future.wait()
-        except Exception:
-            self._job.join()
-            if self._job.error is None:
-                raise
-            raise self._job.error from None
+            self._job.wait()
         finally:
             if self._flat.data_ptr() != self._out.data_ptr():
-                self._out.copy_(self._flat.view(self._out.shape))
+                with torch.inference_mode(self._out.is_inference()):
+                    self._out.copy_(self._flat.view(self._out.shape))
         return self._out
 
 
@@ -96,7 +104,7 @@ def all_reduce(
     out: Tensor | None = None,
     async_op: Literal[False] = False,
     step: int | None = None,
-    preset: str | None = None,
+    preset: str | GQSGDConfig | None = None,
     **fields: Any,
 ) -> Tensor: ...
 
@@ -109,7 +117,7 @@ def all_reduce(
     out: Tensor | None = None,
     async_op: Literal[True],
     step: int | None = None,
-    preset: str | None = None,
+    preset: str | GQSGDConfig | None = None,
     **fields: Any,
 ) -> Reduction: ...
 
@@ -121,7 +129,7 @@ def all_reduce(
     out: Tensor | None = None,
     async_op: bool = False,
     step: int | None = None,
-    preset: str | None = None,
+    preset: str | GQSGDConfig | None = None,
     **fields: Any,
 ) -> Tensor | Reduction:
     """Mean of a tensor over the ranks of a group, quantised on the wire; the same bits on every rank.
@@ -135,76 +143,97 @@ def all_reduce(
         out: where to put the mean, of the tensor's shape, dtype and device; None makes a new tensor.
         async_op: return a `Reduction` at once, whose `wait` gives the mean.
         step: number of the dither; the same number gives the same dither. None counts the calls on the group.
-        preset: name of a preset; see `presets.PRESETS`.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
         **fields: fields of `GQSGDConfig`.
 
     Raises:
-        ConfigError: a tensor or configuration that cannot work, or ranks that do not agree.
-        CollectiveError: a collective failed; the result is all NaN. The next call makes its process groups anew.
+        ConfigError: a tensor or configuration that cannot work, or ranks that do not agree; on every rank, if one of
+            them refuses.
+        CollectiveError: a collective failed, and the result is all NaN; or not all ranks call this within the timeout.
+            The next call makes its process groups anew.
     """
-    check_gradient(tensor, "the tensor")
-    _check_out(tensor, out)
     parent = parent_group(group)
-    config = resolve(make_config(preset, **fields), dist.get_world_size(parent))
-    if config.remembers:
-        raise ConfigError(
-            "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "
-            "the hook on a DDP model (register_gqsgd)"
-        )
-    context = _context(tensor.device, parent, tuple(stages(config, dist.get_world_size(parent))))
-    step = context.calls if step is None else step
-    context.calls += 1
-
+    reductions = _usable(parent, tensor)
+    number = 0
+    if reductions is None:
+        with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
+            config = _checked(tensor, out, parent, preset, fields)
+            (key,) = meeting.agree([_facts(tensor, config)])
+            remedy = "call all_reduce in a process of its own, started by spawn"
+            engine = Engine(tensor.device, parent, key, remedy=remedy)
+            reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
+    else:
+        number = reductions.number()  # counted on all ranks, also where one refuses
+        try:
+            config = _checked(tensor, out, parent, preset, fields)
+        except Exception as error:
+            # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
+            reductions.engine.agree(Card(_PURPOSE, {}, str(error)))
+            raise
+    step = number if step is None else step
     out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
     with torch.no_grad():
         out = out.detach().copy_(tensor) if out is not tensor else out.detach()
     flat = out.contiguous().view(-1)
-    reduction = Reduction(_start(context, flat, config, step), flat, out)
+    reduction = Reduction(reductions.start(flat, config, step), flat, out)
     return reduction if async_op else reduction.wait()
 
 
 def close() -> None:
     """Stop the threads and destroy the process groups that `all_reduce` has made; the next call makes them anew."""
-    while _contexts:
-        _contexts.popitem()[1].close()
+    while _reductions:
+        _reductions.popitem()[1].engine.close()
 
 
-def _start(context: _Context, flat: Tensor, config: GQSGDConfig, step: int) -> Job:
-    counters, telemetry = context.telemetry.bucket(0), context.telemetry
-    starts: list[Callable[[], Steps]] = []
-    if context.communicator.size > 1 and flat.numel():
-        facts = {**config.to_dict(), "numel": flat.numel(), "dtype": str(flat.dtype), "step": step}
-        store = new_store(config, context.communicator.size, {}, flat.dtype, flat.device)
-        starts = context.plan(flat, config).starts(flat, context.communicator.rank, step, store, counters, telemetry)
-        communicator = context.communicator
-        starts[0] = partial(_after_agreement, facts, starts[0], communicator.size, communicator.control_device)
-    name = f"all_reduce number {step}"
-    job = context.latest = Job(flat, starts, name, counters, telemetry, last_of_step=True, first_stage=0)
-    if starts:
-        context.runner.submit(context.communicator, job)
-    else:
-        job.finish()
-    return job
+atexit.register(close)  # Gloo groups that are still open at exit can abort the process
 
 
-def _after_agreement(facts: dict[str, Any], start: Callable[[], Steps], ranks: int, device: torch.device) -> Steps:
-    """The first piece's steps once all ranks have said that they reduce the same: unlike messages abort Gloo."""
-    yield from agreement(facts, ranks, device)
-    return (yield from start())
+def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
+    """What earlier calls on a group have made, if it can still be used; what cannot, of any group, is closed."""
+    for key in [key for key, reductions in _reductions.items() if not reductions.is_usable()]:
+        _reductions.pop(key).engine.close()
+    return _reductions.get((group, tensor.device)) if isinstance(tensor, Tensor) else _any_of(group)
 
 
-def _context(device: torch.device, group: dist.ProcessGroup, stages: Stages) -> _Context:
-    for known in [key for key, context in _contexts.items() if context.failed or not is_alive(key[0])]:
-        _contexts.pop(known).close()
-    key = (group, device, stages)
-    if key not in _contexts:
-        _contexts[key] = _Context(device, group, stages)
-    return _contexts[key]
+def _any_of(group: dist.ProcessGroup) -> _Reductions | None:
+    """What earlier calls on a group have made, on whatever device: enough to tell other ranks of an error."""
+    return next((reductions for (other, _), reductions in _reductions.items() if other is group), None)
 
 
-def _check_out(tensor: Tensor, out: Tensor | None) -> None:
+def _device_of(tensor: object) -> torch.device:
+    return tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
+
+
+def _checked(
+    tensor: Tensor,
+    out: Tensor | None,
+    group: dist.ProcessGroup,
+    preset: str | GQSGDConfig | None,
+    fields: dict[str, Any],
+) -> GQSGDConfig:
+    """The configuration of a call, with its reducer chosen.
+
+    Raises:
+        ConfigError: arguments that cannot work.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"all_reduce takes a tensor, not {type(tensor).__name__}")
+    check_gradient(tensor, "the tensor")
     if out is not None and (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise ConfigError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}, the tensor {tuple(tensor.shape)} {tensor.dtype} "
             f"on {tensor.device}; they must be alike"
         )
+    config = resolve(make_config(preset, **fields), dist.get_world_size(group))
+    if config.remembers:
+        raise ConfigError(
+            "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "
+            "the hook on a DDP model (register_gqsgd)"
+        )
+    return config
+
+
+def _facts(tensor: Tensor, config: GQSGDConfig) -> dict[str, Any]:
+    """What all ranks must have in common in a call: plain values by name."""
+    versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
+    return {**config.to_dict(), "numel": tensor.numel(), "dtype": str(tensor.dtype), **versions}

@@ -13,16 +13,21 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig, did_you_mean
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import destroy_at_exit
 from lightning_gqsgd.presets import make_config
 
-_BASE_FIELDS = tuple(one.name for one in dataclasses.fields(DistributedDataParallelKwargs))
+_BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
 _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+#: Where an Accelerator finds the number of processes.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 #: What Accelerate trains with instead of DDP, where a handler of DDP's is not looked at.
 _WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
@@ -45,7 +50,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
     (Accelerate loads no folder that was saved with another number of registered objects, so none of a run without it.)
 
     Args:
-        preset: name of a preset (default ``gqsgd``).
+        preset: name of a preset (default ``gqsgd``), or a configuration.
         **fields: fields of `GQSGDConfig` and of DistributedDataParallelKwargs.
 
     Attributes:
@@ -57,7 +62,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
     config: GQSGDConfig
 
-    def __init__(self, preset: str | None = None, **fields: Any) -> None:
+    def __init__(self, preset: str | GQSGDConfig | None = None, **fields: Any) -> None:
         known = ("preset", *GQSGDConfig.field_names(), *_BASE_FIELDS)
         for name in fields:
             if name not in known:
@@ -70,6 +75,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         DistributedDataParallelKwargs.__init__(self, **{name: fields[name] for name in fields if name not in own})
         self._refuse_hooks()
         self.config = make_config(preset, **own)
+        _say_that_nothing_is_reduced_by_one_process()
         self._hooks: list[tuple[weakref.ref[DistributedDataParallel], GQSGDState]] = []
         self._loaded: list[dict[str, Any]] = []
 
@@ -96,7 +102,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         """
         self._refuse_hooks()
         destroy_at_exit()
-        state = register_gqsgd(model, **self.config.to_dict())
+        state = register_gqsgd(model, self.config)
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
         self._hooks.append((weakref.ref(model), state))
@@ -160,7 +166,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
             )
 
 
-def enable_accelerator(accelerator: Accelerator, preset: str | None = None, **fields: Any) -> GQSGDKwargs:
+def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
     """See `enable.enable`."""
     existing, kind = accelerator.ddp_handler, DistributedType(accelerator.distributed_type).value
     if kind in _WITHOUT_DDP:
@@ -189,7 +195,7 @@ def enable_accelerator(accelerator: Accelerator, preset: str | None = None, **fi
 def _say_that_there_is_one_process() -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == 1:
-        _say("gqsgd: one process, nothing to reduce")
+        _say_once("gqsgd: one process, nothing to reduce")
         return
     warnings.warn(
         f"gqsgd: {started} processes were started (WORLD_SIZE), but this Accelerator is on its own, so each process "
@@ -197,6 +203,25 @@ def _say_that_there_is_one_process() -> None:
         "cpu=True to Accelerator or use_cpu=True to TrainingArguments",
         stacklevel=4,
     )
+
+
+def _say_that_nothing_is_reduced_by_one_process() -> None:
+    """Where an Accelerator finds itself alone, it wraps nothing in DDP, and never asks the handler.
+
+    So the handler looks at what an Accelerator would look at.
+    """
+    sizes = {os.environ.get(name, "1") for name in _WORLD_SIZES}
+    alone = PartialState().num_processes == 1 if PartialState._shared_state else sizes == {"1"}
+    if alone:
+        _say_once(
+            "gqsgd: one process, so nothing is reduced. Several are started by torchrun, or by accelerate launch "
+            "--multi_gpu; on CPUs, by ACCELERATE_USE_CPU=true torchrun (accelerate launch --cpu starts one)"
+        )
+
+
+@functools.lru_cache
+def _say_once(text: str) -> None:
+    _say(text)
 
 
 def _say(text: str) -> None:

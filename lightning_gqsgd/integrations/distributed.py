@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig, did_you_mean
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.presets import make_config
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
@@ -26,7 +27,7 @@ def on_nodes(config: GQSGDConfig, processes_per_node: int) -> GQSGDConfig:
 
 
 def split_arguments(
-    strategy: type, base: type, preset: str | None, arguments: dict[str, Any]
+    strategy: type, base: type, preset: str | GQSGDConfig | None, arguments: dict[str, Any]
 ) -> tuple[GQSGDConfig, dict[str, Any]]:
     """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
 

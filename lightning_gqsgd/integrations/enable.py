@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.accelerate import GQSGDKwargs, enable_accelerator
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 
-def enable(target: Accelerator | Trainer, preset: str | None = None, **fields: Any) -> GQSGDKwargs:
+def enable(target: Accelerator | Trainer, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
     """Compress the gradients of what an Accelerator or a transformers Trainer trains, and keep its other settings.
 
     What the hook needs to resume goes into checkpoints: of an Accelerator those of ``save_state``, of a Trainer those
@@ -22,7 +23,7 @@ def enable(target: Accelerator | Trainer, preset: str | None = None, **fields: A
 
     Args:
         target: an Accelerator that has prepared no model yet, or a Trainer before ``evaluate`` and ``train``.
-        preset: name of a preset (default ``gqsgd``).
+        preset: name of a preset (default ``gqsgd``), or a configuration.
         **fields: fields of `GQSGDConfig`; fields of DistributedDataParallelKwargs replace the existing handler's.
 
     Returns:

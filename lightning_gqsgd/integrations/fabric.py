@@ -8,7 +8,8 @@ from torch import optim
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 
@@ -22,7 +23,7 @@ class FabricMixin(_Base):
     in the order in which those are set up, before or after.
 
     Args:
-        preset: name of a preset (default ``gqsgd``).
+        preset: name of a preset (default ``gqsgd``), or a configuration.
         **kwargs: fields of `GQSGDConfig`, arguments of Fabric's DDPStrategy, and of DistributedDataParallel.
 
     Attributes:
@@ -32,8 +33,8 @@ class FabricMixin(_Base):
         ConfigError: an unknown argument, or a value that cannot work.
     """
 
-    def __init__(self, *, preset: str | None = None, **kwargs: Any) -> None:
-        (base,) = (one for one in type(self).__mro__ if one.__name__ == "DDPStrategy")
+    def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None:
+        (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
         self.gqsgd_config, rest = split_arguments(type(self), base, preset, kwargs)
         super().__init__(**rest)
         self.gqsgd_states: list[GQSGDState] = []
@@ -47,7 +48,7 @@ class FabricMixin(_Base):
         """Wrap a model and install the hook."""
         model = super().setup_module(module)
         config = on_nodes(self.gqsgd_config, self.num_processes)
-        state = register_gqsgd(model, timeout=self._timeout, **config.to_dict())
+        state = register_gqsgd(model, config, timeout=self._timeout)
         self.gqsgd_states.append(state)
         self._restore([state])
         self._rank_zero_info(state.report())
@@ -58,7 +59,7 @@ class FabricMixin(_Base):
         if _is_to_resume(state) and self.gqsgd_states:
             if CHECKPOINT_KEY in state:
                 raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
-            state = {**state, CHECKPOINT_KEY: [one.state_dict() for one in self.gqsgd_states]}
+            state = {**state, CHECKPOINT_KEY: [hook.state_dict() for hook in self.gqsgd_states]}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -93,4 +94,4 @@ class FabricMixin(_Base):
 
 def _is_to_resume(state: Any) -> bool:
     """Whether training resumes from what is saved or loaded: weights alone are for other uses."""
-    return isinstance(state, dict) and any(isinstance(one, optim.Optimizer) for one in state.values())
+    return isinstance(state, dict) and any(isinstance(value, optim.Optimizer) for value in state.values())

@@ -9,11 +9,13 @@ part of it, and FSDP divides by the rest afterwards); the all-reduce hook replac
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,24 +27,33 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd import __version__
+from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.functional import Reduction
-from lightning_gqsgd.hook import STATE_SCHEMA, warn_of_difference
-from lightning_gqsgd.integrations.fsdp_modules import ShardedGroup, digest, parameter_bits, row, sharded_groups
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
+from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.integrations.fsdp_modules import (
+    ShardedGroup,
+    ShardedParameter,
+    digest,
+    parameter_bits,
+    row,
+    shard_group,
+    sharded_groups,
+)
+from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.plan import Plan, ScatterPlan, check_gradient
+from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, new_store, resolve, setting_for, stages
+from lightning_gqsgd.reducers import REDUCERS, resolve
 from lightning_gqsgd.telemetry import Telemetry, moment
-from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
+from lightning_gqsgd.transport.agreement import Stamp, digest_of
+from lightning_gqsgd.transport.communicator import timeout_of
+from lightning_gqsgd.transport.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 
-#: Characters of an error that are passed on to ranks that have not seen it.
-ERROR_LENGTH = 500
+_REMEDY = "shard a new model and register the hooks there"
 
 
 @dataclass(eq=False)
@@ -51,21 +62,19 @@ class _Collective:
 
     Attributes:
         name: for messages and checkpoints.
-        communicator: the ranks that take part.
+        engine: the ranks that take part.
         config: the configuration, with its reducer chosen.
-        plan: what is planned with.
+        plan: what cuts a flat tensor into pieces.
         rows: which ranks' shards are in a flat tensor, see `fsdp_modules`.
         first_bucket: number of its first counters.
-        plans: by what is reduced.
     """
 
     name: str
-    communicator: Communicator
+    engine: Engine
     config: GQSGDConfig
     plan: type[Plan]
     rows: Sequence[int]
     first_bucket: int
-    plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
 
 
 class GQSGDFSDPState:
@@ -85,33 +94,42 @@ class GQSGDFSDPState:
         replicate: dist.ProcessGroup | None,
         reduce_scatter: bool,
         timeout: timedelta | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
-        _check_request(config, replicate, reduce_scatter)
         self.config = config
         self._groups = sharded_groups(model, config)
-        _check_groups(self._groups, replicate)
         device, shards = self._groups[0].device, self._groups[0].shards
         replicas = replicate or self._groups[0].replicas
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
-
-        scattered = _for_scatter(config, self._replica) if reduce_scatter else GQSGDConfig(reducer="native")
-        self._shards = Communicator(device, shards, timeout, stages=stages(scattered, shards.size()))
-        self._average: _Collective | None = None
-        self._scatter: _Collective | None = None
-        if replicate is not None:
-            averaged = resolve(config, replicate.size())
-            among = Communicator(device, replicate, timeout, stages=stages(averaged, replicate.size()))
-            self._average = _Collective("all-reduce", among, averaged, Plan, [self._shards.rank], 0)
-        if reduce_scatter:
-            rows, before = range(self._shards.size), len(self._groups) if replicate is not None else 0
-            self._scatter = _Collective("reduce-scatter", self._shards, scattered, ScatterPlan, rows, before)
-        facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
-        self._agree({**facts, "place among replicas": self._replica}, {**facts, "shard": self._shards.rank})
-        self._runner: Runner | None = runner_for(*self._communicators())
+        self._shards, self._replicas, self._timeout = shards, replicate, timeout or timeout_of(shards, device)
+        with meeting or self._meeting("register_gqsgd_fsdp") as start, ExitStack() as undo:
+            _check_request(config, replicate, reduce_scatter)
+            _check_groups(self._groups, replicate)
+            facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
+            facts |= {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
+            scattered = _for_scatter(config, self._replica) if reduce_scatter else GQSGDConfig(reducer="native")
+            averaged = resolve(config, replicate.size()) if replicate is not None else None
+            keys = self._agree(start, {**facts, "place among replicas": self._replica}, facts)
+            engine = Engine(device, shards, keys[0], timeout=timeout, streams=1, remedy=_REMEDY)
+            undo.callback(engine.close)
+            self._sharded, self._average, self._scatter = engine, None, None
+            if replicate is not None and averaged is not None:
+                beside = Engine(device, replicate, keys[1], timeout=timeout, beside=engine, remedy=_REMEDY)
+                undo.callback(beside.close)
+                beside.connect(averaged)
+                self._average = _Collective("all-reduce", beside, averaged, Plan, [engine.rank], 0)
+            if reduce_scatter:
+                engine.connect(scattered)
+                before = len(self._groups) if replicate is not None else 0
+                ways = range(engine.world_size)
+                self._scatter = _Collective("reduce-scatter", engine, scattered, ScatterPlan, ways, before)
+            self._agree(start, {}, {})
+            undo.pop_all()
+        self.telemetry: Telemetry = engine.telemetry
+        self._digest = digest_of(json.dumps(facts, sort_keys=True))
         self._reductions: defaultdict[str, int] = defaultdict(int)
         self._has_met: set[torch.dtype] = set()
         self._first_of_step: ShardedGroup | None = None
-        self.telemetry = Telemetry()
         self._install()
 
     @property
@@ -147,7 +165,7 @@ class GQSGDFSDPState:
             return
         self._run(self._average, group, reduced)
         if _divisor(group) is not None:
-            reduced *= self._average.communicator.size
+            reduced *= self._average.engine.world_size
 
     def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
         """Reduce-scatter: set ``output`` to this rank's row of the mean of all ranks' ``gradients``, times what ``op``
@@ -159,61 +177,67 @@ class GQSGDFSDPState:
         """
         assert self._scatter is not None
         self._run(self._scatter, group, gradients)
-        output.copy_(gradients.view(self._shards.size, -1)[self._shards.rank])
+        shards = self._sharded.world_size
+        output.copy_(gradients.view(shards, -1)[self._sharded.rank])
         if op != dist.ReduceOp.AVG:
             divisor = None if op == dist.ReduceOp.SUM else _divisor(group)  # the third is a sum of what was divided
-            output *= self._shards.size / (divisor or 1.0)
+            output *= shards / (divisor or 1.0)
 
     def _run(self, collective: _Collective, group: ShardedGroup, x: Tensor) -> None:
         """Reduce ``x`` in place; wait for it (on a GPU, the current stream does)."""
-        if self._runner is None:
-            raise RuntimeError("gqsgd: the hooks were closed; shard a new model and register them there")
+        collective.engine.check_open()
         if x.dtype not in self._has_met:
             self._meet(x)
         name = f"{collective.name} of {group.name}"
         step = self._reductions[name]
+        is_first = self._count(group)
         self._reductions[name] += 1
-        self._count(group)
         begun = moment(x.device)
-        counters = self.telemetry.bucket(collective.first_bucket + group.index)
-        starts = []
-        if collective.communicator.size > 1 and x.numel():
-            plan = self._plan(collective, group, x, warming_up=step < collective.config.warmup_steps)
-            store = new_store(collective.config, collective.communicator.size, {}, x.dtype, x.device)
-            starts = plan.starts(x, collective.communicator.rank, step, store, counters, self.telemetry)
-        job = Job(x, starts, f"{name}, number {step}", counters, self.telemetry, last_of_step=False)
-        if starts:
-            self._runner.submit(collective.communicator, job)
-        else:
-            job.finish()
-        Reduction(job, x, x).wait()
+        parameters = group.reduced()
+        segments, known = self._segments(collective, group, x, parameters)
+        request = Request(
+            name=f"{name}, number {step}",
+            config=collective.config,
+            segments=segments,
+            step=step,
+            agreement=self._stamp(collective, step) if is_first else None,
+            bucket=collective.first_bucket + group.index,
+            compressed=known and step >= collective.config.warmup_steps,
+            plan=collective.plan,
+        )
+        collective.engine.reduce(x, request).wait()
         self.telemetry.expose(begun, moment(x.device))
 
-    def _plan(self, collective: _Collective, group: ShardedGroup, x: Tensor, *, warming_up: bool) -> Plan:
-        parameters = group.reduced()
-        key = (group.index, x.dtype, x.numel(), warming_up, *(p.number for p in parameters))
-        if key not in collective.plans:
-            check_gradient(x, "a gradient")
-            rows, config = collective.rows, collective.config
-            segments = [segment for one in rows for segment in row(parameters, one, self._shards.size)]
-            known = sum(segment.numel for segment in segments) == x.numel()
-            if not known:
-                logger.warning(
-                    "gqsgd: some parameters of %s got no gradient, and FSDP does not tell which: the others travel "
-                    "uncompressed; set_reduce_scatter_unused_params(True) avoids this",
-                    group.name,
-                )
-                segments = [Segment(0, x.numel() // len(rows), raw=True)] * len(rows)
-            communicator = collective.communicator
-            setting = Setting(config, communicator.size, x.dtype, communicator.piece_numel)
-            if warming_up or not known:
-                segments = [segment._replace(raw=True) for segment in segments]
-                setting = setting_for(setting, compressed=False)
-            collective.plans[key] = collective.plan(segments, setting)
-        return collective.plans[key]
+    def _segments(
+        self, collective: _Collective, group: ShardedGroup, x: Tensor, parameters: list[ShardedParameter]
+    ) -> tuple[tuple[Segment, ...], bool]:
+        """The parameters in a flat tensor, and whether it is known which ones those are."""
+        rows = collective.rows
+        segments = tuple(segment for rank in rows for segment in row(parameters, rank, self._sharded.world_size))
+        if sum(segment.numel for segment in segments) == x.numel():
+            return segments, True
+        if group.index not in self._said:
+            self._said.add(group.index)
+            logger.warning(
+                "gqsgd: some parameters of %s got no gradient, and FSDP does not tell which: the others travel "
+                "uncompressed; set_reduce_scatter_unused_params(True) avoids this",
+                group.name,
+            )
+        return (Segment(0, x.numel() // len(rows), raw=True),) * len(rows), False
 
-    def _count(self, group: ShardedGroup) -> None:
-        """End telemetry's step with the backward pass or, where FSDP reduces outside of one, with the next round."""
+    def _stamp(self, collective: _Collective, step: int) -> Stamp | None:
+        """What ranks compare in the first reduction of each step: also how often each module has been reduced."""
+        if not REDUCERS[collective.config.reducer].compresses:
+            return None
+        counts = json.dumps(self._reductions, sort_keys=True)
+        return Stamp(collective.config.seed, step, digest_of(f"{self._digest} {counts}"))
+
+    def _count(self, group: ShardedGroup) -> bool:
+        """End telemetry's step with the backward pass or, where FSDP reduces outside of one, with the next round.
+
+        Returns:
+            Whether the group is the first of its step.
+        """
         in_backward = torch._C._current_graph_task_id() != -1
         if self._first_of_step is group and not in_backward:
             self._end_step()
@@ -221,6 +245,7 @@ class GQSGDFSDPState:
             self._first_of_step = group
             if in_backward:
                 Variable._execution_engine.queue_callback(self._end_step)
+        return self._first_of_step is group
 
     def _end_step(self) -> None:
         if self._first_of_step is not None:
@@ -232,32 +257,28 @@ class GQSGDFSDPState:
     def _meet(self, x: Tensor) -> None:
         """Compile what the first reduction in a dtype needs; wait for ranks that take longer. Before the very first,
         compare the parameters of replicas, which nobody makes equal and nothing could bring together later."""
-        for collective in (self._average, self._scatter):
-            if collective is not None:
-                compile_kernels(collective.config, x.dtype, x.device, collective.communicator.size)
-        facts = {"dtype of gradients": str(x.dtype)}
-        theirs = dict(facts)
-        if self._average is not None and not self._has_met:
-            theirs["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
-        self._agree(facts, theirs)
+        with self._meeting("the first reduction in a dtype") as meeting:
+            facts = {"dtype of gradients": str(x.dtype)}
+            replicas = dict(facts)
+            if self._average is not None and not self._has_met:
+                replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
+            self._agree(meeting, facts, replicas)
+            for collective in (self._average, self._scatter):
+                if collective is not None:
+                    collective.engine.compile(collective.config, x.dtype)
+            self._agree(meeting, {}, {}, patience_s=COMPILE_PATIENCE_S)
         self._has_met.add(x.dtype)
 
-    def _agree(self, among_shards: dict[str, Any], among_replicas: dict[str, Any]) -> None:
-        """Compare facts among the ranks that share a replica, and among those that hold the same shards.
+    def _meeting(self, purpose: str) -> Meeting:
+        groups = [self._shards, *([self._replicas] if self._replicas is not None else [])]
+        return Meeting(purpose, groups, self._timeout)
 
-        All ranks raise if two differ: who differs from none hears from another one of its shard, or replica.
-        """
-        meetings = [(self._shards, among_shards)]
-        if self._average is not None:  # the second round of the first meeting is about what was found in the second
-            meetings = [*meetings, (self._average.communicator, among_replicas), (self._shards, {})]
-        found: ConfigError | None = None
-        for communicator, facts in meetings:
-            try:
-                communicator.agree({**facts, "error of another rank": str(found)[:ERROR_LENGTH] if found else None})
-            except ConfigError as error:
-                found = found or error
-        if found is not None:
-            raise found
+    def _agree(
+        self, meeting: Meeting, shards: dict[str, Any], replicas: dict[str, Any], patience_s: float = 0.0
+    ) -> list[str]:
+        """Compare facts among the ranks that share a replica, and among those that hold the same shards."""
+        facts = [shards, *([replicas] if self._replicas is not None else [])]
+        return meeting.agree(facts, patience_s=patience_s)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -274,24 +295,20 @@ class GQSGDFSDPState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the dither of a checkpoint. Not a collective.
 
-        Modules that the checkpoint does not name, because others were sharded, continue from its step.
+        Modules that the checkpoint does not name, because others were sharded, continue from its step. Where ranks load
+        different states, the next backward pass raises ConfigError on all of them.
 
         Raises:
-            ConfigError: the state is of another schema, or not of FSDP.
+            ConfigError: it is no state, or of another schema, or not of FSDP.
         """
-        if state.get("schema") != STATE_SCHEMA or "reductions" not in state:
-            raise ConfigError(
-                f"not an FSDP state of schema {STATE_SCHEMA} (schema: {state.get('schema')!r}, entries: "
-                f"{', '.join(state)}): resume with what wrote it, or drop the entry to start the dither anew"
-            )
-        warn_of_difference(state["config"], self.config)
+        check_state(state, self.config, {"reductions": dict})
         self.config = replace(self.config, seed=state["seed"])
         if self._average is not None:
-            self._average.config = resolve(self.config, self._average.communicator.size)
-            self._average.plans.clear()
+            self._average.config = resolve(self.config, self._average.engine.world_size)
+            self._average.engine.plans.clear()
         if self._scatter is not None:
             self._scatter.config = _for_scatter(self.config, self._replica)
-            self._scatter.plans.clear()
+            self._scatter.engine.plans.clear()
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
 
     # --- what the user sees ------------------------------------------------------------------------------------------
@@ -301,37 +318,34 @@ class GQSGDFSDPState:
         every = [p for group in self._groups for p in group.parameters]
         raw = [p for p in every if p.raw]
         ways = []
-        if self._scatter is not None and self._shards.size > 1:
-            ways.append(f"reduce-scattered over {self._shards.size} shards")
-        if self._average is not None and self._average.communicator.size > 1:
-            name, replicas = self._average.config.reducer, self._average.communicator.size
+        if self._scatter is not None and self._sharded.world_size > 1:
+            ways.append(f"reduce-scattered over {self._sharded.world_size} shards")
+        if self._average is not None and self._average.engine.world_size > 1:
+            name, replicas = self._average.config.reducer, self._average.engine.world_size
             ways.append(f"averaged over {replicas} replicas by {name}")
         if not ways:
             return "gqsgd: one process on the way that is compressed, nothing to reduce"
-        if self.config.reducer == "native":
-            return f"gqsgd: gradients are {ways[0]}, nothing compressed (reducer='native')"
-        text = f"gqsgd: {sum(p.numel for p in every) - sum(p.numel for p in raw):,} gradient values in "
-        text += f"{len(every) - len(raw)} sharded tensors, {' and '.join(ways)}, at {self.config.describe()}"
+        if not REDUCERS.get(self.config.reducer, REDUCERS["two_shot"]).compresses:
+            return f"gqsgd: gradients are {ways[0]}, nothing compressed (reducer={self.config.reducer!r})"
+        values = sum(p.numel for p in every) - sum(p.numel for p in raw)
+        if not values:
+            return f"gqsgd: NOTHING IS COMPRESSED: all parameters are smaller than min_numel={self.config.min_numel}"
+        text = f"gqsgd: {counted(values, 'gradient value')} in {counted(len(every) - len(raw), 'sharded tensor')}, "
+        text += f"{' and '.join(ways)}, at {self.config.describe()}"
         if raw:
-            text += f"; uncompressed: {sum(p.numel for p in raw):,} values in {len(raw)} tensors"
+            text += f"; uncompressed: {counted(sum(p.numel for p in raw), 'value')} in {counted(len(raw), 'tensor')}"
         if self.config.warmup_steps > self.step:
             text += f"; uncompressed until step {self.config.warmup_steps}"
         return text
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained any more."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            for communicator in self._communicators():
-                runner.close(communicator)
-            release(runner)
-            for communicator in self._communicators():
-                communicator.close()
-
-    def _communicators(self) -> list[Communicator]:
-        return [self._shards, *([self._average.communicator] if self._average is not None else [])]
+        if self._average is not None:
+            self._average.engine.close()
+        self._sharded.close()
 
     def _install(self) -> None:
+        self._said: set[int] = set()  # groups about which users have been warned
         for group in self._groups:
             if self._average is not None:
                 group.module.set_all_reduce_hook(partial(self.average, group))
@@ -362,7 +376,7 @@ def register_gqsgd_fsdp(
     *,
     replicate: dist.ProcessGroup | DeviceMesh | None = None,
     reduce_scatter: bool = False,
-    preset: str | None = None,
+    preset: str | GQSGDConfig | None = None,
     timeout: timedelta | None = None,
     **fields: Any,
 ) -> GQSGDFSDPState:
@@ -387,7 +401,7 @@ def register_gqsgd_fsdp(
             nothing is done over replicas.
         reduce_scatter: quantise the reduce-scatter over the ranks that parameters are divided among, too, or alone.
             Codes are added once, in full precision, so that no reducer other than "auto" or "two_shot" makes sense.
-        preset: name of a preset; see `presets.PRESETS`.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
         timeout: of collectives; None takes those of the model's process groups.
         **fields: fields of `GQSGDConfig`. Names, ``exclude`` and ``min_numel`` are about whole parameters,
             ``warmup_steps`` and ``sample_every`` about each module's reductions. There is no memory.
@@ -401,7 +415,12 @@ def register_gqsgd_fsdp(
                 f"replicate is a mesh of {replicate.ndim} dimensions; give the one of replicas: mesh['replicate']"
             )
         replicate = replicate.get_group()
-    state = GQSGDFSDPState(model, make_config(preset, **fields), replicate, reduce_scatter, timeout)
+    shards = shard_group(model)
+    groups = [shards, *([replicate] if replicate is not None else [])]
+    patience = timeout or timeout_of(shards, next(model.parameters()).device)
+    with Meeting("register_gqsgd_fsdp", groups, patience) as meeting:
+        config = make_config(preset, **fields)
+        state = GQSGDFSDPState(model, config, replicate, reduce_scatter, timeout, meeting)
     weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
     return state
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.hook import number_parameters
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.parameters import number_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,16 @@ class ShardedGroup:
         return torch.stack([_bit_sum(param.sharded_param.to_local()) for param in self.inner.fsdp_params]).tolist()
 
 
+def shard_group(model: nn.Module) -> dist.ProcessGroup:
+    """The process group that the parameters of a model are divided among.
+
+    Raises:
+        ConfigError: see `sharded_groups`.
+    """
+    group: dist.ProcessGroup = _checked_param_groups(model)[0][2].mesh_info.shard_process_group
+    return group
+
+
 def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
     """The groups of a model, in order.
 
@@ -103,26 +114,14 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
         ConfigError: nothing is sharded, or in a way that hooks cannot be installed for; or an exclude pattern matches
             no parameter.
     """
-    found = _param_groups(model)
-    if not found:
-        raise ConfigError(f"no module of this {type(model).__name__} is sharded; apply fully_shard first")
-    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in found):
-        raise ConfigError(
-            "replicate() shards nothing; wrap the model in DistributedDataParallel and use register_gqsgd"
-        )
-    if len({id(inner.mesh_info.shard_process_group) for _, _, inner in found}) > 1:
-        raise ConfigError(
-            "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
-            "fully_shard"
-        )
+    found = _checked_param_groups(model)
     parameters = _named(model, [inner for _, _, inner in found])
+    whole = {name: param.sharded_param for name, param in parameters.items()}
     known = {
-        id(parameters[name]): ShardedParameter(
-            number, name, numel, parameters[name].padded_sharded_param_size.numel(), raw=raw
+        id(parameters[entry.name]): ShardedParameter(
+            *entry[:3], parameters[entry.name].padded_sharded_param_size.numel(), raw=entry.raw
         )
-        for number, name, numel, raw in number_parameters(
-            {name: param.sharded_param for name, param in parameters.items()}, config
-        )
+        for entry in number_parameters(whole, config)
     }
     return [
         ShardedGroup(index, name or "the root", module, inner, [known[id(param)] for param in inner.fsdp_params])
@@ -147,6 +146,23 @@ def parameter_bits(groups: list[ShardedGroup]) -> str:
     """A digest of the values of this rank's shards of all parameters. Waits for the device."""
     sums = [group.bit_sums() for group in groups]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+
+
+def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
+    """What `_param_groups` finds, if hooks can be installed there."""
+    found = _param_groups(model)
+    if not found:
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded; apply fully_shard first")
+    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in found):
+        raise ConfigError(
+            "replicate() shards nothing; wrap the model in DistributedDataParallel and use register_gqsgd"
+        )
+    if len({id(inner.mesh_info.shard_process_group) for _, _, inner in found}) > 1:
+        raise ConfigError(
+            "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
+            "fully_shard"
+        )
+    return found
 
 
 def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:

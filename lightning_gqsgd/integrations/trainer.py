@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.config import GQSGDConfig, Memory
 from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
+from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.telemetry import Meter
 
 _Base: Any = object  # each flavour's DDPStrategy, or Callback
@@ -26,7 +27,7 @@ class TrainerMixin(_Base):
     it is ``"none"``.
 
     Args:
-        preset: name of a preset (default ``gqsgd``).
+        preset: name of a preset (default ``gqsgd``), or a configuration.
         telemetry: add the callback that logs counters, unless the Trainer has one.
         **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
             as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
@@ -41,8 +42,8 @@ class TrainerMixin(_Base):
 
     def __init__(
         self,
+        preset: str | GQSGDConfig | None = None,
         *,
-        preset: str | None = None,
         codec: str | None = None,
         bits: int | None = None,
         levels: int | None = None,
@@ -72,7 +73,7 @@ class TrainerMixin(_Base):
         given = locals()
         named = {name: given[name] for name in GQSGDConfig.field_names()}
         fields = {name: value for name, value in named.items() if value is not None}
-        (base,) = (one for one in type(self).__mro__ if one.__name__ == "DDPStrategy")
+        (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
         self.gqsgd_config, rest = split_arguments(type(self), base, preset, {**fields, **kwargs})
         super().__init__(**rest)
         self._adds_telemetry = telemetry
@@ -92,7 +93,7 @@ class TrainerMixin(_Base):
         """Lightning calls this first: the callbacks of the Trainer can still be added to."""
         super().connect(model)
         callbacks = model.trainer.callbacks
-        if self._adds_telemetry and not any(isinstance(one, TelemetryMixin) for one in callbacks):
+        if self._adds_telemetry and not any(isinstance(callback, TelemetryMixin) for callback in callbacks):
             # In front: checkpoint callbacks have to stay last.
             callbacks.insert(0, self._telemetry_callback())
 
@@ -115,8 +116,8 @@ class TrainerMixin(_Base):
         self._pl_static_graph_delay_done = False  # of an earlier fit
         if self._ddp_comm_state is not None:
             self._ddp_comm_state.iter = 0  # of an earlier fit; Lightning makes the averager anew, too
-        fields = on_nodes(self.gqsgd_config, self.num_processes).to_dict()
-        state = register_gqsgd(self.model, timeout=self._timeout, post_local_sgd=self._ddp_comm_state, **fields)
+        config = on_nodes(self.gqsgd_config, self.num_processes)
+        state = register_gqsgd(self.model, config, timeout=self._timeout, post_local_sgd=self._ddp_comm_state)
         self._check_installed()
         if self._loaded is not None:
             state.load_state_dict(self._loaded)
@@ -181,12 +182,14 @@ class TrainerMixin(_Base):
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's hints, with the names of this strategy."""
         super().on_exception(exception)
-        exception.args = tuple(
-            arg.replace("'ddp_find_unused", "'gqsgd_find_unused").replace("DDPStrategy(", f"{type(self).__name__}(")
-            if isinstance(arg, str)
-            else arg
-            for arg in exception.args
-        )
+        exception.args = tuple(self._with_own_names(arg) if isinstance(arg, str) else arg for arg in exception.args)
+
+    def _with_own_names(self, text: str) -> str:
+        """A hint of Lightning's, with the preset's name or, for a configuration that has none, with the fields."""
+        presets = [name for name, preset in PRESETS.items() if preset.config == self.gqsgd_config]
+        if presets:
+            text = text.replace("'ddp_find_unused", f"'{presets[0]}_find_unused")
+        return text.replace("DDPStrategy(", f"{type(self).__name__}(")
 
     def teardown(self) -> None:
         """Stop threads and process groups of the hook; its counters and state stay readable."""
@@ -202,7 +205,11 @@ class TrainerMixin(_Base):
 
 
 class TelemetryMixin(_Base):
-    """Logs the hook's counters under ``gqsgd/``, of every step; see `telemetry.Meter`."""
+    """Logs the hook's counters under ``gqsgd/`` whenever the Trainer logs (``log_every_n_steps``); see
+    `telemetry.Meter`.
+
+    Reading the counters waits for a GPU, so they are not read in other batches; times are means since the last reading.
+    """
 
     def __init__(self) -> None:
         self._meter: Meter | None = None
@@ -213,7 +220,9 @@ class TelemetryMixin(_Base):
         self._meter = None if state is None else Meter(state.telemetry)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log what the backward pass of this batch has cost; nothing where gradients were only accumulated."""
-        values = {} if self._meter is None else self._meter.read()
+        """Log what the backward passes since the last reading have cost; nothing where none has reduced gradients."""
+        if self._meter is None or not trainer._logger_connector.should_update_logs:
+            return
+        values = self._meter.read()
         if values:
             pl_module.log_dict(values, rank_zero_only=True)

@@ -12,7 +12,8 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.accelerate import GQSGDKwargs, enable_accelerator
 from lightning_gqsgd.telemetry import Meter
 
@@ -87,7 +88,7 @@ class GQSGDCallback(TrainerCallback):
             self._handler.load_state_dict({"states": []})
 
 
-def enable_trainer(trainer: Trainer, preset: str | None = None, **fields: Any) -> GQSGDKwargs:
+def enable_trainer(trainer: Trainer, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
     """See `enable.enable`."""
     handler = enable_accelerator(trainer.accelerator, preset, **fields)
     callback = GQSGDCallback(trainer, handler)

@@ -23,6 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+#: Ranks with different versions would not understand each other's messages.
+VERSION = 1
+
 GOLDEN = 0x9E3779B9
 MULTIPLY_1 = 0x7FEB352D
 MULTIPLY_2 = 0x846CA68B

@@ -1,9 +1,10 @@
 """Runs the steps of reducers: over Gloo on one thread that puts them in order, over NCCL on streams of our own.
 
 Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
-run on several threads in no order. Here one thread per process starts every collective; callbacks only wake it. Pieces
-are started in the order in which they were submitted, stage by stage, so each group sees the same order on every rank;
-within that, the thread does whatever is ready: encoding, the wire and decoding of different pieces overlap.
+run on several threads in no order. Here one thread per process starts every collective, and callbacks only wake it.
+Pieces are started in the order in which they were submitted, stage by stage, so each group sees the same order on every
+rank. Within that order, the thread does whatever is ready: the encoding, the exchange and the decoding of different
+pieces overlap.
 
 NCCL: the thread that hands a bucket over issues all its work at once and waits for none; no collective is issued from a
 callback. CUDA tensors over Gloo take the thread, which issues their work on a stream of its own (see `staging`).
@@ -21,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Steps
 from lightning_gqsgd.telemetry import BucketCounters, Moment, Telemetry, moment
 from lightning_gqsgd.transport.communicator import Communicator
@@ -43,6 +45,9 @@ MAX_UNDER_WAY = 8
 #: How long to wait for the thread when closing; it never waits for the network itself.
 CLOSE_TIMEOUT_S = 60.0
 
+#: What starts the steps of a piece.
+Start = Callable[[], Steps]
+
 
 @dataclass(eq=False)
 class Job:
@@ -52,20 +57,23 @@ class Job:
         tensor: the tensor; after an error it is all NaN.
         pieces: for each piece, a function that starts its steps.
         name: for messages.
-        counters, telemetry: where time is booked.
+        counters: of the bucket; time is added there.
+        telemetry: of the process; time is added there.
         last_of_step: True for the last bucket of a step.
-        first_stage: 0 if the first piece begins with an agreement, otherwise 1; the same for all jobs of a
-            communicator.
+        preface: a function that starts the steps of an agreement, without which the job does not complete; None: there
+            is nothing to agree on.
+        preface_blocks: whether the agreement is over before the first piece starts.
         error: the error, once complete.
     """
 
     tensor: Tensor
-    pieces: Sequence[Callable[[], Steps]]
+    pieces: Sequence[Start]
     name: str
     counters: BucketCounters
     telemetry: Telemetry
     last_of_step: bool
-    first_stage: int = 1
+    preface: Start | None = None
+    preface_blocks: bool = True
 
     def __post_init__(self) -> None:
         devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
@@ -74,7 +82,7 @@ class Job:
         self._submitted = time.perf_counter()
         self._arrived = moment(self.tensor.device)
         self._stream: torch.cuda.Stream | None = None
-        self.left = len(self.pieces)
+        self.left = len(self.pieces) + (self.preface is not None)
 
     @cached_property
     def future(self) -> torch.futures.Future[Tensor]:
@@ -90,32 +98,50 @@ class Job:
             stream.wait_event(cast("torch.cuda.Event", self._arrived))
             self.tensor.record_stream(stream)
 
-    def join(self) -> None:
-        """Let the current stream wait for all work that has been issued; a future with an error does not."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+    def wait(self) -> Tensor:
+        """The tensor; waits for it (on a GPU, the current stream does).
 
-    def on_stream(self) -> AbstractContextManager[object]:
-        """Where the job's work is to be issued."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed; the tensor is all NaN.
+        """
+        try:
+            self.future.wait()
+        except Exception:
+            if self._stream is not None:  # a future with an error lets no stream wait
+                torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+            if self.error is None:
+                raise
+            raise self.error from None
+        return self.tensor
+
+    def context(self) -> ExitStack:
+        """Where the job's work is to be done: on its stream; and in inference mode, if the tensor was made there,
+        because PyTorch lets nobody else change such tensors."""
+        context = ExitStack()
+        if self.tensor.is_inference():
+            context.enter_context(torch.inference_mode())
+        if self._stream is not None:
+            context.enter_context(torch.cuda.stream(self._stream))
+        return context
 
     def finish(self, error: BaseException | None = None) -> None:
         """Complete the future."""
         self.error = error
         try:
-            with self.on_stream():
+            with self.context():
                 if error is not None:
                     self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
-                self._book(moment(self.tensor.device))
-        except Exception as cause:  # of a GPU that has failed: a future cannot take a tensor from there any more
+                self._count(moment(self.tensor.device))
+        except Exception as cause:  # of a GPU that has failed, for one: a future cannot take its tensor any more
             self.error = error or cause
-            logger.critical("gqsgd: %s: the GPU has failed: %s", self.name, cause)
+            logger.critical("gqsgd: %s: the result on %s cannot be written: %s", self.name, self.tensor.device, cause)
             self._done.set_result(None)
             return
-        with self.on_stream():
+        with self.context():
             self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream has come so far
 
-    def _book(self, now: Moment) -> None:
+    def _count(self, now: Moment) -> None:
         self.counters.latency_s += time.perf_counter() - self._submitted
         if self.last_of_step:
             self.telemetry.expose(self._arrived, now)
@@ -128,11 +154,22 @@ class Job:
 
 
 class _Piece:
-    """One piece of a job under way."""
+    """One piece of a job under way.
 
-    def __init__(self, job: Job, start: Callable[[], Steps], stage: int) -> None:
+    Attributes:
+        job: the job that it belongs to.
+        stage: of the next exchange.
+        is_preface: whether it is the job's agreement.
+        blocks: whether it is, and the job's other pieces wait for it.
+        works: the collectives of the latest stage.
+        waiting_for: how many of them are still under way.
+    """
+
+    def __init__(self, job: Job, start: Start, stage: int) -> None:
         self.job = job
-        self.stage = stage  # of the next exchange
+        self.stage = stage
+        self.is_preface = stage == 0
+        self.blocks = self.is_preface and job.preface_blocks
         self.works: list[dist.Work] = []
         self.waiting_for = 0
         self._start = start
@@ -140,7 +177,7 @@ class _Piece:
 
     def resume(self, communicator: Communicator) -> bool:
         """Go on to the next exchange and start it; False if there is none and the piece is through."""
-        with self.job.on_stream():
+        with self.job.context():
             return self._resume(communicator)
 
     def _resume(self, communicator: Communicator) -> bool:
@@ -156,15 +193,17 @@ class _Piece:
             return False
         self.job.counters.encode_s += time.perf_counter() - begun
         # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
-        some = [exchange for exchange in exchanges if exchange.input.numel() or exchange.splits]
-        self.works = [communicator.start(exchange, self.stage) for exchange in some]
+        needed = [exchange for exchange in exchanges if exchange.input.numel() or exchange.splits]
+        self.works = [communicator.start(exchange, self.stage) for exchange in needed]
         self.waiting_for = len(self.works)
         self.stage += 1
         return True
 
 
 def _pieces_of(job: Job) -> list[_Piece]:
-    return [_Piece(job, start, 1 if number else job.first_stage) for number, start in enumerate(job.pieces)]
+    """The preface, at stage 0, and the pieces, from stage 1 on."""
+    preface = [] if job.preface is None else [_Piece(job, job.preface, 0)]
+    return [*preface, *(_Piece(job, start, 1) for start in job.pieces)]
 
 
 class Runner(Protocol):
@@ -172,6 +211,10 @@ class Runner(Protocol):
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """Start a job; jobs of a communicator are submitted in the same order on every rank."""
+        ...
+
+    def error_of(self, communicator: Communicator) -> BaseException | None:
+        """The error after which nothing can be run on a communicator any more: ranks do not know where others are."""
         ...
 
     def close(self, communicator: Communicator) -> None:
@@ -182,9 +225,9 @@ class Runner(Protocol):
 class StreamRunner:
     """Runs jobs at once in the caller's thread: on streams of its own on a GPU, where the host waits for nothing.
 
-    Jobs take the streams in turns, so that a bucket is encoded while its predecessor is on the wire or decoded. All
-    pieces of a job take one stage before any takes the next, for the same reason. On the CPU (for tests) it waits for
-    every exchange.
+    Jobs take the streams in turns, so that a bucket is encoded while its predecessor is on the wire or decoded. Pieces
+    of a job take turns for the same reason: `MAX_UNDER_WAY` of them take a stage before any takes the next. On the CPU
+    (for tests) the runner waits for every exchange.
 
     Args:
         streams: to issue work on; None stands for the CPU.
@@ -201,20 +244,32 @@ class StreamRunner:
         if broken is not None:
             job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
             return
-        left = deque(_pieces_of(job))
+        waiting = deque(_pieces_of(job))
+        under_way: deque[_Piece] = deque()
         error = None
         try:
-            if left and left[0].stage == 0:
-                left[0].resume(communicator)
-            while left:
-                if left[0].resume(communicator):
-                    left.rotate(-1)
+            if job.preface is not None:
+                under_way.append(waiting.popleft())
+                while under_way[0].resume(communicator):
+                    pass
+                under_way.clear()
+            while waiting or under_way:
+                # As many as may be under way, so that the scratch memory of a large job is bounded.
+                while waiting and len(under_way) < MAX_UNDER_WAY:
+                    under_way.append(waiting.popleft())
+                if under_way[0].resume(communicator):
+                    under_way.rotate(-1)
                 else:
-                    left.popleft()
-        except Exception as cause:  # reported through the future; the order of collectives is lost
-            self._broken[communicator] = cause
-            error = communicator.describe(cause, f"{job.name}, stage {left[0].stage},")
+                    under_way.popleft()
+        except Exception as cause:  # reported through the future
+            if not (under_way[0].blocks and isinstance(cause, ConfigError)):
+                self._broken[communicator] = cause  # the order of collectives is lost
+            error = communicator.describe(cause, f"{job.name}, stage {under_way[0].stage},")
         job.finish(error)
+
+    def error_of(self, communicator: Communicator) -> BaseException | None:
+        """See `Runner.error_of`."""
+        return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
         """See `Runner.close`: nothing is under way between calls."""
@@ -235,6 +290,10 @@ class Sequencer:
     def submit(self, communicator: Communicator, job: Job) -> None:
         """See `Runner.submit`."""
         self._events.put(lambda: self._add(communicator, job))
+
+    def error_of(self, communicator: Communicator) -> BaseException | None:
+        """See `Runner.error_of`."""
+        return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
         """See `Runner.close`."""
@@ -266,7 +325,12 @@ class Sequencer:
                     lane[0].job.telemetry.wait_s += time.perf_counter() - begun
             if event is None:
                 return
-            event()
+            try:
+                event()
+            except Exception as error:  # a defect; without this thread, everybody would wait for ever
+                logger.exception("gqsgd: the sequencing thread failed")
+                for communicator in list(self._lanes):
+                    self._fail(communicator, error, None)
 
     def _add(self, communicator: Communicator, job: Job) -> None:
         try:
@@ -298,8 +362,13 @@ class Sequencer:
                     piece.job.left -= 1
                     if not piece.job.left:
                         piece.job.finish()
-            except Exception as error:  # reported through the futures of all that is under way
-                self._fail(communicator, error, piece)
+            except Exception as error:
+                if piece.blocks and isinstance(error, ConfigError):
+                    # All ranks have heard the same, and none has begun with the job: the others can go on.
+                    self._lanes[communicator] = lane = deque(other for other in lane if other.job is not piece.job)
+                    piece.job.finish(error)
+                    continue
+                self._fail(communicator, error, piece)  # reported through the futures of all that is under way
                 return
 
     def _waker(self, communicator: Communicator, piece: _Piece) -> Callable[[object], None]:
@@ -312,11 +381,11 @@ class Sequencer:
 
         return lambda _: self._events.put(arrived)
 
-    def _fail(self, communicator: Communicator, error: BaseException, piece: _Piece | None) -> None:
+    def _fail(self, communicator: Communicator, error: BaseException, failed: _Piece | None) -> None:
         """Fail all that is under way on a communicator, and all that comes after."""
         self._broken[communicator] = error
-        for job in dict.fromkeys(one.job for one in self._lanes.pop(communicator, ())):
-            where = f"{job.name}, stage {piece.stage}," if piece and piece.job is job else f"{job.name}, behind it,"
+        for job in dict.fromkeys(piece.job for piece in self._lanes.pop(communicator, ())):
+            where = f"{job.name}, stage {failed.stage}," if failed and failed.job is job else f"{job.name}, behind it,"
             job.finish(communicator.describe(error, where))
 
 
@@ -326,9 +395,11 @@ def _ready(lane: deque[_Piece]) -> Iterator[_Piece]:
     for number, piece in enumerate(lane):
         if number == MAX_UNDER_WAY:
             return
-        if not piece.waiting_for and (ahead is None or ahead.stage > piece.stage):
+        waits_for_nobody = piece.is_preface and not piece.blocks
+        if not piece.waiting_for and (waits_for_nobody or ahead is None or ahead.stage > piece.stage):
             yield piece
-        ahead = piece
+        if not waits_for_nobody:  # nor does anybody wait for it
+            ahead = piece
 
 
 _shared: Sequencer | None = None
@@ -336,16 +407,17 @@ _users = 0
 _lock = threading.RLock()  # a collection of garbage within `runner_for` may call `release`
 
 
-def runner_for(*communicators: Communicator) -> Runner:
-    """What runs the jobs of communicators on one device; give it back with `release`.
+def runner_for(communicator: Communicator, streams: int = 2) -> Runner:
+    """What runs the jobs of a communicator; give it back with `release`.
 
-    Over NCCL, on two streams; on one if there are several communicators, so that their collectives never run at once:
-    they might wait for each other for ever.
+    Args:
+        communicator: over Gloo, the process's thread runs its jobs.
+        streams: over NCCL, number of streams; 1 where other communicators use the runner, too, because collectives of
+            two that run at once might wait for each other for ever.
     """
     global _shared, _users
-    first = communicators[0]
-    if first.backend == "nccl":
-        return StreamRunner([torch.cuda.Stream(first.device) for _ in range(1 if len(communicators) > 1 else 2)])
+    if communicator.backend == "nccl":
+        return StreamRunner([torch.cuda.Stream(communicator.device) for _ in range(streams)])
     with _lock:
         _shared = _shared or Sequencer()
         _users += 1
@@ -366,9 +438,10 @@ def release(runner: Runner) -> None:
 
 
 def _forget_after_fork() -> None:
-    """Threads do not survive a fork."""
-    global _shared, _users
-    _shared, _users = None, 0
+    """Threads do not survive a fork, and a lock may have been held by one of them."""
+    global _shared, _users, _lock
+    _shared, _users, _lock = None, 0, threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_after_fork)

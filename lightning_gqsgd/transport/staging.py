@@ -141,4 +141,4 @@ def _to_host(tensor: Tensor) -> Tensor:
 def _host_like(tensor: Tensor) -> Tensor:
     """Memory for a tensor's elements; pinned if they come from a GPU. PyTorch gives pinned memory to nobody else before
     the copies to and from it are through."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)

@@ -14,7 +14,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport import communicator as module
-from lightning_gqsgd.transport.communicator import AGREEMENT_TIMEOUT, NCCL_PIECE_NUMEL, Communicator
+from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL, Communicator
 from tests.distributed.ranks import run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -34,8 +34,8 @@ NODE, PEERS = Scope("node", 2), Scope("peers", 2)
 )
 def test_backends(config: str, device: torch.device, backend: str, staged: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-    assert module._backend_for(None, device) == backend  # type: ignore[arg-type]
-    assert module._needs_staging(backend, device) == staged
+    assert module.backend_for(None, device) == backend  # type: ignore[arg-type]
+    assert module.needs_staging(backend, device) == staged
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_backends(config: str, device: torch.device, backend: str, staged: bool,
 def test_backends_that_do_not_go_with_a_device(config: str, device: torch.device, monkeypatch: Any) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
     with pytest.raises(ConfigError, match=f"tensors on {device} over the backend '{config}' are not supported; use"):
-        module._backend_for(None, device)  # type: ignore[arg-type]
+        module.backend_for(None, device)  # type: ignore[arg-type]
 
 
 class FakeNCCL:
@@ -78,22 +78,23 @@ class FakeWork:
 
 
 def _over_nccl(rank: int) -> None:
-    module._backend_for = lambda *_: "nccl"
+    module.backend_for = lambda *_: "nccl"
     dist.ProcessGroupNCCL = FakeNCCL
     timeout, x = timedelta(seconds=7), torch.zeros(3)
-    one = Communicator(CPU, None, timeout, stages=[(ALL,)] * 3)
+    alike = Communicator(CPU, dist.group.WORLD, "alike", timeout)
+    alike.extend([(ALL,)] * 3)
     assert FakeNCCL.made == 1
-    assert one.piece_numel == NCCL_PIECE_NUMEL
+    assert alike.piece_numel == NCCL_PIECE_NUMEL
     for stage in (0, 1, 2, 3, 0):
-        one.start(Exchange.in_place("sum", x), stage)
-    long = AGREEMENT_TIMEOUT
+        alike.start(Exchange.in_place("sum", x), stage)
     # All in one group, whose order is the order of starts: nothing is waited for.
-    assert FakeNCCL.log == [("start", 0, limit) for limit in (long, timeout, timeout, timeout, long)]
-    one.close()
+    assert FakeNCCL.log == [("start", 0, timeout)] * 5
+    alike.close()
     assert FakeNCCL.log[5:] == [("shutdown", 0)]
     FakeNCCL.log.clear()
 
-    several = Communicator(CPU, None, timeout, stages=[(ALL, NODE), (PEERS,), (NODE,)])
+    several = Communicator(CPU, dist.group.WORLD, "several", timeout)
+    several.extend([(ALL, NODE), (PEERS,), (NODE,)])
     assert FakeNCCL.made == 4
     for stage, scope in ((0, ALL), (1, NODE), (1, ALL), (2, PEERS), (2, PEERS), (3, NODE)):
         several.start(Exchange("max", x, x, scope=scope), stage)
@@ -110,13 +111,18 @@ def test_nccl_has_one_group_for_each_scope_and_runs_one_at_a_time(tmp_path: Path
 
 
 def _over_gloo(rank: int) -> None:
-    one = Communicator(CPU, stages=[(ALL,)] * 2)
-    assert len(set(one._groups.values())) == 3  # each stage's order is its own
-    assert one.piece_numel == PIECE_NUMEL
-    assert one.control_device == CPU
-    one.agree({"a": 1})
-    assert one.gather(torch.tensor([rank])).tolist() == [[0], [1]]
-    one.close()
+    made = Communicator(CPU, dist.group.WORLD, "first")
+    assert len(set(made._groups.values())) == 1
+    made.extend([(ALL,)] * 2)
+    assert len(set(made._groups.values())) == 3  # each stage's order is its own
+    made.extend([(ALL,)])  # what is there stays
+    assert len(set(made._groups.values())) == 3
+    assert made.piece_numel == PIECE_NUMEL
+    assert made.control_device == CPU
+    assert made.gather(torch.tensor([rank])).tolist() == [[0], [1]]
+    made.close()
+    with pytest.raises(RuntimeError, match="the communicator was closed"):
+        made.gather(torch.tensor([rank]))
 
 
 def test_gloo_has_a_group_for_each_stage(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_gqsgd import engine
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.functional import Reduction, all_reduce, close
 from lightning_gqsgd.transport.communicator import CollectiveError
@@ -193,16 +194,14 @@ def test_a_killed_rank_is_an_error_and_the_result_is_nan(tmp_path: Path) -> None
 
 def _slow_compile(rank: int) -> float:
     """One rank is late by more than the timeout of collectives, as if it were compiling."""
-    import lightning_gqsgd.functional as functional
-
     if rank == 1:
-        compiled = functional.compile_kernels
+        compile_kernels = engine.compile_kernels
 
         def compile_slowly(*args: object) -> None:
             time.sleep(5)
-            compiled(*args)
+            compile_kernels(*args)
 
-        functional.compile_kernels = compile_slowly
+        engine.compile_kernels = compile_slowly
     return float(all_reduce(_values(rank, 3000)).sum())
 
 

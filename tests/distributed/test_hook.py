@@ -238,7 +238,7 @@ def _collected_by_the_sequencer(rank: int) -> bool:
     train(forgotten, rank, range(1))
     gc.disable()
     forgotten.itself = [forgotten]
-    runner, is_closed = its_state._runner, weakref.ref(its_state)
+    runner, is_closed = its_state._engine._runner, weakref.ref(its_state)
     del forgotten, its_state
     runner._events.put(gc.collect)
     train(model, rank, range(2))

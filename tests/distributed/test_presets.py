@@ -96,7 +96,7 @@ def _resumed_elsewhere(rank: int, path: Path, hook: dict[str, Any]) -> list[str]
     saved = torch.load(path, weights_only=True) if path.exists() else None
     records: list[str] = []
     if saved is not None:
-        from lightning_gqsgd import hook as module
+        from lightning_gqsgd import checkpoint as module
 
         module.logger.warning = lambda text, *args: records.append(text % args)  # type: ignore[method-assign]
         state.load_state_dict(saved)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.functional import all_reduce, close
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport import communicator
+from lightning_gqsgd.transport.agreement import Card, compared
 from lightning_gqsgd.transport.communicator import Communicator
 from lightning_gqsgd.transport.staging import Staging
 from tests.distributed.models import finish, train, wrapped
@@ -24,8 +26,16 @@ CPU = torch.device("cpu")
 
 
 def _staged(**fields: Any) -> Communicator:
-    communicator._needs_staging = lambda *_: True
-    return Communicator(CPU, stages=[(ALL, Scope("node", 2)), (ALL,)], **fields)
+    communicator.needs_staging = lambda *_: True
+    made = Communicator(CPU, dist.group.WORLD, "test", **fields)
+    made.extend([(ALL, Scope("node", 2)), (ALL,)])
+    return made
+
+
+def _agree(wire: Communicator, facts: dict[str, Any]) -> None:
+    for exchanges in compared(Card("test", facts), wire.size, wire.control_device):
+        for exchange in exchanges:
+            wire.start(exchange, 0).wait()
 
 
 def _threads() -> int:
@@ -34,9 +44,9 @@ def _threads() -> int:
 
 def _kinds(rank: int) -> None:
     one = _staged()
-    one.agree({"same": 1})
+    _agree(one, {"same": 1})
     with pytest.raises(ConfigError, match="ranks 0 and 1 do not agree: mine: 0 != 1"):
-        one.agree({"mine": rank})
+        _agree(one, {"mine": rank})
     assert one.gather(torch.tensor([[rank, 7]])).tolist() == [[[0, 7]], [[1, 7]]]
 
     out = torch.zeros(6, dtype=torch.uint8)
@@ -91,7 +101,7 @@ def test_collectives_start_in_the_order_in_which_they_were_asked_for(tmp_path: P
 
 def _peer_that_dies(rank: int) -> str:
     one = _staged()
-    one.agree({})
+    _agree(one, {})
     if rank == 1:
         return ""
     x = torch.ones(3)
@@ -175,7 +185,7 @@ def _bits() -> list[str]:
 
 def _both_ways(rank: int) -> bool:
     plain = _reductions(), _bits()
-    communicator._needs_staging = lambda *_: True
+    communicator.needs_staging = lambda *_: True
     started = []
     first_start = Staging.start
     Staging.start = lambda *args: started.append(1) or first_start(*args)
@@ -190,7 +200,7 @@ def test_results_are_the_same_as_without(tmp_path: Path) -> None:
 
 
 def _killed(rank: int) -> str:
-    communicator._needs_staging = lambda *_: True
+    communicator.needs_staging = lambda *_: True
     model, state = wrapped({}, {})
     train(model, rank, range(2))
     if rank == 1:

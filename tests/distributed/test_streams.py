@@ -46,7 +46,7 @@ def _as_over_nccl() -> list[Job]:
         jobs.append(job)
         submit(runner, wire, job)
 
-    communicator._backend_for = lambda *_: "nccl"
+    communicator.backend_for = lambda *_: "nccl"
     dist.ProcessGroupNCCL = dist.ProcessGroupGloo
     pipeline.torch.cuda.Stream = lambda _: None
     StreamRunner.submit = noted
@@ -58,7 +58,7 @@ def _both_ways(rank: int, cases: list[dict[str, Any]], hooks: list[dict[str, Any
     jobs = _as_over_nccl()
     found = _reductions(cases), _bits(hooks)
     assert len(jobs) > 20
-    assert all(len(job.pieces) == 1 for job in jobs)
+    assert all(len(job.pieces) <= 1 for job in jobs)  # none in a job that compares cards only
     return found == expected
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -395,3 +396,17 @@ def test_debug_launcher(tmp_path: Path) -> None:
     found = re.findall(r"2 gqsgd_hook \[6\] (\w{64})", output)
     assert len(found) == 2, output
     assert found[0] == found[1]
+
+
+def _alone(rank: int, example: Path) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        runpy.run_path(str(example), run_name="__main__")
+    return output.getvalue()
+
+
+def test_one_process_is_told_that_nothing_is_reduced_and_the_example_trains(tmp_path: Path) -> None:
+    """As ``accelerate launch --cpu`` starts it, whatever its ``--num_processes``."""
+    (output,) = run(_alone, 1, tmp_path, EXAMPLE, initialise=False)
+    assert output.count("gqsgd: one process, so nothing is reduced. Several are started by torchrun") == 1
+    assert float(re.findall(r"accuracy (0\.\d+)", output)[-1]) > 0.8

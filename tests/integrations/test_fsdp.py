@@ -75,7 +75,7 @@ def _trained(rank: int) -> dict[str, Any]:
     losses["scatter"], found["scatter"] = train(model, rank, range(12)), weight_bits(model)
     assert state.telemetry.totals()["bytes_sent"] > 0
     state.close()
-    with pytest.raises(RuntimeError, match="the hooks were closed"):
+    with pytest.raises(RuntimeError, match="the hook was closed"):
         loss_of(model, rank, 0).backward()
     return {"losses": losses, "bits": found}
 
@@ -443,7 +443,7 @@ def _interrupted(rank: int) -> None:
         train(second, rank, range(5, 8))
         assert weight_bits(second) == weight_bits(whole)
         assert state.state_dict() == {**saved, "step": 8, "reductions": dict.fromkeys(saved["reductions"], 8)}
-        with pytest.raises(ConfigError, match="not an FSDP state of schema 1"):
+        with pytest.raises(ConfigError, match="entry 'reductions' is None; load what state_dict has written"):
             state.load_state_dict({"schema": 1, "seed": 0, "step": 3, "config": saved["config"]})
 
 

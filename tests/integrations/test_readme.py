@@ -17,9 +17,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.parametrize(
     ("launcher", "content", "output"),
     [
-        ([sys.executable], "Trainer(strategy=", "Starting with 2 processes"),
+        ([sys.executable], "Trainer(strategy=", "gqsgd: 8,192 gradient values in 1 tensor at 8 bits"),
         ([sys.executable], "simulate(preset", "ecq_sgd "),
-        (TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensors at 4 bits"),
+        (TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensor at 4 bits"),
     ],
 )
 def test_example(launcher: list[str], content: str, output: str, tmp_path: Path) -> None:

@@ -72,15 +72,14 @@ def piece(number: int, stages: int = 2, fails_in: int | None = None) -> Callable
     return steps
 
 
-def job(pieces: list[Callable[[], Steps]], name: str = "bucket", first_stage: int = 1) -> Job:
+def job(pieces: list[Callable[[], Steps]], name: str = "bucket", preface: Callable[[], Steps] | None = None) -> Job:
     telemetry = Telemetry()
-    return Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, last_of_step=True, first_stage=first_stage)
+    return Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, last_of_step=True, preface=preface)
 
 
 def agreeing_job(first: int) -> Job:
     """Three pieces, the first of which begins with an agreement."""
-    pieces = [piece(first, stages=3), piece(first + 1), piece(first + 2)]
-    return job(pieces, first_stage=0)
+    return job([piece(first + number) for number in range(3)], preface=piece(first, stages=1))
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""Copies of models with a hook: what stands in the place of the hook's state, and a word when such a copy is trained.
+
+A copy of a DDP model (by copy, pickle or torch.save) has a reducer of its own in C++, without a communication hook: so
+it is with every hook of torch's. Its gradients are averaged uncompressed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class DetachedState:
+    """What a copy has in the place of a `hook.GQSGDState`.
+
+    Attributes:
+        config: the configuration of the hook on the original, as plain values.
+        step: its number of steps when the copy was made.
+    """
+
+    def __init__(self, config: dict[str, Any], step: int) -> None:
+        self.config, self.step = config, step
+
+    def is_on(self, model: nn.Module) -> bool:
+        """False: there is no hook."""
+        return False
+
+
+def say_if_detached(model: nn.Module, inputs: Any) -> None:
+    """Forward pre-hook: log once that the model is a copy, when it is trained."""
+    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        return
+    states = [state for _, state in getattr(model, "_comm_hooks", ()) if hasattr(state, "is_on")]
+    if states and not any(state.is_on(model) for state in states) and not hasattr(model, "_gqsgd_said"):
+        model._gqsgd_said = True  # type: ignore[assignment]
+        logger.warning(
+            "gqsgd: this DistributedDataParallel model is a copy of one with a hook, and has none itself, so its "
+            "gradients are averaged uncompressed; call register_gqsgd on it before it is trained, or train the original"
+        )

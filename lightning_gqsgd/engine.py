@@ -1,0 +1,285 @@
+"""What DDP's hook, `all_reduce`, FSDP's hooks and whatever else reduces have in common.
+
+An `Engine` replaces flat tensors by their mean over the ranks of a process group. It has the communicator, what runs
+jobs, and the plans; it knows nothing of models, buckets or steps. Its heads know those, and what to say to users.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd.compiling import compile_kernels
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.plan import Plan, check_gradient
+from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for, stages
+from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.transport.agreement import Card, Stamp, StampCheck, compared
+from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.pipeline import Job, Runner, Start, release, runner_for
+
+#: Seconds that ranks wait for each other beyond the timeout where kernels may have to be compiled.
+COMPILE_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """How one flat tensor is to be reduced.
+
+    Attributes:
+        name: for messages.
+        config: the configuration, with its reducer chosen.
+        segments: the parameters in the tensor, in order.
+        step: number of the step, and of its dither.
+        store: what this rank remembers; None: nothing.
+        agreement: what ranks compare: a card before anything else is sent, or a stamp while messages are under way.
+            In steps that send other messages than their neighbours, a stamp is compared before, too.
+        bucket: index of the counters.
+        ends_step: whether the tensor is the last one of its step.
+        compressed: False: everything travels uncompressed.
+        plan: what cuts the tensor into pieces.
+    """
+
+    name: str
+    config: GQSGDConfig
+    segments: tuple[Segment, ...]
+    step: int
+    store: MemoryStore | None = None
+    agreement: Card | Stamp | None = None
+    bucket: int = 0
+    ends_step: bool = False
+    compressed: bool = True
+    plan: type[Plan] = Plan
+
+
+class Engine:
+    """Replaces flat tensors by their mean over the ranks of a process group.
+
+    Creating one is a collective: every rank of ``group`` does it, with the same key.
+
+    Args:
+        device: device of the tensors.
+        group: process group.
+        key: a name that no other engine has had, the same on all ranks (see `transport.meeting.Meeting.agree`).
+        timeout: of collectives; None takes that of ``group``.
+        streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
+        beside: another engine, which was made with one stream: both use it, so that their collectives never run at
+            once, and count together.
+        remedy: what to do once the engine is closed, for messages.
+
+    Attributes:
+        communicator: the ranks.
+        telemetry: counters of this process.
+        plans: how tensors are cut.
+
+    Raises:
+        ConfigError: the backend of the group does not go with the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        key: str,
+        *,
+        timeout: timedelta | None = None,
+        streams: int = 2,
+        beside: Engine | None = None,
+        remedy: str = "make a new one",
+    ) -> None:
+        self.communicator = Communicator(device, group, key, timeout)
+        self.telemetry: Telemetry = Telemetry() if beside is None else beside.telemetry
+        self.plans = PlanCache()
+        self._stamps = StampCheck(self.communicator.size, self.communicator.control_device)
+        self._remedy, self._process = remedy, os.getpid()
+        self._owns_runner = beside is None
+        self._runner: Runner | None = runner_for(self.communicator, streams) if beside is None else beside._runner
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.communicator.size
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be reduced any more: closed, or forked from the process that made the engine."""
+        return self._runner is None or self._process != os.getpid()
+
+    @property
+    def failed(self) -> bool:
+        """Whether an error has left the ranks at different places, so that nothing can be reduced any more."""
+        return self._runner is not None and self._runner.error_of(self.communicator) is not None
+
+    def connect(self, config: GQSGDConfig) -> None:
+        """Make the groups that a configuration needs and that are not there yet. A collective.
+
+        Args:
+            config: the configuration, with its reducer chosen.
+
+        Raises:
+            ConfigError: the configuration is not for the engine's device.
+        """
+        REDUCERS[config.reducer].check_device(config, self.communicator.device)
+        self.communicator.extend(stages(config, self.world_size))
+
+    def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
+        """Compile the kernels of a configuration, with its reducer chosen, for gradients of a dtype."""
+        if self.world_size > 1:
+            compile_kernels(config, dtype, self.communicator.device, self.world_size)
+
+    def reduce(self, x: Tensor, request: Request) -> Job:
+        """Start to replace a flat tensor by its mean over ranks; on every rank in the same order.
+
+        Returns:
+            The job, whose future completes with the tensor.
+
+        Raises:
+            ConfigError: a tensor that cannot be reduced.
+            RuntimeError: the engine is closed.
+        """
+        self.check_open()
+        counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
+        starts, preface, blocks = [], None, True
+        if self.world_size > 1 and x.numel():
+            store = request.store or new_store(request.config, self.world_size, {}, x.dtype, x.device)
+            starts = self._plan(x, request).starts(x, self.rank, request.step, store, counters, telemetry)
+            if isinstance(request.agreement, Card):
+                preface = self._compare(request.agreement)
+            elif request.agreement is not None:
+                preface, blocks = partial(self._stamps.steps, request.agreement), _is_special(request)
+        job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks)
+        self._submit(job)
+        return job
+
+    def agree(self, card: Card) -> Job:
+        """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
+
+        Returns:
+            The job, whose `Job.wait` raises ConfigError if ranks differ, or one refuses.
+        """
+        self.check_open()
+        nothing = torch.empty(0, device=self.communicator.control_device)
+        preface = self._compare(card) if self.world_size > 1 else None
+        job = Job(nothing, [], card.purpose, self.telemetry.bucket(0), self.telemetry, False, preface)
+        self._submit(job)
+        return job
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if the engine is closed."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "gqsgd: this process was forked from the one whose threads and connections it would need; "
+                f"{self._remedy}"
+            )
+        if self._runner is None:
+            raise RuntimeError(f"gqsgd: the hook was closed; {self._remedy}")
+
+    def close(self) -> None:
+        """Stop using threads and process groups. Not a collective; does nothing in a forked process."""
+        runner, self._runner = self._runner, None
+        if runner is None or self._process != os.getpid():
+            return
+        runner.close(self.communicator)
+        if self._owns_runner:
+            release(runner)
+        self.communicator.close()
+
+    def _submit(self, job: Job) -> None:
+        assert self._runner is not None
+        if job.left:
+            self._runner.submit(self.communicator, job)
+        else:
+            job.finish()
+
+    def _compare(self, card: Card) -> Start:
+        return partial(compared, card, self.world_size, self.communicator.control_device)
+
+    def _plan(self, x: Tensor, request: Request) -> Plan:
+        key = PlanKey(request.plan, request.config, request.segments, x.dtype, request.compressed)
+        return self.plans.get(key, request.step, lambda: self._planned(x, request))
+
+    def _planned(self, x: Tensor, request: Request) -> Plan:
+        check_gradient(x, "a gradient")
+        setting = Setting(request.config, self.world_size, x.dtype, self.communicator.piece_numel)
+        segments = request.segments
+        if not request.compressed:
+            segments = tuple(segment._replace(raw=True) for segment in segments)
+        plan = request.plan(segments, setting_for(setting, compressed=request.compressed))
+        if plan.numel != x.numel():
+            raise RuntimeError(f"gqsgd: {request.name} has {x.numel()} coordinates, its parameters {plan.numel}")
+        return plan
+
+
+def _is_special(request: Request) -> bool:
+    """Whether a rank that is at another step would send other messages: where errors are sampled, and in a warm-up."""
+    config = request.config
+    samples = bool(config.sample_every) and request.step % config.sample_every == 0
+    return samples or not request.compressed
+
+
+class PlanKey(NamedTuple):
+    """What a plan depends on, apart from the engine."""
+
+    plan: type[Plan]
+    config: GQSGDConfig
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype
+    compressed: bool
+
+
+class PlanCache:
+    """Plans by what they depend on, in the order of their latest use. Their tables take memory: about a quarter of a
+    byte per coordinate, three times."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
+        self._used_in: dict[PlanKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
+        """The plan of a key, made if it is not there; ``step``: in which it is used."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        self._plans.move_to_end(key)
+        self._used_in[key] = step
+        return self._plans[key]
+
+    def drop_unused(self, since_step: int) -> None:
+        """Forget the plans that no step has used from ``since_step`` on."""
+        for key in [key for key, step in self._used_in.items() if step < since_step]:
+            self._drop(key)
+
+    def trim(self, most_bytes: int) -> None:
+        """Forget the plans that were not used for longest, until the others take ``most_bytes`` bytes, or one is
+        left."""
+        total = sum(plan.nbytes for plan in self._plans.values())
+        while total > most_bytes and len(self._plans) > 1:
+            key = next(iter(self._plans))
+            total -= self._plans[key].nbytes
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+        self._used_in.clear()
+
+    def _drop(self, key: PlanKey) -> None:
+        del self._plans[key], self._used_in[key]

@@ -1,0 +1,111 @@
+"""What is looked at before the hook is on a DDP model: whether the model can have it, and what all ranks must share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd import __version__
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.parameters import Parameter, digest
+from lightning_gqsgd.plan import check_dtype
+
+
+def facts_of(
+    requested: GQSGDConfig, config: GQSGDConfig, model: DistributedDataParallel, parameters: Sequence[Parameter]
+) -> dict[str, Any]:
+    """What all ranks must have in common when they register the hook: plain values by name.
+
+    Args:
+        requested: the configuration as it was given.
+        config: the same with its reducer chosen.
+        model: the DDP model.
+        parameters: those of its module.
+    """
+    dtypes = sorted({str(p.dtype) for p in model.module.parameters() if p.requires_grad})
+    facts = {
+        **config.to_dict(),
+        "parameters": digest(parameters),
+        "dtypes": ", ".join(dtypes),
+        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+        "find_unused_parameters": model.find_unused_parameters,
+        "version of lightning_gqsgd": __version__,
+        "version of the wire format": VERSION,
+    }
+    if requested.reducer == "hierarchical":
+        facts["ranks on the node (LOCAL_WORLD_SIZE)"] = os.environ.get("LOCAL_WORLD_SIZE")
+    return facts
+
+
+def check_is_ddp(model: object) -> None:
+    """Raise ConfigError for what is no DDP model."""
+    if isinstance(model, DistributedDataParallel):
+        return
+    inner = getattr(model, "_orig_mod", None)
+    remedy = "wrap it first: DistributedDataParallel(model)"
+    if isinstance(inner, DistributedDataParallel):
+        remedy = "register the hook on the DistributedDataParallel model before torch.compile (or on model._orig_mod)"
+    raise ConfigError(f"{type(model).__name__} is not a DistributedDataParallel model; {remedy}")
+
+
+def check_model(model: DistributedDataParallel) -> None:
+    """Raise ConfigError for a DDP model that cannot have the hook."""
+    installed = model._get_ddp_logging_data().get("comm_hook")
+    if installed:
+        states = [state for _, state in getattr(model, "_comm_hooks", ())]
+        was = " (which was closed)" if any(getattr(state, "is_closed", False) for state in states) else ""
+        raise ConfigError(
+            f"the model already has the communication hook {installed!r}{was}, and DDP takes one only; "
+            "remove the other registration, or wrap the module in a new DistributedDataParallel"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError(
+            'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients, not buckets; '
+            'set it to True or "ddp_optimizer"'
+        )
+    for name, module in model.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigError(
+                f"module {name!r} gives sparse gradients; quantised allreduce needs dense ones: "
+                "build it with sparse=False"
+            )
+    trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    for name, p in trained.items():
+        check_dtype(p.dtype, f"parameter {name!r}")
+    devices = {p.device for p in trained.values()}
+    if len(devices) > 1:
+        raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+
+
+def check_group(post_local_sgd: PostLocalSGDState, model: DistributedDataParallel) -> None:
+    """Raise ConfigError if post-local SGD averages over other ranks than DDP does."""
+    group = post_local_sgd.process_group
+    if (dist.group.WORLD if group is None else group) is not model.process_group:
+        raise ConfigError(
+            "PostLocalSGDState averages gradients over another process group than DistributedDataParallel; give both "
+            "the same process_group"
+        )
+
+
+def _trained(model: DistributedDataParallel) -> nn.Parameter:
+    """A parameter that is trained; DDP refuses models without one."""
+    return next(p for p in model.module.parameters() if p.requires_grad)
+
+
+def device_of(model: DistributedDataParallel) -> torch.device:
+    """Device of the gradients."""
+    return _trained(model).device
+
+
+def dtype_of(model: DistributedDataParallel) -> torch.dtype:
+    """Dtype of the gradients; of those of the first parameter, if there are several."""
+    return _trained(model).dtype

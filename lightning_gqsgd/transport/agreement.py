@@ -1,0 +1,188 @@
+"""What ranks compare before, or while, they reduce: cards with facts, and stamps with a few numbers.
+
+A `Card` is compared before anything else is sent, because ranks with different facts would send messages of different
+sizes, which aborts Gloo. A `Stamp` has what may differ although ranks have agreed once: one rank may load a state.
+Every step has one, which is compared while the step's messages are under way, so that it takes no time of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.errors import ConfigError, describe_difference
+from lightning_gqsgd.reducers.base import Exchange
+
+#: Bytes of a card on the wire: JSON, padded.
+CARD_BYTES = 2048
+
+#: Characters of an error that are passed on to other ranks.
+ERROR_LENGTH = 1000
+
+
+@dataclass(frozen=True)
+class Card:
+    """What one rank is about to do.
+
+    Attributes:
+        purpose: the function that was called, for messages.
+        facts: what all ranks must have in common: plain values by name.
+        error: why the rank refuses; empty if it does not.
+        is_own: whether the error is the rank's own, and not one that it heard of elsewhere.
+    """
+
+    purpose: str
+    facts: Mapping[str, Any]
+    error: str = ""
+    is_own: bool = True
+
+    def to_json(self) -> str:
+        """The card as text, with an error cut to `ERROR_LENGTH` characters."""
+        return json.dumps([self.purpose, self.facts, self.error[:ERROR_LENGTH], self.is_own], sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Card:
+        """The card of a text."""
+        return cls(*json.loads(text))
+
+
+def verdict(cards: Sequence[Card]) -> str:
+    """What is wrong with the cards of all ranks; empty if nothing is."""
+    heard = [card.error for card in cards if card.error and not card.is_own]
+    if heard:
+        return heard[0]
+    refusing = {rank: card.error for rank, card in enumerate(cards) if card.error}
+    if refusing:
+        reason = next(iter(refusing.values()))
+        return f"{ranks_in_words([rank for rank in refusing if refusing[rank] == reason])} refused: {reason}"
+    first = cards[0]
+    for rank, card in enumerate(cards):
+        if card.purpose != first.purpose:
+            return (
+                f"rank 0 calls {first.purpose} while rank {rank} calls {card.purpose}; all ranks of a process group "
+                "have to call the same functions in the same order"
+            )
+        if card.facts != first.facts:
+            difference = describe_difference(dict(first.facts), dict(card.facts))
+            return f"ranks 0 and {rank} do not agree: {difference}; give every rank the same"
+    return ""
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Numbers of ranks, with their noun."""
+    if not ranks:
+        return "the other ranks"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def compared(card: Card, world_size: int, device: torch.device) -> Generator[Sequence[Exchange], None, int]:
+    """The exchange that compares cards over all ranks, as steps; ``device``: where its messages lie.
+
+    Raises:
+        ConfigError: a rank refuses, or two differ; raised on every rank. A rank that refuses itself raises nothing
+        here.
+    """
+    mine = torch.frombuffer(bytearray(_padded(card)), dtype=torch.uint8).to(device)
+    everyone = torch.empty(world_size, CARD_BYTES, dtype=torch.uint8, device=device)
+    yield (Exchange("all_gather", everyone, mine),)
+    problem = verdict([Card.from_json(bytes(row.tolist()).decode()) for row in everyone.cpu()])
+    if problem and not card.error:
+        raise ConfigError(problem)
+    return 0
+
+
+def _padded(card: Card) -> bytes:
+    """A card on the wire. Of facts that are too long for it, such as long lists of patterns, a digest is compared."""
+    text = card.to_json().encode()
+    if len(text) > CARD_BYTES:
+        digest = hashlib.sha256(text).hexdigest()
+        text = (
+            Card(card.purpose, {"digest of a long configuration": digest}, card.error, card.is_own).to_json().encode()
+        )
+    return text[:CARD_BYTES].ljust(CARD_BYTES)
+
+
+class Stamp(NamedTuple):
+    """Numbers of a step that all ranks must have in common, int64.
+
+    Attributes:
+        seed: of the dither.
+        step: number of the dither.
+        digest: of whatever else there is (see `digest_of`).
+    """
+
+    seed: int
+    step: int
+    digest: int
+
+
+def digest_of(text: str) -> int:
+    """A digest of a text as an integer of 63 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class StampCheck:
+    """Compares the stamps of all ranks, step by step.
+
+    Where messages lie in memory of the host, a difference is an error in that step, before its result is used. Over
+    NCCL, the host would have to wait for the GPU to read them. So the host reads those of a step when the next step
+    begins: by then, the GPU has long come to them.
+
+    Args:
+        world_size: number of ranks.
+        device: where messages lie that the host writes and reads.
+    """
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self._world_size, self._device = world_size, device
+        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def steps(self, stamp: Stamp) -> Generator[Sequence[Exchange], None, int]:
+        """The exchange that compares stamps over all ranks, as steps.
+
+        Raises:
+            ConfigError: stamps differ; raised on every rank.
+        """
+        if self._unread is not None:
+            numbers, event = self._unread
+            self._unread = None
+            event.synchronize()
+            _check(numbers)
+        mine = torch.tensor(stamp, dtype=torch.int64, device="cpu")
+        mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
+        everyone = torch.empty(self._world_size, len(stamp), dtype=torch.int64, device=self._device)
+        yield (Exchange("all_gather", everyone, mine),)
+        if self._device.type == "cuda":
+            self._unread = _sent_to_host(everyone)
+        else:
+            _check(everyone)
+        return 0
+
+
+def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A copy in pinned memory, and the event that says that it is there."""
+    numbers = torch.empty(everyone.shape, dtype=everyone.dtype, device="cpu", pin_memory=True)
+    numbers.copy_(everyone, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(everyone.device))
+    return numbers, event
+
+
+def _check(everyone: Tensor) -> None:
+    """Raise ConfigError for stamps, int64 [ranks, numbers], that are not all equal."""
+    first, *others = [Stamp(*row) for row in everyone.tolist()]
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            names = {"seed": "seed", "step": "step", "digest": "digest of the configuration and the parameters"}
+            mine, theirs = ({names[key]: value for key, value in one._asdict().items()} for one in (first, other))
+            raise ConfigError(
+                f"ranks 0 and {rank} do not agree: {describe_difference(mine, theirs)}. A state was loaded, or "
+                "changed, on some ranks only: register the hook anew, and load the same state on every rank"
+            )

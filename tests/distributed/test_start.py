@@ -1,0 +1,308 @@
+"""A start cannot diverge: whatever ranks do differently, all of them hear of it at once, and all can try again."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd import hook
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.functional import all_reduce, close
+from lightning_gqsgd.hook import register_gqsgd
+from lightning_gqsgd.transport.meeting import Meeting
+from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
+from tests.distributed.ranks import run
+
+#: Seconds in which an error is to be there; less than any timeout.
+AT_ONCE = 15.0
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x, y = batch(rank, step)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def _error(call: Any, kind: type[Exception] = ConfigError) -> tuple[str, float]:
+    """The text of the error that a call ends with, and the seconds until then."""
+    begun = time.monotonic()
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value), time.monotonic() - begun
+
+
+# --- registering ------------------------------------------------------------------------------------------------------
+
+
+def _refused_by_one(rank: int) -> list[Any]:
+    found: list[Any] = []
+    for fields in ({"bits": 99}, {"bit": 4}, {"exclude": ["*.embedding"]}, {"memory": "ecq", "codec": "sign"}):
+        model = DistributedDataParallel(mlp())
+        mine = fields if rank == 1 else {}
+        found.append(_error(lambda model=model, mine=mine: register_gqsgd(model, **mine)))
+        state = register_gqsgd(model)  # the same model, with good arguments
+        train(model, rank, range(2))
+        found.append(fingerprint(model))
+        state.close()
+    return found
+
+
+def test_what_one_rank_refuses_is_an_error_of_all_at_once_and_all_can_try_again(tmp_path: Path) -> None:
+    results = run(_refused_by_one, 3, tmp_path)
+    reasons = ["bits=99 is out of range", "unknown field 'bit'", "match no parameter", "codec='sign' is biased"]
+    for rank, found in enumerate(results):
+        for (text, seconds), reason in zip(found[::2], reasons, strict=True):
+            assert reason in text
+            assert ("rank 1 refused: " in text) == (rank != 1)
+            assert seconds < AT_ONCE
+        assert found[1::2] == results[0][1::2]
+
+
+def _other_stages(rank: int) -> tuple[str, float]:
+    model = DistributedDataParallel(mlp())
+    preset = "gqsgd" if rank == 0 else "gqsgd_exponential_tree"
+    return _error(lambda: register_gqsgd(model, preset))
+
+
+def test_presets_with_other_stages_are_an_error_before_any_group_is_made(tmp_path: Path) -> None:
+    for text, seconds in run(_other_stages, 2, tmp_path):
+        assert "ranks 0 and 1 do not agree: codec: " in text
+        assert seconds < AT_ONCE
+
+
+def _another_function(rank: int) -> tuple[str, float]:
+    if rank == 0:
+        model = DistributedDataParallel(mlp())
+        return _error(lambda: register_gqsgd(model))
+    DistributedDataParallel(mlp())
+    return _error(lambda: all_reduce(torch.zeros(5)))
+
+
+def test_ranks_that_call_other_functions_are_an_error_on_all(tmp_path: Path) -> None:
+    for text, seconds in run(_another_function, 2, tmp_path):
+        assert "rank 0 calls register_gqsgd while rank 1 calls all_reduce" in text
+        assert seconds < AT_ONCE
+
+
+def _alone(rank: int) -> tuple[str, float]:
+    model = DistributedDataParallel(mlp())
+    if rank == 1:
+        time.sleep(8)
+        return "", 0.0
+    return _error(lambda: register_gqsgd(model, timeout=timedelta(seconds=3)), CollectiveError)
+
+
+def test_a_rank_that_registers_alone_ends_with_the_timeout_and_the_name_of_the_other(tmp_path: Path) -> None:
+    (text, seconds), _ = run(_alone, 2, tmp_path, collective_timeout=20)
+    assert "register_gqsgd on rank 0 of 2 waited 3 s for rank 1" in text
+    assert seconds < 6
+
+
+def _other_nodes(rank: int) -> tuple[str, float]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"  # two ranks on one node, one on each of two others
+    model = DistributedDataParallel(mlp())
+    return _error(lambda: register_gqsgd(model, reducer="hierarchical"))
+
+
+def test_nodes_of_unequal_size_are_an_error(tmp_path: Path) -> None:
+    for text, seconds in run(_other_nodes, 4, tmp_path):
+        assert "ranks 0 and 2 do not agree" in text
+        assert "ranks on the node (LOCAL_WORLD_SIZE)" in text
+        assert seconds < AT_ONCE
+
+
+def _late_failure(rank: int) -> tuple[str, float, str]:
+    """What goes wrong on one rank after all have agreed is told to the others, too."""
+    compile_kernels = hook.Engine.compile
+
+    def fail(*args: Any) -> None:
+        raise ConfigError("gradients on a GPU need Triton")
+
+    hook.Engine.compile = fail if rank == 1 else compile_kernels  # type: ignore[method-assign]
+    model = DistributedDataParallel(mlp())
+    text, seconds = _error(lambda: register_gqsgd(model))
+    hook.Engine.compile = compile_kernels  # type: ignore[method-assign]
+    state = register_gqsgd(model)
+    train(model, rank, range(1))
+    state.close()
+    return text, seconds, fingerprint(model)
+
+
+def test_a_rank_whose_kernels_cannot_be_compiled_tells_the_others(tmp_path: Path) -> None:
+    results = run(_late_failure, 2, tmp_path)
+    assert len({bits for *_, bits in results}) == 1
+    for text, seconds, _ in results:
+        assert "gradients on a GPU need Triton" in text
+        assert seconds < AT_ONCE
+
+
+def _stale_store(rank: int) -> list[Any]:
+    """Cards and keys that processes left in the store before they died."""
+    store = dist.PrefixStore("gqsgd/meeting", dist.distributed_c10d._get_default_store())
+    model = DistributedDataParallel(mlp())
+    circle = Meeting("x", [model.process_group], timedelta(seconds=1))._circles[0]
+    if rank == 0:
+        for stale in range(2):
+            circle._store.set(f"card/{stale}", '["register_gqsgd", {"bits": 3}, "a dead rank refuses", true]')
+            circle._store.set(f"nonce/{stale}", "0123456789abcdef")
+        circle._store.set("minutes", '["feedfeed", ["0123456789abcdef", "0123456789abcdef"], "old"]')
+        circle._store.set("done/feedfeed", "1")
+        circle._store.set("acknowledged/1", "feedfeed")
+    del store
+    dist.barrier()
+    time.sleep(rank * 0.3)
+    state = register_gqsgd(model, bits=5)
+    train(model, rank, range(2))
+    state.close()
+    return [fingerprint(model)]
+
+
+def test_what_is_left_in_a_store_that_lives_on_does_no_harm(tmp_path: Path) -> None:
+    first, second = run(_stale_store, 2, tmp_path)
+    assert first == second
+
+
+def _two_groups_of_the_same_ranks(rank: int) -> list[str]:
+    bits = []
+    for number in range(3):
+        group = dist.new_group([0, 1])
+        model = DistributedDataParallel(mlp(), process_group=group)
+        state = register_gqsgd(model, seed=number)
+        train(model, rank, range(2))
+        bits.append(fingerprint(model))
+        state.close()
+        dist.destroy_process_group(group)
+    return bits
+
+
+def test_groups_that_are_destroyed_and_made_anew(tmp_path: Path) -> None:
+    first, second = run(_two_groups_of_the_same_ranks, 2, tmp_path)
+    assert first == second
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _loaded_on_one(rank: int, entry: str, late: bool) -> tuple[str, float, bool]:
+    model, state = wrapped({"bucket_cap_mb": 0.03}, {"reducer": "two_shot"})
+    train(model, rank, range(3 if late else 0))
+    saved = state.state_dict()
+    if rank == 1:
+        state.load_state_dict({**saved, entry: saved[entry] + 5})
+    text, seconds = _error(lambda: train(model, rank, range(3, 4)), RuntimeError)
+    finite = all(p.isfinite().all() for p in model.parameters())
+    state.close()
+    return text, seconds, finite
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the first step", "after three steps"])
+@pytest.mark.parametrize("entry", ["seed", "step"])
+def test_a_state_that_one_rank_loads_is_an_error_of_all_in_the_next_step(
+    entry: str, late: bool, tmp_path: Path
+) -> None:
+    for text, seconds, finite in run(_loaded_on_one, 2, tmp_path, entry, late):
+        assert f"ranks 0 and 1 do not agree: {entry}: " in text
+        assert "ConfigError" in text
+        assert "load the same state on every rank" in text
+        assert seconds < AT_ONCE
+        assert finite
+
+
+def _foreign_states(rank: int) -> list[str]:
+    model, state = wrapped({}, {"bits": 4})
+    saved = state.state_dict()
+    texts = []
+    for wrong in (None, [], {}, {**saved, "schema": 7}, {**saved, "seed": "0"}, {**saved, "step": -1}, {"schema": 1}):
+        texts.append(_error(lambda wrong=wrong: state.load_state_dict(wrong))[0])
+    state.load_state_dict({**saved, "config": {**saved["config"], "from_the_future": 1}})
+    train(model, rank, range(2))
+    state.close()
+    return [*texts, fingerprint(model)]
+
+
+def test_what_is_no_state_is_refused_and_a_field_of_another_version_is_not(tmp_path: Path) -> None:
+    first, second = run(_foreign_states, 2, tmp_path)
+    assert first == second
+    words = ["not NoneType", "not list", "schema None", "schema 7", "'seed' is '0'", "'step' is -1", "'seed' is None"]
+    for text, word in zip(first, words, strict=False):
+        assert word in text
+
+
+# --- arguments of another kind ----------------------------------------------------------------------------------------
+
+
+def _kinds(rank: int) -> list[str]:
+    config = GQSGDConfig(bits=4)
+    bits = []
+    for arguments, fields in (((config,), {}), (("gqsgd_4bit",), {}), ((), {"bits": 4})):
+        model = DistributedDataParallel(mlp())
+        state = register_gqsgd(model, *arguments, **fields)
+        assert state.config.bits == 4
+        train(model, rank, range(2))
+        bits.append(fingerprint(model))
+        state.close()
+    model = DistributedDataParallel(mlp())
+    with pytest.raises(ConfigError, match="preset=4 is neither.*e.g. bits=4"):
+        register_gqsgd(model, 4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="neither the name of a preset nor a GQSGDConfig; .* e.g. bits=2"):
+        register_gqsgd(model, {"bits": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="before torch.compile"):
+        register_gqsgd(torch.compile(model))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="takes the preset's place"):
+        register_gqsgd(model, config=config)
+    complex_model = nn.Linear(64, 64)
+    complex_model.twist = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="parameter 'twist' has dtype torch.complex64"):
+        register_gqsgd(DistributedDataParallel(complex_model))
+    state = register_gqsgd(model)
+    for name, value in (("bits", 2), ("config", config), ("sed", 3)):
+        with pytest.raises(AttributeError):
+            setattr(state, name, value)
+    state.close()
+    with pytest.raises(ConfigError, match="hook 'gqsgd_hook' \\(which was closed\\).*new DistributedDataParallel"):
+        register_gqsgd(model)
+    close()
+    return bits
+
+
+def test_a_configuration_is_accepted_wherever_fields_are_and_other_kinds_are_refused(tmp_path: Path) -> None:
+    first, second = run(_kinds, 2, tmp_path)
+    assert first == second
+    assert len(set(first)) == 1
+
+
+# --- all_reduce -------------------------------------------------------------------------------------------------------
+
+
+def _calls(rank: int) -> list[Any]:
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
+    found: list[Any] = [_error(lambda: all_reduce(x, bits=99 if rank == 1 else 8))]  # the very first call
+    found.append(all_reduce(x, step=0).tolist())
+    found.append(_error(lambda: all_reduce(x, bits=99 if rank == 1 else 8)))
+    found.append(all_reduce(x).tolist())  # numbered by the calls, on all ranks alike
+    found.append(_error(lambda: all_reduce(x.long() if rank == 0 else x)))
+    found.append(_error(lambda: all_reduce(x, preset="gqsgd" if rank == 0 else "gqsgd_exponential_tree")))
+    found.append(_error(lambda: all_reduce(x.double() if rank == 0 else x)))
+    found.append(all_reduce(x).tolist())
+    return found
+
+
+def test_calls_that_one_rank_refuses_leave_everything_usable(tmp_path: Path) -> None:
+    results = run(_calls, 2, tmp_path)
+    for rank, found in enumerate(results):
+        for index, refuses in ((0, 1), (2, 1), (4, 0)):
+            text, seconds = found[index]
+            assert (f"rank {refuses} refused: " in text) == (rank != refuses)
+            assert seconds < AT_ONCE
+        assert "codec: " in found[5][0]
+        assert 'dtype: "torch.float64" != "torch.float32"' in found[6][0]
+        assert [found[index] for index in (1, 3, 7)] == [results[0][index] for index in (1, 3, 7)]
