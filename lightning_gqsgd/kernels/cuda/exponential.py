@@ -22,7 +22,7 @@ class Magnitudes(NamedTuple):
     """The numbers of the family, see `codecs.exponential.ExponentialQuantiser`.
 
     Attributes:
-        count: number of non-zero magnitudes.
+        magnitudes: number of non-zero magnitudes.
         cut: bits of the mantissa that a code drops.
         offset: the bits of 1 without those that are dropped, less the magnitude that stands for 1.
         smallest: the smallest level.
@@ -30,7 +30,7 @@ class Magnitudes(NamedTuple):
         shrink: 2^-headroom: a rank's own code stands for that share of what a sum's code does.
     """
 
-    count: int
+    magnitudes: int
     cut: int
     offset: int
     smallest: float
@@ -81,7 +81,7 @@ def _pairs_to_codes(code, other, word, c: tl.constexpr):
     distance = a - b - opposite.to(tl.int32)
     shift = tl.minimum(tl.maximum(32 - distance, 0), 31).to(tl.uint32)
     fires = ((distance <= 0) | ((distance <= 32) & ((word >> shift) == 0))).to(tl.int32)
-    moved = tl.where(opposite, a - fires, tl.minimum(a + fires, c.family.count))
+    moved = tl.where(opposite, a - fires, tl.minimum(a + fires, c.family.magnitudes))
     moved = tl.where(opposite & (distance < 0), 0, moved)
     result = tl.where(b == 0, a, moved)
     return tl.where(result == 0, 0, (large & (1 << (c.codes.bits - 1))) | result)

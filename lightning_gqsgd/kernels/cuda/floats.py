@@ -46,13 +46,25 @@ def clamped(v, limit):
 @triton.jit
 def is_finite(v):
     """Which numbers are neither infinite nor NaN."""
-    return tl.abs(v) < float("inf")
+    # In fp64, a magnitude takes more instructions than a difference.
+    return (v - v) == 0 if v.dtype == tl.float64 else tl.abs(v) < float("inf")
 
 
 @triton.jit
-def in_finite_range(v, DTYPE: tl.constexpr, c: tl.constexpr):
-    """See `wire.in_finite_range`; ``DTYPE``: the type that the numbers will be rounded to."""
+def in_finite_range(v, DTYPE: tl.constexpr, KEEPS_INFINITY: tl.constexpr, c: tl.constexpr):
+    """See `wire.in_finite_range`; NaN stays NaN.
+
+    Args:
+        v: the numbers.
+        DTYPE: the type that the numbers will be rounded to.
+        KEEPS_INFINITY: whether infinite numbers stay so; otherwise they become finite, which takes fewer instructions.
+    """
     if DTYPE.primitive_bitwidth < c.number.compute.primitive_bitwidth:
         LARGEST: tl.constexpr = _FP16_LARGEST if tl.float16 == DTYPE else _BF16_LARGEST
-        v = tl.where(is_finite(v), clamped(v, tl.full((), LARGEST, c.number.compute)), v)
+        limit = tl.full((), LARGEST, c.number.compute)
+        if KEEPS_INFINITY:
+            v = tl.where(is_finite(v), clamped(v, limit), v)
+        else:
+            v = tl.maximum(v, -limit, propagate_nan=tl.PropagateNan.ALL)
+            v = tl.minimum(v, limit, propagate_nan=tl.PropagateNan.ALL)
     return v

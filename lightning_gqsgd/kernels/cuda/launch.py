@@ -48,5 +48,5 @@ def keys_on(device: torch.device, keys: Sequence[Key]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _sent_keys(keys: tuple[Key, ...], device: torch.device, stream: int) -> Tensor:
-    table = torch.tensor([packed(key) for key in keys], dtype=torch.int64)
+    table = torch.tensor([packed(key) for key in keys], dtype=torch.int64, device="cpu")  # not the default device
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

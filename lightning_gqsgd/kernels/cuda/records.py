@@ -26,7 +26,7 @@ class Messages(NamedTuple):
     Attributes:
         wires: the first message, uint8.
         stride: bytes from the start of a message to the start of the next one, int64.
-        count: number of messages. Their mean's constants have that number, too; a loop with a constant end takes more
+        ranks: number of messages. Their mean's constants have that number, too; a loop with a constant end takes more
             registers.
         keys: the dither key of each source, int64 [count].
         to_values: the family's function, see `stages.ScaledFamily`.
@@ -34,7 +34,7 @@ class Messages(NamedTuple):
 
     wires: Any
     stride: Any
-    count: Any
+    ranks: Any
     keys: Any
     to_values: Any
 
@@ -66,12 +66,12 @@ def mean_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
     place = column(t, _SCALE)
     coded = t.inside & (t.raw == 0)
     first = tl.zeros((ROWS,), c.number.compute)  # of all sums of a row: NaN, if a message's scale is not finite
-    for source in range(m.count):
+    for source in range(m.ranks):
         code = received_scale(m.wires + source * m.stride, place, coded, c)
         first = tl.where((code >> 1) > (c.number.infinity >> c.number.shift), float("nan"), first)
     a = tl.zeros((ROWS, HALF), c.number.compute) + first[:, None]
     b = a
-    for source in range(m.count):
+    for source in range(m.ranks):
         wire = m.wires + source * m.stride
         if KIND == RAGGED:
             raw_a, raw_b = load_raw(wire, at, t, c)

@@ -118,7 +118,7 @@ class _Decoding(NamedTuple):
 def _decode_tile(d, t, KIND: tl.constexpr, c: tl.constexpr):
     a, b, bad = mean_of_messages(d.messages, t, KIND, c)
     if c.rotated:
-        a, b = rotated(a, b, t, tl.load(d.messages.keys + d.messages.count), True, KIND, c)
+        a, b = rotated(a, b, t, tl.load(d.messages.keys + d.messages.ranks), True, KIND, c)
     if c.mean.is_clamped:
         a, b = _in_finite_range(a, b, t, d.x.dtype.element_ty, KIND, c)
     if c.rotated:
@@ -131,9 +131,13 @@ def _decode_tile(d, t, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves with what is finite in coded blocks clamped to the finite numbers of a type."""
-    coded_a, coded_b = in_finite_range(a, DTYPE, c), in_finite_range(b, DTYPE, c)
-    if KIND == RAGGED:
+    """Both halves with what is finite in coded blocks clamped to the finite numbers of a type.
+
+    Without a rotation, no coordinate of a coded block is infinite: the block is NaN instead. Then raw rows have to be
+    left out, and with a rotation they are within the range anyway: a mean is not larger than the largest number.
+    """
+    coded_a, coded_b = in_finite_range(a, DTYPE, c.rotated, c), in_finite_range(b, DTYPE, c.rotated, c)
+    if KIND == RAGGED and not c.rotated:
         coded_a, coded_b = tl.where(t.raw[:, None], a, coded_a), tl.where(t.raw[:, None], b, coded_b)
     return coded_a, coded_b
 
@@ -293,9 +297,15 @@ class ScaledFamily(Family):
         c, functions = self._constants(q, torch.float32), {"pairs_to_codes": self.pairs_to_codes}
         launch.run(combine_kernel, blocks, c, mine, theirs, blocks, len(blocks), launch.packed(key), **functions)
 
-    @lru_cache(maxsize=256)  # noqa: B019
     def _constants(
         self, q: Quantiser, dtype: torch.dtype, mean: Mean | None = None, *, rotated: bool = False
     ) -> Constants:
-        codes = codes_of(q)
-        return Constants(number_of(dtype), shape_of(q.block_size, codes), codes, self.numbers(q, dtype), mean, rotated)
+        return _constants(self.numbers, q, dtype, mean, rotated)
+
+
+@lru_cache(maxsize=256)
+def _constants(
+    numbers: Callable[[Any, torch.dtype], Any], q: Quantiser, dtype: torch.dtype, mean: Mean | None, rotated: bool
+) -> Constants:
+    codes = codes_of(q)
+    return Constants(number_of(dtype), shape_of(q.block_size, codes), codes, numbers(q, dtype), mean, rotated)

@@ -55,7 +55,8 @@ def decode_kernel(wires, stride: tl.int64, messages, table, x, counter, count, c
     """See `protocol.Kernels.decode`; the number of blocks that are not finite is added to ``counter``."""
     t = tile_of(table, count, c)
     mean, bad = _mean_of_largest(wires, stride, messages, t, c)
-    mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, c))
+    # A coded block has no infinite coordinate: it is NaN instead.
+    mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, False, c))
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     tl.store(x + t.start[:, None] + j, mean.to(x.dtype.element_ty), mask=j < t.n[:, None])
     count_rows(bad, counter)
