@@ -17,8 +17,8 @@ class _NothingToRestore:
         """Leave the language as it is."""
 
 
-@pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rounds_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Round to the nearest bf16 number; the interpreter cuts the mantissa off."""
     interpreter, tl = _modules()
     convert = interpreter._convert_float
@@ -32,8 +32,8 @@ def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make kernels run about three times as fast, with the same results.
 
     The interpreter replaces all functions of the language at each call of a function, although they stay replaced until
