@@ -85,11 +85,11 @@ def compile_stages(codec: Codec, dtype: torch.dtype, rotation: Key | None, *, re
         cuda.reduce(wires, layout.blocks, wires[0], q, [(1, 2), (3, 4)], (5, 6), dtype)
 
 
-def compile_sums() -> None:
-    """Decode sums of linear codes, in lanes of bytes and of words, and add exponential codes."""
+def compile_sums(compiler: Compiler) -> None:
+    """Decode sums of linear codes, in lanes of bytes and of words, and add exponential codes; then the measures."""
     x = torch.ones(NUMEL)
     for codec in (LinearCodec(8, "subtractive"), LinearCodec(3, "subtractive"), ExponentialCodec(8)):
-        q = codec.quantiser(256, 2)
+        compiler.case, q = f"sums, {type(codec).__name__} of {codec.bits} bit", codec.quantiser(256, 2)
         layout = layout_for(q, x.dtype)
         wires = torch.zeros(2, layout.message_bytes, dtype=torch.uint8)
         cuda.decode_sum(wires[0], cuda.block_maxima(x, layout.blocks), layout.blocks, x, q, [(1, 2), (3, 4)])
@@ -114,8 +114,7 @@ def main(which: str) -> None:
         if number < FEW or which == "all":
             compile_stages(*case, reduces=number == 0 or which == "all")
     if which == "all":
-        compiler.case = "sums and measures"
-        compile_sums()
+        compile_sums(compiler)
     print(json.dumps(compiler.counts))
 
 

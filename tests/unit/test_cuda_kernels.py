@@ -282,10 +282,9 @@ def test_compiled_kernels_move_16_bytes_at_a_time(cases: str) -> None:
     for name, counts in json.loads(done.stdout.splitlines()[-1]).items():
         assert counts["inexact divisions"] == 0, name
         assert counts["contracted"] == 0, name
-        if "top-k" not in name and "sums" not in name and "combine" not in name:  # their rows are not in full tiles
+        if "top-k" not in name and "sums" not in name:  # whose accesses are gathered, or in lanes of words
             assert counts["v4 loads"] > 0, name
-            # The rows of 3-bit codes are shorter.
-            assert counts["v4 stores"] > 0 or name.startswith("3 bit") or "maxima" in name, name
+            assert counts["v4 stores"] > 0 or name.startswith("3 bit"), name  # whose rows are shorter
 
 
 def missing(_: str) -> None:
