@@ -75,6 +75,8 @@ class Quantiser(Protocol):
         """Bytes of the codes of blocks with these lengths; ``raw_bytes``: of one uncompressed coordinate."""
         ...
 
+    def __hash__(self) -> int: ...
+
 
 class ScaledQuantiser(Quantiser, Protocol):
     """A quantiser whose records are a scale and codes of a fixed width."""

@@ -18,6 +18,7 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
+from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import CollectiveError, Communicator
 from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
@@ -43,28 +44,30 @@ CONFIGS = {
 
 
 class Alone(Communicator):
-    """Of one rank, with the groups that are made for several."""
+    """A communicator of one rank that has the groups of several, and starts its collectives in them."""
 
     _numbers = count()
 
     def __init__(self, device: torch.device, config: GQSGDConfig) -> None:
-        super().__init__(device)
-        self._timeout = self._patience = timedelta(seconds=60)
-        self._make_groups(f"gqsgd/alone/{next(self._numbers)}", stages(config, self.size))
+        super().__init__(device, dist.group.WORLD, f"alone/{next(self._numbers)}", timedelta(seconds=60))
+        for stage, scopes in enumerate([(ALL,), *stages(config, self.size)]):
+            for scope in scopes:
+                self._groups[stage, scope] = self._group_for(stage, scope)
 
 
 class Bench:
-    """A runner, with a plan for one tensor."""
+    """A runner, with a plan for one tensor and without a memory."""
 
     def __init__(self, config: GQSGDConfig) -> None:
         self.config = resolve(config, 1)
         self.communicator = Alone(DEVICE, self.config)
         self.runner: Runner = runner_for(self.communicator)
         self.plan, self.telemetry = _plan(self.config, 1, torch.float32), Telemetry()
+        self.store = new_store(self.config, 1, {}, torch.float32, DEVICE)
 
     def submit(self, x: Tensor, step: int) -> Job:
         counters = self.telemetry.bucket(0)
-        starts = self.plan.starts(x, 0, step, counters, self.telemetry)
+        starts = self.plan.starts(x, 0, step, self.store, counters, self.telemetry)
         job = Job(x, starts, f"tensor {step}", counters, self.telemetry, last_of_step=True)
         self.runner.submit(self.communicator, job)
         return job
@@ -81,8 +84,8 @@ def _plan(config: GQSGDConfig, ranks: int, dtype: torch.dtype) -> Plan:
 
 def _expected(config: GQSGDConfig, x: Tensor, step: int) -> Tensor:
     """What one rank has after reducing its gradient, from the CPU."""
-    result = x.clone()
-    _plan(resolve(config, 1), 1, x.dtype).average([result], step, [None])
+    config, result = resolve(config, 1), x.clone()
+    _plan(config, 1, x.dtype).average([result], step, [new_store(config, 1, {}, x.dtype, CPU)])
     return result
 
 

@@ -1,12 +1,13 @@
 """Compiles some kernels for a GPU that need not be there, and prints what came out: JSON, the last line.
 
-TRITON_INTERPRET=0 python tests/unit/compile_for_gpu.py
+TRITON_INTERPRET=0 python tests/unit/compile_for_gpu.py few|all
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from lightning_gqsgd.codecs import ExponentialCodec, LinearCodec
+from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.kernels import cuda
-from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.kernels.cuda import launch
+from lightning_gqsgd.kernels.cuda.constants import Constants
+from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.wire import Key, scale_format
+from lightning_gqsgd.layout import Layout, Segment, cut, place
 
 
 class Hopper:
@@ -33,47 +37,86 @@ class Hopper:
         return 0
 
 
-class Compiled:
-    """Takes the place of `cuda._launch`, and keeps what would have been run."""
+class Compiler:
+    """Takes the place of `launch.run`: compiles each kernel instead of running it, and counts its instructions.
+
+    Attributes:
+        case: what is being compiled, for the names of `counts`.
+        counts: by case and kernel, how often each kind of instruction occurs.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[str, dict[str, int]] = {}
         self.case = ""
+        self.counts: dict[str, dict[str, int]] = {}
 
-    def __call__(self, kernel: Any, blocks: Tensor, c: Any, *arguments: Any, **modes: Any) -> None:
-        made = kernel.warmup(*arguments, grid=(1,), c=c, **cuda.launch_options(c), **modes)
-        ptx = made.asm["ptx"]
-        self.found[f"{self.case} {kernel.fn.__name__}"] = {
+    def __call__(self, kernel: Any, blocks: Tensor, c: Constants, *arguments: Any, **constants: Any) -> None:
+        compiled = kernel.warmup(*arguments, grid=(1,), c=c, **launch.options(c), **constants)
+        ptx = compiled.asm["ptx"]
+        self.counts[f"{self.case} {kernel.fn.__name__}"] = {
             "v4 loads": len(re.findall(r"ld\.global\.v4", ptx)),
             "v4 stores": len(re.findall(r"st\.global\.v4", ptx)),
             "inexact divisions": ptx.count("div.full") + ptx.count("div.approx"),
-            # Decoding has some that are asked for, and exact: of the dither and the level at zero.
+            # Decoding has contracted products on purpose, which are exact: of the dither and the level at zero.
             "contracted": ptx.count("fma.rn") if "encode" in kernel.fn.__name__ else 0,
         }
 
 
-def main() -> None:
-    driver.set_active(Hopper())
-    cuda._launch = compiled = Compiled()
-    linear = LinearCodec(8, "adaptive").quantiser(256)
-    cases = {
-        "8 bit, fp32": (linear, torch.float32, None),
-        "4 bit, bf16": (LinearCodec(4, "adaptive").quantiser(256), torch.bfloat16, None),
-        "3 bit, fp32": (LinearCodec(3, "stochastic").quantiser(256), torch.float32, None),
-        "exponential, fp16": (ExponentialCodec(8).quantiser(256), torch.float16, None),
-        "8 bit, fp32, rotated": (linear, torch.float32, (1, 2)),
-    }
-    for compiled.case, (q, dtype, rotation) in cases.items():
-        x, form = torch.ones(8192).to(dtype), scale_format(dtype)
-        table = cut([Segment(0, 8192, False)], 256)
-        layout = place(table, q, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes)
+#: By name: codec, dtype of the gradients, rotation. The first two are compiled in every run of the tests.
+CASES: dict[str, tuple[Codec, torch.dtype, Key | None]] = {
+    "8 bit, fp32": (LinearCodec(8, "adaptive"), torch.float32, None),
+    "exponential, fp16": (ExponentialCodec(8), torch.float16, None),
+    "4 bit, bf16": (LinearCodec(4, "adaptive"), torch.bfloat16, None),
+    "3 bit, fp32": (LinearCodec(3, "stochastic"), torch.float32, None),
+    "8 bit, fp32, rotated": (LinearCodec(8, "adaptive"), torch.float32, (1, 2)),
+    "top-k, bf16": (TopKCodec(0.01), torch.bfloat16, None),
+}
+FEW = 2
+NUMEL = 8192
+
+
+def compile_stages(codec: Codec, dtype: torch.dtype, rotation: Key | None, *, reduces: bool) -> None:
+    """Encode and decode a message, and reduce two."""
+    q, x = codec.quantiser(256), torch.ones(NUMEL).to(dtype)
+    layout = layout_for(q, dtype)
+    wires = torch.zeros(2, layout.message_bytes, dtype=torch.uint8)
+    cuda.encode(x, layout.blocks, wires[0], q, (1, 2), rotation=rotation)
+    cuda.decode(wires[:1], layout.blocks, x, q, [(1, 2)], rotation=rotation)
+    if reduces:
+        cuda.reduce(wires, layout.blocks, wires[0], q, [(1, 2), (3, 4)], (5, 6), dtype)
+
+
+def compile_sums(compiler: Compiler) -> None:
+    """Decode sums of linear codes, in lanes of bytes and of words, and add exponential codes; then the measures."""
+    x = torch.ones(NUMEL)
+    for codec in (LinearCodec(8, "subtractive"), LinearCodec(3, "subtractive"), ExponentialCodec(8)):
+        compiler.case, q = f"sums, {type(codec).__name__} of {codec.bits} bit", codec.quantiser(256, 2)
+        layout = layout_for(q, x.dtype)
         wires = torch.zeros(2, layout.message_bytes, dtype=torch.uint8)
-        cuda.encode(x, layout.blocks, wires[0], q, (1, 2), rotation=rotation)
-        cuda.decode(wires[:1], layout.blocks, x, q, [(1, 2)], rotation=rotation)
-        if compiled.case.startswith("8 bit, fp32") and rotation is None:
-            cuda.reduce(wires, layout.blocks, wires[0], q, [(1, 2), (3, 4)], (5, 6), dtype)
-    print(json.dumps(compiled.found))
+        cuda.decode_sum(wires[0], cuda.block_maxima(x, layout.blocks), layout.blocks, x, q, [(1, 2), (3, 4)])
+    cuda.combine(wires[0], wires[1], layout.blocks, q, (1, 2))
+    cuda.block_moments(x, layout.blocks)
+    cuda.rotate(x, layout.blocks, (1, 2), 256)
+
+
+def layout_for(q: Quantiser, dtype: torch.dtype) -> Layout:
+    """The layout of one parameter's message."""
+    form = scale_format(dtype)
+    scale_bytes = form.nbytes if q.has_scale and not q.summable else 0
+    table = cut([Segment(0, NUMEL, False)], 256)
+    return place(table, q, shards=1, scale_bytes=scale_bytes, raw_bytes=form.raw_bytes)
+
+
+def main(which: str) -> None:
+    driver.set_active(Hopper())
+    compiler = Compiler()
+    launch.run = compiler
+    for number, (compiler.case, case) in enumerate(CASES.items()):
+        if number < FEW or which == "all":
+            compile_stages(*case, reduces=number == 0 or which == "all")
+    if which == "all":
+        compile_sums(compiler)
+    print(json.dumps(compiler.counts))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

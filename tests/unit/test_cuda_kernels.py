@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gqsgd import kernels
-from lightning_gqsgd.codecs import ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.layout import Segment
@@ -25,40 +25,129 @@ from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import Setting, new_store, resolve
 from tests.unit import test_kernels as plain
+from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
 
 if torch.cuda.is_available():
     pytest.skip("Triton compiles where there is a GPU: see tests/gpu", allow_module_level=True)
 
 pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
-tl = pytest.importorskip("triton.language")
-interpreter = pytest.importorskip("triton.runtime.interpreter")
-from lightning_gqsgd.kernels import cuda  # noqa: E402
+pytest.importorskip("triton.runtime.interpreter")
+from lightning_gqsgd.kernels import cuda
+from lightning_gqsgd.kernels.cuda import launch
 
 PAIR = [cpu, cuda]
-#: NumPy's, of infinity less infinity, within the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("rounds_like_a_gpu", "fast"),
+    # NumPy's, of infinity less infinity, within the interpreter.
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+random_cases = settings(max_examples=15, deadline=None)
+
+BLOCKS = (16, 40, 64, 256)
+#: A raw segment, an empty one, and lengths beside multiples of all block sizes.
+RAGGED = [(300, False), (37, True), (0, False), (1, False), (81, False)]
+#: For blocks of 256, tiles of 16 blocks each: aligned; with a raw block and full ones; full, but not aligned; the rest.
+FULL = [Segment(0, 4096, False), Segment(1, 3, True), Segment(2, 8192, False)]
 
 
-@pytest.fixture(autouse=True)
-def _rounds_to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts what it makes bf16 of; a GPU rounds."""
-    convert = interpreter._convert_float
-
-    def rounded(data, source, target, mode):  # type: ignore[no-untyped-def]
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(data, source, target, mode)
-        values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
-        return values.to(torch.bfloat16).view(torch.int16).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+def case_of(number: int, bits: int = 8, dither: str = "subtractive", rows: list = RAGGED) -> dict:
+    """A case for the checks in `test_kernels`. Of cases in a row, each has another dtype and another block size, and
+    16 of them have all pairs of the two."""
+    dtype, block = plain.DTYPES[number % 4], BLOCKS[(number + number // 4) % 4]
+    fixed = {"seed": number, "bits": bits, "dither": dither, "rows": rows}
+    return {**fixed, "dtype": dtype, "block": block, "ranks": 1 + number % 2}
 
 
-few = settings(max_examples=15, deadline=None)
+#: Every number of bits with every dither.
+LINEAR = [
+    (number, bits, dither)
+    for number, (bits, dither) in enumerate((bits, dither) for bits in range(1, 9) for dither in plain.DITHERS)
+    if (bits, dither) != (1, "stochastic")
+]
 
 
-@few
+@pytest.mark.parametrize(("number", "bits", "dither"), LINEAR)
+def test_linear_codes(number: int, bits: int, dither: str) -> None:
+    """Under scales that are given or not, of blocks that are turned or not, in turns."""
+    case = case_of(number, bits, dither)
+    turn = {"rotation": (3, 4)} if number % 3 == 0 else {}
+    q, scales = plain.quantiser(bits, dither, case["block"]), plain.norms if number % 2 else None
+    plain.check_messages(*plain.drawn(case), q, scales, PAIR, **turn)
+
+
+@pytest.mark.parametrize(("number", "q"), list(enumerate(plain.other_codecs())))
+def test_other_codes(number: int, q: plain.Quantiser) -> None:
+    case = case_of(number)
+    q = replace(q, block_size=case["block"])
+    plain.check_messages(*plain.drawn(case), q, plain.norms if number % 2 else None, PAIR)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *(LinearCodec(bits, "adaptive") for bits in range(1, 9)),
+        ExponentialCodec(6, 1),
+        ExponentialCodec(8),
+        SignCodec(),
+    ],
+    ids=lambda codec: f"{type(codec).__name__}-{codec.bits}",
+)
+def test_blocks_of_full_length(codec: Codec) -> None:
+    """All tiles but the ones with a raw block, or the last one, go the fast way."""
+    x = plain.gradient(codec.bits, sum(segment.numel for segment in FULL), torch.float32)
+    plain.check_messages(FULL, [x], codec.quantiser(256), None, PAIR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_full_length_that_are_turned_or_have_given_scales(dtype: torch.dtype) -> None:
+    q, x = LinearCodec(4, "adaptive").quantiser(256), plain.gradient(0, 4096 + 3 + 8192, dtype)
+    plain.check_messages(FULL, [x], q, None, PAIR, rotation=(3, 4))
+    plain.check_messages(FULL[:1], [x[:4096], x[-4096:]], q, plain.norms, PAIR)
+
+
+@pytest.mark.parametrize("block", [16, 24, 1000, 4096])
+def test_sizes_of_blocks(block: int) -> None:
+    x = plain.gradient(block, 2 * block + 7, torch.float32)
+    for codec in (LinearCodec(5, "adaptive"), ExponentialCodec(4), SignCodec(), TopKCodec(0.002)):
+        plain.check_messages([Segment(5, len(x), False)], [x], codec.quantiser(block), None, PAIR)
+
+
+def test_the_largest_blocks() -> None:
+    """Places in them fill 16 bits, without a sign."""
+    x = torch.zeros(65536 + 7)
+    x[[3, 40_000, 65_535, 65_540]] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    plain.check_messages([Segment(5, len(x), False)], [x], TopKCodec(1e-4).quantiser(65536), None, PAIR)
+    x = plain.gradient(1, 65536 + 7, torch.float32)
+    plain.check_messages([Segment(5, len(x), False)], [x], LinearCodec(5, "adaptive").quantiser(65536), None, PAIR)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_sums(bits: int) -> None:
+    """Codes in lanes of bytes and of words, of both dithers, with and without blocks of full length."""
+    for number, dither in enumerate(("subtractive", "stochastic")):
+        if (bits, dither) != (2, "stochastic"):  # too few bits for two ranks' codes
+            plain.check_sums({**case_of(bits + number, bits, dither), "ranks": 2 + (bits > 4)}, PAIR)
+    if 8 % bits == 0:
+        rows = [(segment.numel, segment.raw) for segment in FULL[:2]] + [(4096, False)]
+        plain.check_sums({**case_of(0, bits, rows=rows), "block": 256, "ranks": 2}, PAIR)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_moments_and_rotations(number: int) -> None:
+    plain.check_moments_and_rotations(case_of(number), PAIR)
+    rows = [(segment.numel, segment.raw) for segment in FULL]
+    plain.check_moments_and_rotations({**case_of(number, rows=rows), "block": 256}, PAIR)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_combined_codes(bits: int) -> None:
+    plain.check_combined(bits, bits, 301 - bits, PAIR)
+
+
+@pytest.mark.slow
+@random_cases
 @given(plain.cases, st.booleans(), st.booleans())
-def test_linear_codes(case: dict, given_scales: bool, rotated: bool) -> None:
+def test_linear_codes_of_random_cases(case: dict, given_scales: bool, rotated: bool) -> None:
     try:
         q = plain.quantiser(case["bits"], case["dither"], case["block"])
     except ConfigError:
@@ -67,50 +156,34 @@ def test_linear_codes(case: dict, given_scales: bool, rotated: bool) -> None:
     plain.check_messages(*plain.drawn(case), q, plain.norms if given_scales else None, PAIR, **turn)
 
 
-@few
+@pytest.mark.slow
+@random_cases
 @given(plain.cases, st.sampled_from(plain.other_codecs()), st.booleans())
-def test_other_codes(case: dict, q: plain.Quantiser, given_scales: bool) -> None:
+def test_other_codes_of_random_cases(case: dict, q: plain.Quantiser, given_scales: bool) -> None:
     plain.check_messages(*plain.drawn(case), q, plain.norms if given_scales else None, PAIR)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_blocks_of_full_length(bits: int) -> None:
-    """All tiles but the last one go the fast way, one of them with a misaligned beginning."""
-    q = LinearCodec(bits, "adaptive").quantiser(256)
-    segments = [Segment(0, 8192, False), Segment(1, 3, True), Segment(2, 8192, False)]
-    x = plain.gradient(bits, sum(segment.numel for segment in segments), torch.float32)
-    plain.check_messages(segments, [x, x.flip(0)], q, None, PAIR)
-    plain.check_messages(segments[:1], [x[:8192].bfloat16()], q, None, PAIR, rotation=(3, 4))
-
-
-@pytest.mark.parametrize("block", [16, 24, 1000, 4096, 65536])
-def test_sizes_of_blocks(block: int) -> None:
-    x = plain.gradient(block, 2 * block + 7, torch.float32)
-    for codec in (LinearCodec(5, "adaptive"), ExponentialCodec(4), SignCodec(), TopKCodec(0.01)):
-        q = codec.quantiser(block)
-        plain.check_messages([Segment(5, len(x), False)], [x], q, None, PAIR)
-
-
-@few
+@pytest.mark.slow
+@random_cases
 @given(plain.cases)
-def test_sums(case: dict) -> None:
+def test_sums_moments_and_rotations_of_random_cases(case: dict) -> None:
     plain.check_sums(case, PAIR)
-
-
-@few
-@given(plain.cases)
-def test_moments_and_rotations(case: dict) -> None:
     plain.check_moments_and_rotations(case, PAIR)
 
 
-@few
+@pytest.mark.slow
+@random_cases
 @given(st.integers(0, 2**32), st.integers(2, 8), st.integers(1, 300))
-def test_combined_codes(seed: int, bits: int, numel: int) -> None:
+def test_combined_codes_of_random_cases(seed: int, bits: int, numel: int) -> None:
     plain.check_combined(seed, bits, numel, PAIR)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("q", [LinearCodec(4, "adaptive").quantiser(64), *plain.other_codecs()[:4]])
+NOT_FINITE = [LinearCodec(4, "adaptive").quantiser(64), *plain.other_codecs()[:4]]
+
+
+@pytest.mark.parametrize(
+    ("q", "bad"), [*((q, torch.nan) for q in NOT_FINITE), (NOT_FINITE[0], torch.inf), (NOT_FINITE[2], -torch.inf)]
+)
 def test_what_is_not_finite_stays_so_and_touches_no_other_block(q: plain.Quantiser, bad: float) -> None:
     x = torch.randn(1024)
     x[70], x[1020] = bad, bad
@@ -134,36 +207,84 @@ def test_tensors_without_blocks_are_left_alone() -> None:
 
 
 def average(config, ranks: int) -> list[Tensor]:
-    """Gradients of virtual ranks after a step."""
-    segments = [Segment(0, 1500, False), Segment(1, 20, True), Segment(2, 700, False)]
-    xs = [plain.gradient(rank, 2220, torch.bfloat16 if config.bits == 4 else torch.float32) for rank in range(ranks)]
+    """Gradients of virtual ranks after two steps."""
+    segments = [Segment(0, 1030, False), Segment(1, 20, True), Segment(2, 300, False)]
+    xs = [plain.gradient(rank, 1350, torch.bfloat16 if config.bits == 4 else torch.float32) for rank in range(ranks)]
     setting = Setting(config, ranks, xs[0].dtype)
-    stores = [new_store(config, ranks, {0: 1500, 2: 700}, setting.dtype, torch.device("cpu")) for _ in range(ranks)]
+    stores = [new_store(config, ranks, {0: 1030, 2: 300}, setting.dtype, torch.device("cpu")) for _ in range(ranks)]
     for step in range(2):
         Plan(segments, setting).average(xs, step, stores if config.remembers else [None] * ranks)
     return xs
 
 
-@pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if one.config.coder == "fixed"])
+#: Each has kernels, or arguments of kernels, that the others have not.
+DIFFERENT = ("gqsgd_sum", "gqsgd_exponential_tree", "dq_psgd")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow)
+        for name, preset in PRESETS.items()
+        if preset.config.coder == "fixed"
+    ],
+)
 def test_presets_give_the_bits_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve(PRESETS[name].config, 3)
-    expected = average(config, 3)
+    config = resolve(PRESETS[name].config, 2)
+    expected = average(config, 2)
     monkeypatch.setattr(kernels, "cpu", cuda)
-    for one, other in zip(expected, average(config, 3), strict=True):
-        assert torch.equal(one, other)
+    for of_cpu, of_cuda in zip(expected, average(config, 2), strict=True):
+        assert torch.equal(of_cpu, of_cuda)
 
 
-def test_compiled_kernels_move_16_bytes_at_a_time() -> None:
+def test_keys_do_not_go_to_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+
+    def pin_memory(table: Tensor) -> SimpleNamespace:
+        pinned.append(table)
+        return SimpleNamespace(to=lambda device, non_blocking: table)
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    torch.set_default_device("meta")
+    try:
+        for device in ("cpu", "cuda"):
+            table = launch._sent_keys.__wrapped__(((1, 2), (2**32 - 1, 2**31)), torch.device(device), 0)
+            assert table.device.type == "cpu", "only memory of the host can be pinned"
+            assert table.tolist() == [1 | 2 << 32, (2**32 - 1 | 2**31 << 32) - 2**64]
+    finally:
+        torch.set_default_device(None)
+    assert len(pinned) == 1
+
+
+def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, x = LinearCodec(4, "adaptive").quantiser(64), plain.gradient(0, 100, torch.float32)
+    layout, y = plain.layout_of([Segment(0, 100, False)], q, x.dtype), torch.zeros(100)
+    wire, shard = (torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(2))
+    torch.set_default_device("meta")
+    try:
+        cuda.encode(x, layout.blocks, wire, q, (90, 91), cuda.block_maxima(x, layout.blocks))
+        cuda.reduce(wire[None], layout.blocks, shard, q, [(90, 91)], (92, 93), x.dtype)
+        bad = cuda.decode(shard[None], layout.blocks, y, q, [(92, 93)], rotation=None)
+    finally:
+        torch.set_default_device(None)
+    assert bad == 0
+    assert 0 < float((y - x).abs().max()) < float(x.abs().max()) / 4
+
+
+@pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_compiled_kernels_move_16_bytes_at_a_time(cases: str) -> None:
     """For Hopper, without a GPU: what the interpreter runs is no proof that it compiles, or to what."""
     script = Path(__file__).with_name("compile_for_gpu.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=250)
+    command = [sys.executable, script, cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    for name, found in json.loads(done.stdout.splitlines()[-1]).items():
-        assert found["v4 loads"] > 0, name
-        assert found["v4 stores"] > 0 or name.startswith("3 bit"), name  # whose rows are shorter
-        assert found["inexact divisions"] == 0, name
-        assert found["contracted"] == 0, name
+    for name, counts in json.loads(done.stdout.splitlines()[-1]).items():
+        assert counts["inexact divisions"] == 0, name
+        assert counts["contracted"] == 0, name
+        if "top-k" not in name and "sums" not in name:  # whose accesses are gathered, or in lanes of words
+            assert counts["v4 loads"] > 0, name
+            assert counts["v4 stores"] > 0 or name.startswith("3 bit"), name  # whose rows are shorter
 
 
 def missing(_: str) -> None:

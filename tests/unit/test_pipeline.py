@@ -209,3 +209,34 @@ def test_stream_runner_takes_all_pieces_through_a_stage_before_the_next() -> Non
     with pytest.raises(RuntimeError, match="stage 2, piece 1 broke"):
         broken.future.wait()
     assert broken.tensor.isnan().all()
+
+
+def test_stream_runner_has_no_more_pieces_under_way_than_its_window() -> None:
+    """So that the scratch memory of a large job is bounded: a piece starts only once another one is through."""
+    under_way: list[int] = []
+    most_under_way: list[int] = []
+    order: list[int] = []
+
+    def counted(number: int) -> Callable[[], Steps]:
+        def steps() -> Steps:
+            under_way.append(number)
+            order.append(number)
+            most_under_way.append(len(under_way))
+            result = yield from piece(number)()
+            under_way.remove(number)
+            return result
+
+        return steps
+
+    wire, count = FakeCommunicator(), 2 * MAX_UNDER_WAY + 3
+    large = job([counted(number) for number in range(count)])
+    StreamRunner([None]).submit(wire, large)  # type: ignore[arg-type]
+    large.future.wait()
+    assert max(most_under_way) == MAX_UNDER_WAY
+    assert not under_way
+    assert order == list(range(count))
+    assert large.counters.nonfinite_blocks == count
+    # The window is full before any piece takes its second stage.
+    assert wire.started[: MAX_UNDER_WAY + 1] == [*((1, number) for number in range(MAX_UNDER_WAY)), (2, 0)]
+    for number in range(count):
+        assert [stage for stage, started in wire.started if started == number] == [1, 2]

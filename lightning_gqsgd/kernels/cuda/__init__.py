@@ -1,0 +1,108 @@
+"""Fast kernels on CUDA devices, in Triton: one pass over memory per stage, and no wait for the device.
+
+The functions are those of `protocol.Kernels`, where they and their arguments are described; they give the codes of
+`reference`. Block tables are on the device. `decode` and `decode_sum` return the number of blocks that are not finite
+as a tensor there.
+
+A program has a tile (see `tiles`) of 4096 coordinates, or of one block. What a codec fixes is a constant of a compiled
+kernel (see `constants`), so each codec has kernels of its own. Products and sums are not contracted, and divisions are
+rounded correctly, as in `reference`.
+
+A family of codes is one file, and a line in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.cuda import exponential, launch, linear, top_k
+from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
+from lightning_gqsgd.kernels.cuda.family import Family
+from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
+from lightning_gqsgd.kernels.cuda.rotation import rotate_kernel
+from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.wire import Key, scale_format
+
+FAMILIES: dict[Kind, Family] = {
+    Kind.LINEAR: linear.FAMILY,
+    Kind.EXPONENTIAL: exponential.FAMILY,
+    Kind.TOP_K: top_k.FAMILY,
+}
+
+#: Coordinates of a block that `block_maxima` and `block_moments` read at a time; blocks may be longer.
+_MEASURED = 256
+
+
+def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
+    """See `protocol.Kernels.block_maxima`."""
+    out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device=x.device)
+    c = Constants(number_of(x.dtype), shape_of(_MEASURED))
+    launch.run(maxima_kernel, blocks, c, x, blocks, out, len(blocks))
+    return out
+
+
+def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
+    """See `protocol.Kernels.block_moments`."""
+    out = torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
+    c = Constants(number_of(x.dtype), shape_of(_MEASURED))
+    launch.run(moments_kernel, blocks, c, x, blocks, out, len(blocks))
+    return out
+
+
+def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+    """See `protocol.Kernels.rotate`."""
+    c = Constants(number_of(x.dtype), shape_of(block_size))
+    launch.run(rotate_kernel, blocks, c, x, blocks, len(blocks), launch.packed(key), INVERSE=inverse)
+
+
+def encode(
+    x: Tensor,
+    blocks: Tensor,
+    wire: Tensor,
+    q: Quantiser,
+    key: Key,
+    scales: Tensor | None = None,
+    rotation: Key | None = None,
+) -> None:
+    """See `protocol.Kernels.encode`."""
+    FAMILIES[q.kind].encode(x, blocks, wire, q, key, scales, rotation)
+
+
+def reduce(
+    wires: Tensor,
+    blocks: Tensor,
+    out: Tensor,
+    q: Quantiser,
+    keys: Sequence[Key],
+    out_key: Key,
+    dtype: torch.dtype,
+) -> None:
+    """See `protocol.Kernels.reduce`."""
+    FAMILIES[q.kind].reduce(wires, blocks, out, q, keys, out_key, dtype)
+
+
+def decode(
+    wires: Tensor,
+    blocks: Tensor,
+    x: Tensor,
+    q: Quantiser,
+    keys: Sequence[Key],
+    rotation: Key | None = None,
+) -> Tensor:
+    """See `protocol.Kernels.decode`; the number is a tensor on the device, int32 []."""
+    return FAMILIES[q.kind].decode(wires, blocks, x, q, keys, rotation)
+
+
+def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Tensor:
+    """See `protocol.Kernels.decode_sum`; the number is a tensor on the device, int32 []."""
+    return cast(ScaledFamily, FAMILIES[q.kind]).decode_sum(wire, scales, blocks, x, q, keys)
+
+
+def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+    """See `protocol.Kernels.combine`."""
+    cast(ScaledFamily, FAMILIES[q.kind]).combine(mine, theirs, blocks, q, key)

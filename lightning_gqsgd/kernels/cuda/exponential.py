@@ -1,0 +1,114 @@
+"""Codes that are powers of two with a short mantissa, in Triton, see `codecs.exponential`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from lightning_gqsgd.kernels.cuda.floats import clamped, divided, magnitudes, one_and
+from lightning_gqsgd.kernels.cuda.hashing import draws
+from lightning_gqsgd.kernels.cuda.scales import send_scales
+from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, DITHER_FIRST, scale_format
+
+_FIRST = tl.constexpr(DITHER_FIRST)
+
+
+class Magnitudes(NamedTuple):
+    """The numbers of the family, see `codecs.exponential.ExponentialQuantiser`.
+
+    Attributes:
+        magnitudes: number of non-zero magnitudes.
+        cut: bits of the mantissa that a code drops.
+        offset: the bits of 1 without those that are dropped, less the magnitude that stands for 1.
+        smallest: the smallest level.
+        per_smallest: 1/smallest.
+        shrink: 2^-headroom: a rank's own code stands for that share of what a sum's code does.
+    """
+
+    magnitudes: int
+    cut: int
+    offset: int
+    smallest: float
+    per_smallest: float
+    shrink: float
+
+
+def magnitudes_of(q: Any, dtype: torch.dtype) -> Magnitudes:
+    """The numbers of an `ExponentialQuantiser`, for gradients of a dtype."""
+    form = scale_format(dtype)
+    real, integer = (np.float64, np.int64) if COMPUTE_DTYPES[dtype] == torch.float64 else (np.float32, np.int32)
+    cut = form.mantissa - q.mantissa
+    offset = (form.infinity >> form.mantissa >> 1 << q.mantissa) - q.magnitudes
+    smallest = integer((offset + 1) << cut).view(real)
+    return Magnitudes(q.magnitudes, cut, offset, float(smallest), float(real(1) / smallest), 2.0**-q.headroom)
+
+
+@triton.jit
+def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.to_codes`; no block has its flag set."""
+    send_scales(scales, t.n < 0, c)
+    draw_a, draw_b = draws(t, key, KIND, c)
+    return _codes(a, draw_a, scales, c), _codes(b, draw_b, scales, c)
+
+
+@triton.jit
+def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.to_values`: levels need no dither."""
+    return _values(code_a, scale, c), _values(code_b, scale, c)
+
+
+@triton.jit
+def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.sums_to_values`; the sums are codes, see `_pairs_to_codes`."""
+    SHARE: tl.constexpr = 1 / c.family.shrink / c.mean.ranks
+    share = tl.full((), SHARE, c.number.compute)
+    return _values(code_a, scale * share, c), _values(code_b, scale * share, c)
+
+
+@triton.jit
+def _pairs_to_codes(code, other, word, c: tl.constexpr):
+    """See `codecs.exponential.ExponentialQuantiser.combine`."""
+    MASK: tl.constexpr = (1 << (c.codes.bits - 1)) - 1
+    is_smaller = (other & MASK) > (code & MASK)
+    large, small = tl.where(is_smaller, other, code), tl.where(is_smaller, code, other)
+    a, b = large & MASK, small & MASK
+    opposite = ((large ^ small) >> (c.codes.bits - 1)) != 0
+    distance = a - b - opposite.to(tl.int32)
+    shift = tl.minimum(tl.maximum(32 - distance, 0), 31).to(tl.uint32)
+    fires = ((distance <= 0) | ((distance <= 32) & ((word >> shift) == 0))).to(tl.int32)
+    moved = tl.where(opposite, a - fires, tl.minimum(a + fires, c.family.magnitudes))
+    moved = tl.where(opposite & (distance < 0), 0, moved)
+    result = tl.where(b == 0, a, moved)
+    return tl.where(result == 0, 0, (large & (1 << (c.codes.bits - 1))) | result)
+
+
+@triton.jit
+def _codes(v, draw, scales, c: tl.constexpr):
+    """The codes of one half."""
+    inverse = divided(scales.value * 0 + 1, scales.value, c)
+    y = tl.minimum(tl.abs(v) * inverse[:, None], 1) * tl.full((), c.family.shrink, c.number.compute)
+    random = (2 * draw + 1).to(c.number.integer) << (c.family.cut - 17)  # the dither in units of the last bit
+    magnitude = ((magnitudes(y, c) + random) >> c.family.cut) - c.family.offset
+    uniform = (one_and(draw) + (_FIRST - 1)).to(c.number.compute)
+    reaches = (y * tl.full((), c.family.per_smallest, c.number.compute) > uniform).to(c.number.integer)
+    smallest = tl.full((), c.family.smallest, c.number.compute)
+    magnitude = tl.where(y < smallest, reaches, magnitude).to(tl.int32)
+    sign = (v < 0).to(tl.int32) << (c.codes.bits - 1)
+    return tl.where((magnitude > 0) & (scales.used > 0)[:, None], magnitude | sign, 0)
+
+
+@triton.jit
+def _values(code, scale, c: tl.constexpr):
+    """The coordinates of one half that codes stand for under scales, [rows]."""
+    magnitude = code & ((1 << (c.codes.bits - 1)) - 1)
+    y = ((magnitude + c.family.offset).to(c.number.integer) << c.family.cut).to(c.number.compute, bitcast=True)
+    value = clamped(y * scale[:, None], tl.full((), c.mean.limit, c.number.compute))
+    return tl.where(magnitude > 0, tl.where((code >> (c.codes.bits - 1)) > 0, -value, value), 0)
+
+
+FAMILY = ScaledFamily(magnitudes_of, _to_codes, _to_values, _sums_to_values, _pairs_to_codes)

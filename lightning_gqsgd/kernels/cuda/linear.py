@@ -1,0 +1,156 @@
+"""Codes that are numbers of equidistant levels, in Triton, see `codecs.linear`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, divided, magnitudes, one_and
+from lightning_gqsgd.kernels.cuda.hashing import draws
+from lightning_gqsgd.kernels.cuda.scales import send_scales
+from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, DITHER_FIRST
+
+_FIRST = tl.constexpr(DITHER_FIRST)
+
+
+class Levels(NamedTuple):
+    """The numbers of the family, see `codecs.linear.LinearQuantiser`.
+
+    Attributes:
+        levels: number of levels under subtractive dither.
+        odd_levels: number of levels under stochastic rounding.
+        nearest: whether codes are the numbers of the nearest levels.
+        always_stochastic: whether every block is rounded stochastically.
+        adaptive: whether a block is rounded stochastically if it has many zeros.
+        stochastic_from: the share of zeros above which that is so.
+    """
+
+    levels: int
+    odd_levels: int
+    nearest: bool
+    always_stochastic: bool
+    adaptive: bool
+    stochastic_from: float
+
+
+def levels_of(q: Any, dtype: torch.dtype) -> Levels:
+    """The numbers of a `LinearQuantiser`, for gradients of a dtype."""
+    real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+    return Levels(
+        levels=q.levels,
+        odd_levels=q.odd_levels,
+        nearest=q.nearest,
+        always_stochastic=q.always_stochastic,
+        adaptive=0 <= q.stochastic_from < 1,
+        stochastic_from=float(real(q.stochastic_from)),
+    )
+
+
+@triton.jit
+def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.to_codes`; a block's flag says that it is rounded stochastically."""
+    stochastic = _is_stochastic(a, b, t.n, c)
+    send_scales(scales, stochastic, c)
+    draw_a, draw_b = draws(t, key, KIND, c)
+    return _codes(a, draw_a, scales, stochastic, c), _codes(b, draw_b, scales, stochastic, c)
+
+
+@triton.jit
+def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.to_values`."""
+    middle = _middle_of(flag, c)
+    offset_a = middle.to(tl.float32)[:, None]
+    offset_b = offset_a
+    if not (c.family.always_stochastic or c.family.nearest):
+        draw_a, draw_b = draws(t, tl.load(key), KIND, c)
+        share = tl.where(flag, 0.0, 1.0)[:, None]
+        offset = offset_a + share * (_FIRST - 1.5)
+        offset_a, offset_b = tl.fma(one_and(draw_a), share, offset), tl.fma(one_and(draw_b), share, offset)
+    middle = middle.to(c.number.compute)
+    return _values(code_a, offset_a, scale, middle, flag, c), _values(code_b, offset_b, scale, middle, flag, c)
+
+
+@triton.jit
+def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.sums_to_values`: the dither of all ranks is taken off the sum."""
+    ROWS: tl.constexpr = c.shape.rows
+    HALF: tl.constexpr = c.shape.half
+    MIDDLE: tl.constexpr = c.mean.ranks * (c.family.levels - 1) / 2
+    offset_a = tl.zeros((ROWS, HALF), tl.float32) + MIDDLE
+    offset_b = offset_a
+    if not c.family.always_stochastic:
+        for rank in range(ranks):
+            draw_a, draw_b = draws(t, tl.load(keys + rank), KIND, c)
+            offset_a += one_and(draw_a) + (_FIRST - 1.5)
+            offset_b += one_and(draw_b) + (_FIRST - 1.5)
+    middle = tl.full((ROWS,), MIDDLE, c.number.compute)
+    stochastic = (t.n >= 0) & c.family.always_stochastic
+    return _values(code_a, offset_a, scale, middle, stochastic, c), _values(
+        code_b, offset_b, scale, middle, stochastic, c
+    )
+
+
+@triton.jit
+def _is_stochastic(a, b, n, c: tl.constexpr):
+    """Which blocks are rounded stochastically."""
+    if c.family.adaptive:
+        others_a, others_b = tl.minimum(magnitudes(a, c), 1), tl.minimum(magnitudes(b, c), 1)
+        zeros = n - tl.sum((others_a + others_b).to(tl.int32), axis=1)
+        stochastic = zeros.to(tl.float64) > n.to(tl.float64) * tl.full((), c.family.stochastic_from, tl.float64)
+    else:
+        stochastic = (n >= 0) & c.family.always_stochastic
+    return stochastic
+
+
+@triton.jit
+def _middle_of(stochastic, c: tl.constexpr):
+    """The code for zero, as a number that need not be whole."""
+    return tl.where(stochastic, (c.family.odd_levels - 1) * 0.5, (c.family.levels - 1) * 0.5)
+
+
+@triton.jit
+def _codes(v, draw, scales, stochastic, c: tl.constexpr):
+    """The codes of one half."""
+    zero = tl.where(stochastic, c.family.odd_levels // 2, c.family.levels // 2)
+    less = zero.to(tl.float32) - _middle_of(stochastic, c).to(tl.float32)
+    middle = _middle_of(stochastic, c).to(c.number.compute)
+    inverse = divided(middle, scales.value, c)
+    # The largest coordinate is to reach the last level.
+    inverse = tl.where(scales.value * inverse < middle, inverse * tl.full((), c.number.up, c.number.compute), inverse)
+    y = clamped(v * inverse[:, None], middle[:, None])
+    if c.family.nearest:
+        u = tl.where(v == 0, one_and(draw) + (_FIRST - 1), 0.5) - less[:, None]
+    else:
+        u = one_and(draw) - (less + (1 - _FIRST))[:, None]
+    y += u.to(c.number.compute)
+    code = tl.floor(y).to(tl.int32)
+    if c.family.nearest:
+        code = tl.where((y < 0) & (code == 0), -1, code)  # a GPU's floor takes denormal numbers for zero
+    return code * scales.used[:, None] + (zero * scales.used)[:, None]
+
+
+@triton.jit
+def _values(code, offset, scale, middle, stochastic, c: tl.constexpr):
+    """The coordinates of one half that codes, or sums of codes, stand for.
+
+    Args:
+        code: int32 [rows, half].
+        offset: the code for zero with the dither of each coordinate, fp32 [rows, half] or [rows, 1].
+        scale: scales, [rows].
+        middle: the code for zero, [rows].
+        stochastic: which blocks are rounded stochastically, [rows].
+    """
+    step = divided(scale, middle, c)
+    is_short = stochastic & (step * middle < scale)  # the last level is to stand for the scale, exactly
+    step = tl.where(is_short, step * tl.full((), c.number.up, c.number.compute), step)
+    limit = tl.full((), c.mean.limit, c.number.compute)
+    limit = tl.where(stochastic, tl.minimum(scale, limit), limit)
+    return clamped((byte_as_float(code) - offset).to(c.number.compute) * step[:, None], limit[:, None])
+
+
+FAMILY = ScaledFamily(levels_of, _to_codes, _to_values, _sums_to_values)

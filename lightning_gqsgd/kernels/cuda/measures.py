@@ -1,0 +1,64 @@
+"""Largest magnitudes and sums of blocks, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lightning_gqsgd.kernels.cuda.floats import magnitudes
+from lightning_gqsgd.kernels.cuda.tiles import ALIGNED, RAGGED, are_aligned, load_tile, tile_of
+from lightning_gqsgd.kernels.reference import LANES
+
+_LANES = tl.constexpr(LANES)
+
+
+@triton.jit(do_not_specialize=["count"])
+def maxima_kernel(x, table, out, count, c: tl.constexpr):
+    """See `protocol.Kernels.block_maxima`. Blocks may be longer than ``c.shape.block``."""
+    t = tile_of(table, count, c)
+    longest = tl.max(t.n, axis=0)
+    largest = (t.n * 0).to(c.number.integer)
+    if (tl.min(t.n, axis=0) == longest) & (longest % c.shape.block == 0) & are_aligned(t.start, x):
+        for first in range(0, longest, c.shape.block):
+            a, b = load_tile(x, t.start + first, t.n, ALIGNED, c)
+            largest = _larger(largest, a, b, c)
+    else:
+        for first in range(0, longest, c.shape.block):
+            a, b = load_tile(x, t.start + first, t.n - first, RAGGED, c)
+            largest = _larger(largest, a, b, c)
+    tl.store(out + t.row, largest, mask=t.inside)
+
+
+@triton.jit
+def _larger(largest, a, b, c: tl.constexpr):
+    return tl.maximum(largest, tl.max(tl.maximum(magnitudes(a, c), magnitudes(b, c)), axis=1))
+
+
+@triton.jit(do_not_specialize=["count"])
+def moments_kernel(x, table, out, count, c: tl.constexpr):
+    """See `protocol.Kernels.block_moments`."""
+    ROWS: tl.constexpr = c.shape.rows
+    LANES: tl.constexpr = _LANES
+    t = tile_of(table, count, c)
+    lane = tl.arange(0, _LANES)[None, :]
+    plain = tl.zeros((ROWS, LANES), tl.float64)
+    absolute = tl.zeros((ROWS, LANES), tl.float64)
+    square = tl.zeros((ROWS, LANES), tl.float64)
+    for first in range(0, tl.max(t.n, axis=0), _LANES):
+        mask = first + lane < t.n[:, None]
+        v = tl.load(x + t.start[:, None] + first + lane, mask=mask, other=0).to(c.number.compute).to(tl.float64)
+        plain += v
+        absolute += tl.abs(v)
+        square += v * v
+    _store_total(plain, out + 3 * t.row, lane, t.inside)
+    _store_total(absolute, out + 3 * t.row + 1, lane, t.inside)
+    _store_total(square, out + 3 * t.row + 2, lane, t.inside)
+
+
+@triton.jit
+def _store_total(lanes, places, lane, rows):
+    """Add up the lanes in order, and write one number for each row."""
+    total = tl.sum(tl.where(lane == 0, lanes, 0), axis=1)
+    for number in tl.static_range(1, _LANES):
+        total += tl.sum(tl.where(lane == number, lanes, 0), axis=1)
+    tl.store(places, total, mask=rows)

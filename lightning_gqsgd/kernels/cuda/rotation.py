@@ -1,0 +1,96 @@
+"""Random Hadamard rotations of blocks in Triton, see `kernels.rotation`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from lightning_gqsgd.kernels.cuda.hashing import draws
+from lightning_gqsgd.kernels.cuda.tiles import RAGGED, by_kind, load_tile, store_tile, tile_of
+
+
+@triton.jit
+def rotated(a, b, t, key, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves after the rotation, or turned back; raw rows stay as they are."""
+    draw_a, draw_b = draws(t, key, KIND, c)
+    sign_a, sign_b = tl.where(draw_a < 32768, -1.0, 1.0), tl.where(draw_b < 32768, -1.0, 1.0)
+    if INVERSE:
+        turned_a, turned_b = _transformed(a, b, t.n, KIND, c)
+        turned_a, turned_b = turned_a * sign_a, turned_b * sign_b
+    else:
+        turned_a, turned_b = _transformed(a * sign_a, b * sign_b, t.n, KIND, c)
+    return tl.where(t.raw[:, None], a, turned_a), tl.where(t.raw[:, None], b, turned_b)
+
+
+@triton.jit
+def _transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
+    """Hadamard transforms of rows of length ``n``, in parts of descending powers of two.
+
+    Coordinate j of n belongs to a part of 2^k coordinates, where k is the highest bit in which j and n differ; parts
+    begin at multiples of their length. So a butterfly of distance h concerns coordinate j if j ^ n is at least 2 h.
+    """
+    STAGES: tl.constexpr = c.shape.stages
+    for stage in tl.static_range(STAGES):
+        a = _butterflies(a, n, 0, stage, KIND, c)
+        b = _butterflies(b, n, c.shape.half, stage, KIND, c)
+    if KIND == RAGGED:
+        difference_a = tl.arange(0, c.shape.half)[None, :] ^ n[:, None]
+        difference_b = (tl.arange(0, c.shape.half)[None, :] + c.shape.half) ^ n[:, None]
+        is_whole = difference_a >= 2 * c.shape.half
+        turned_a = tl.where(is_whole, a + b, a) * _root(_highest_bit(difference_a), c)
+        turned_b = tl.where(is_whole, a - b, b) * _root(_highest_bit(difference_b), c)
+    else:
+        root = _root(tl.full((), STAGES + 1, tl.int32), c)
+        turned_a, turned_b = (a + b) * root, (a - b) * root
+    return turned_a, turned_b
+
+
+@triton.jit
+def _root(k, c: tl.constexpr):
+    """2^(-k/2), rounded to the compute type: 1 or 2^(-1/2), times a power of two."""
+    bits = tl.where((k & 1) != 0, c.number.root, c.number.one).to(c.number.integer)
+    return (bits - ((k >> 1).to(c.number.integer) << c.number.mantissa)).to(c.number.compute, bitcast=True)
+
+
+@triton.jit
+def _highest_bit(number):
+    """The number of the highest bit that is set in integers below 2^24; 0 for 0."""
+    exponent = (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.maximum(exponent, 0)
+
+
+@triton.jit
+def _butterflies(v, n, first, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
+    """Sums and differences of coordinates 2^STAGE apart; ``first``: the number of the half's first coordinate."""
+    DISTANCE: tl.constexpr = 1 << STAGE
+    PAIRS: tl.constexpr = c.shape.half // (2 * DISTANCE)
+    ROWS: tl.constexpr = c.shape.rows
+    HALF: tl.constexpr = c.shape.half
+    left, right = tl.split(tl.trans(tl.reshape(v, (ROWS, PAIRS, 2, DISTANCE)), 0, 1, 3, 2))
+    plus, minus = left + right, left - right
+    if KIND == RAGGED:
+        j = first + tl.arange(0, PAIRS)[:, None] * (2 * DISTANCE) + tl.arange(0, DISTANCE)[None, :]
+        in_larger_part = (j[None, :, :] ^ n[:, None, None]) >= 2 * DISTANCE
+        plus, minus = tl.where(in_larger_part, plus, left), tl.where(in_larger_part, minus, right)
+    return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (ROWS, HALF))
+
+
+class _Rotation(NamedTuple):
+    x: Any
+    key: Any
+    inverse: Any
+
+
+@triton.jit
+def _rotate_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
+    a, b = load_tile(r.x, t.start, t.n, KIND, c)
+    a, b = rotated(a, b, t, r.key, r.inverse, KIND, c)
+    store_tile(a, b, r.x, t, t.inside & (t.raw == 0), KIND, c)
+
+
+@triton.jit(do_not_specialize=["count", "key"])
+def rotate_kernel(x, table, count, key: tl.int64, INVERSE: tl.constexpr, c: tl.constexpr):
+    """See `protocol.Kernels.rotate`."""
+    by_kind(_rotate_tile, _Rotation(x, key, INVERSE), tile_of(table, count, c), x, c)

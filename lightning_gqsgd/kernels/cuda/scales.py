@@ -1,0 +1,84 @@
+"""Scales of blocks in Triton: from the largest magnitudes to the wire, and back.
+
+``t`` is the tile (`tiles.Tile`), and ``c`` are the kernel's constants (`constants.Constants`). `wire` has the format.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from lightning_gqsgd import layout
+from lightning_gqsgd.kernels.cuda.floats import magnitudes
+from lightning_gqsgd.kernels.cuda.tiles import column
+
+_SCALE = tl.constexpr(layout.SCALE)
+
+
+class Scales(NamedTuple):
+    """The scales of a tile's blocks, before they are sent.
+
+    Attributes:
+        value: the scales in the compute type, [rows]; any number where a scale is zero or not finite.
+        used: 0 where a scale is zero or not finite, so that codes have to be 0, and else 1: int32 [rows].
+        bits: the bits of the scales, [rows].
+        places: where scales are written, pointers [rows].
+        sent: which scales are written, bool [rows].
+    """
+
+    value: Any
+    used: Any
+    bits: Any
+    places: Any
+    sent: Any
+
+
+@triton.jit
+def scales_of(a, b, t, wire, given, c: tl.constexpr):
+    """The scales of blocks whose records go to a message.
+
+    Args:
+        a, b, t: the tile.
+        wire: the message.
+        given: the bits of the scales of all blocks of the table. None: scales are the largest magnitudes, rounded up.
+    """
+    if given is None:
+        largest = tl.maximum(tl.max(magnitudes(a, c), axis=1), tl.max(magnitudes(b, c), axis=1))
+        bits = _rounded_up(largest, c)
+    else:
+        bits = tl.load(given + t.row, mask=t.inside, other=0)
+    used = tl.minimum(tl.where(bits < c.number.infinity, bits, 0), 1).to(tl.int32)
+    place = column(t, _SCALE)
+    places = (wire + place).to(tl.pointer_type(c.number.sent), bitcast=True)
+    return Scales(value_of(bits, c), used, bits, places, t.inside & (t.raw == 0) & (place >= 0))
+
+
+@triton.jit
+def send_scales(s, flag, c: tl.constexpr):
+    """Write scales and the blocks' flags, bool [rows]."""
+    sent = ((s.bits + 1) >> c.number.shift << 1) | flag.to(c.number.integer)
+    tl.store(s.places, tl.where(s.bits < c.number.infinity, sent, -1).to(c.number.sent), mask=s.sent)
+
+
+@triton.jit
+def received_scale(wire, place, coded, c: tl.constexpr):
+    """What is on the wire for coded rows, int64; zero in other rows. ``place``: in bytes from ``wire`` on."""
+    return tl.load((wire + place).to(tl.pointer_type(c.number.sent), bitcast=True), mask=coded, other=0).to(tl.int64)
+
+
+@triton.jit
+def value_of(bits, c: tl.constexpr):
+    """The scales with these bits; any number where the scale is zero or not finite."""
+    usable = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity - 1)
+    return usable.to(c.number.integer).to(c.number.compute, bitcast=True)
+
+
+@triton.jit
+def _rounded_up(bits, c: tl.constexpr):
+    """See `wire.ScaleFormat.rounded_up`."""
+    up = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity) + ((1 << c.number.shift) - 1)
+    # What was rounded up to infinity is the largest finite number.
+    up = tl.minimum((up >> c.number.shift) << c.number.shift, c.number.infinity - 1)
+    return tl.where(bits >= c.number.infinity, c.number.infinity, tl.where(bits > 0, up, 0)).to(c.number.integer)

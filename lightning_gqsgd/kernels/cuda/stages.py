@@ -1,0 +1,311 @@
+"""The stages of a family whose records are a scale and codes: kernels for encoding, reducing, decoding and adding.
+
+A kernel builds the tile of its program, and runs a function on it that is compiled for each kind of tile. Coordinates
+are read once, and stay in registers until their codes leave. ``c`` are the kernel's constants, see
+`constants.Constants`. Integers that change from launch to launch are not specialised: kernels are not compiled anew for
+other keys, or other numbers of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_gqsgd.kernels.cuda import launch
+from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, codes_of, mean_of, number_of, shape_of
+from lightning_gqsgd.kernels.cuda.family import Family
+from lightning_gqsgd.kernels.cuda.floats import in_finite_range
+from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
+from lightning_gqsgd.kernels.cuda.packing import pack, unpack
+from lightning_gqsgd.kernels.cuda.records import Messages, mean_of_messages, write_records
+from lightning_gqsgd.kernels.cuda.rotation import rotated
+from lightning_gqsgd.kernels.cuda.scales import value_of
+from lightning_gqsgd.kernels.cuda.tiles import (
+    CODES,
+    RAGGED,
+    any_not_finite,
+    by_kind,
+    column,
+    count_rows,
+    load_tile,
+    store_tile,
+    tile_of,
+)
+from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.wire import Key
+
+# --- encode -----------------------------------------------------------------------------------------------------------
+
+
+class _Encoding(NamedTuple):
+    x: Any
+    wire: Any
+    scales: Any
+    key: Any
+    rotation: Any
+    to_codes: Any
+
+
+@triton.jit
+def _encode_tile(e, t, KIND: tl.constexpr, c: tl.constexpr):
+    a, b = load_tile(e.x, t.start, t.n, KIND, c)
+    if c.rotated:
+        a, b = rotated(a, b, t, e.rotation, False, KIND, c)
+    write_records(a, b, t, e.wire, e.scales, e.key, e.to_codes, KIND, c)
+
+
+@triton.jit(do_not_specialize=["count", "key", "rotation"])
+def encode_kernel(
+    x, table, wire, scales, count, key: tl.int64, rotation: tl.int64, to_codes: tl.constexpr, c: tl.constexpr
+):
+    """See `protocol.Kernels.encode`; ``scales`` may be None, and ``rotation`` counts if ``c.rotated`` is true."""
+    t = tile_of(table, count, c)
+    by_kind(_encode_tile, _Encoding(x, wire, scales, key, rotation, to_codes), t, x, c)
+
+
+# --- reduce -----------------------------------------------------------------------------------------------------------
+
+
+class _Reduction(NamedTuple):
+    messages: Any
+    out: Any
+    key: Any
+    to_codes: Any
+
+
+@triton.jit
+def _reduce_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
+    a, b, _ = mean_of_messages(r.messages, t, KIND, c)
+    write_records(a, b, t, r.out, None, r.key, r.to_codes, KIND, c)
+
+
+@triton.jit(do_not_specialize=["count"])
+def reduce_kernel(
+    wires, stride: tl.int64, messages, keys, table, out, count, to_values: tl.constexpr, to_codes: tl.constexpr,
+    c: tl.constexpr,
+):  # fmt: skip
+    """See `protocol.Kernels.reduce`; ``messages`` is their number, and ``keys`` are those of the messages and then that
+    of the mean."""
+    t = tile_of(table, count, c)
+    key = tl.load(keys + messages)
+    # Functions stay functions in a named tuple only where it is made in a call.
+    by_kind(
+        _reduce_tile,
+        _Reduction(Messages(wires, stride, messages, keys, to_values), out, key, to_codes),
+        t,
+        None,
+        c,
+    )
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+class _Decoding(NamedTuple):
+    messages: Any
+    x: Any
+    counter: Any
+
+
+@triton.jit
+def _decode_tile(d, t, KIND: tl.constexpr, c: tl.constexpr):
+    a, b, bad = mean_of_messages(d.messages, t, KIND, c)
+    if c.rotated:
+        a, b = rotated(a, b, t, tl.load(d.messages.keys + d.messages.ranks), True, KIND, c)
+    if c.mean.is_clamped:
+        a, b = _in_finite_range(a, b, t, d.x.dtype.element_ty, KIND, c)
+    if c.rotated:
+        bad |= any_not_finite(a, b, t.n, KIND, c)
+    elif KIND == RAGGED:
+        bad |= t.raw & any_not_finite(a, b, t.n, KIND, c)
+    store_tile(a, b, d.x, t, t.inside, KIND, c)
+    count_rows(bad, d.counter)
+
+
+@triton.jit
+def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves with what is finite in coded blocks clamped to the finite numbers of a type.
+
+    Without a rotation, no coordinate of a coded block is infinite: the block is NaN instead. Then raw rows have to be
+    left out, and with a rotation they are within the range anyway: a mean is not larger than the largest number.
+    """
+    coded_a, coded_b = in_finite_range(a, DTYPE, c.rotated, c), in_finite_range(b, DTYPE, c.rotated, c)
+    if KIND == RAGGED and not c.rotated:
+        coded_a, coded_b = tl.where(t.raw[:, None], a, coded_a), tl.where(t.raw[:, None], b, coded_b)
+    return coded_a, coded_b
+
+
+@triton.jit(do_not_specialize=["count"])
+def decode_kernel(
+    wires, stride: tl.int64, messages, keys, table, x, counter, count, to_values: tl.constexpr, c: tl.constexpr
+):
+    """See `protocol.Kernels.decode`; ``messages`` is their number, and ``keys`` are those of the messages and then, if
+    ``c.rotated`` is true, that of the rotation. The number of blocks that are not finite is added to ``counter``."""
+    t = tile_of(table, count, c)
+    by_kind(_decode_tile, _Decoding(Messages(wires, stride, messages, keys, to_values), x, counter), t, x, c)
+
+
+# --- sums of codes ----------------------------------------------------------------------------------------------------
+
+
+class _Sum(NamedTuple):
+    wire: Any
+    scales: Any
+    x: Any
+    counter: Any
+    keys: Any
+    ranks: Any
+    sums_to_values: Any
+
+
+@triton.jit
+def _decode_sum_tile(s, t, KIND: tl.constexpr, c: tl.constexpr):
+    bits = tl.load(s.scales + t.row, mask=t.inside, other=0)
+    bad, used = bits >= c.number.infinity, (bits > 0) & (bits < c.number.infinity)
+    scale = tl.where(used, value_of(bits, c), 0)
+    code_a, code_b = unpack(s.wire, column(t, CODES), t.n, used, KIND, c)
+    a, b = s.sums_to_values(code_a, code_b, t, s.keys, s.ranks, scale, KIND, c)
+    a, b = tl.where(bad[:, None], float("nan"), a), tl.where(bad[:, None], float("nan"), b)
+    store_tile(a, b, s.x, t, t.inside, KIND, c)
+    count_rows(bad, s.counter)
+
+
+@triton.jit(do_not_specialize=["count"])
+def decode_sum_kernel(
+    wire, scales, keys, ranks, table, x, counter, count, sums_to_values: tl.constexpr, c: tl.constexpr
+):
+    """See `protocol.Kernels.decode_sum`; ``ranks`` is their number.
+
+    The number of blocks that are not finite is added to ``counter``.
+    """
+    t = tile_of(table, count, c)
+    by_kind(_decode_sum_tile, _Sum(wire, scales, x, counter, keys, ranks, sums_to_values), t, x, c)
+
+
+@triton.jit(do_not_specialize=["count", "key"])
+def combine_kernel(mine, theirs, table, count, key: tl.int64, pairs_to_codes: tl.constexpr, c: tl.constexpr):
+    """See `protocol.Kernels.combine`."""
+    t = tile_of(table, count, c)
+    at = column(t, CODES)
+    word_a, word_b = block_keys(t, key)
+    p = tl.arange(0, c.shape.half)[None, :]
+    mine_a, mine_b = unpack(mine, at, t.n, t.inside, RAGGED, c)
+    theirs_a, theirs_b = unpack(theirs, at, t.n, t.inside, RAGGED, c)
+    code_a = pairs_to_codes(mine_a, theirs_a, words(p, word_a, word_b), c)
+    code_b = pairs_to_codes(mine_b, theirs_b, words(p + c.shape.half, word_a, word_b), c)
+    pack(code_a, code_b, t.n, t.inside, mine, at, RAGGED, c)
+
+
+# --- the family -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaledFamily(Family):
+    """A family of codes whose records are a scale and codes of a fixed width, by its functions in Triton.
+
+    Codes are int32 [rows, half], in the two halves of the tile ``t``; ``scale`` are the blocks' scales, [rows], in the
+    compute type, as coordinates are. ``KIND`` and ``c`` are those of `tiles`; the family's numbers are ``c.family``.
+
+    Attributes:
+        numbers: the numbers that a quantiser of the family gives the functions, a named tuple, for gradients of a
+            dtype.
+        to_codes: ``(a, b, t, key, scales, KIND, c)`` to the codes of both halves, 0 where ``scales.used`` is 0. The
+            function calls `scales.send_scales` with each block's flag: before it makes codes, since what both need
+            would take registers.
+        to_values: ``(code_a, code_b, t, key, scale, flag, KIND, c)`` to the coordinates of both halves, clamped to the
+            magnitude ``c.mean.limit``. ``key`` is a pointer to the source's key.
+        sums_to_values: ``(code_a, code_b, t, keys, ranks, scale, KIND, c)`` to the mean that sums of the codes of so
+            many ranks stand for, clamped in the same way. ``keys`` is a pointer to the ranks' keys.
+        pairs_to_codes: ``(code, other, word, c)`` to the codes of sums of two numbers, in one half; ``word`` are
+            uniform 32-bit integers. None: codes cannot be added in pairs.
+    """
+
+    numbers: Callable[[Any, torch.dtype], Any]
+    to_codes: Any
+    to_values: Any
+    sums_to_values: Any
+    pairs_to_codes: Any = None
+
+    def encode(
+        self,
+        x: Tensor,
+        blocks: Tensor,
+        wire: Tensor,
+        q: Quantiser,
+        key: Key,
+        scales: Tensor | None = None,
+        rotation: Key | None = None,
+    ) -> None:
+        """See `protocol.Kernels.encode`."""
+        c = self._constants(q, x.dtype, rotated=rotation is not None)
+        arguments = (x, blocks, wire, scales, len(blocks), launch.packed(key), launch.packed(rotation or key))
+        launch.run(encode_kernel, blocks, c, *arguments, to_codes=self.to_codes)
+
+    def reduce(
+        self,
+        wires: Tensor,
+        blocks: Tensor,
+        out: Tensor,
+        q: Quantiser,
+        keys: Sequence[Key],
+        out_key: Key,
+        dtype: torch.dtype,
+    ) -> None:
+        """See `protocol.Kernels.reduce`."""
+        c = self._constants(q, dtype, mean_of(len(keys), dtype, encoded=True))
+        on_device = launch.keys_on(wires.device, (*keys, out_key))
+        arguments = (wires, wires.shape[1], len(keys), on_device, blocks, out, len(blocks))
+        launch.run(reduce_kernel, blocks, c, *arguments, to_values=self.to_values, to_codes=self.to_codes)
+
+    def decode(
+        self,
+        wires: Tensor,
+        blocks: Tensor,
+        x: Tensor,
+        q: Quantiser,
+        keys: Sequence[Key],
+        rotation: Key | None = None,
+    ) -> Tensor:
+        """See `protocol.Kernels.decode`."""
+        turns = rotation is not None
+        c = self._constants(q, x.dtype, mean_of(len(keys), x.dtype, rotated=turns), rotated=turns)
+        bad = torch.zeros((), dtype=torch.int32, device=x.device)
+        on_device = launch.keys_on(x.device, keys if rotation is None else (*keys, rotation))
+        arguments = (wires, wires.shape[1], len(keys), on_device, blocks, x, bad, len(blocks))
+        launch.run(decode_kernel, blocks, c, *arguments, to_values=self.to_values)
+        return bad
+
+    def decode_sum(
+        self, wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]
+    ) -> Tensor:
+        """See `protocol.Kernels.decode_sum`."""
+        c = self._constants(q, x.dtype, mean_of(len(keys), x.dtype, summed=True))
+        bad = torch.zeros((), dtype=torch.int32, device=x.device)
+        arguments = (wire, scales, launch.keys_on(x.device, keys), len(keys), blocks, x, bad, len(blocks))
+        launch.run(decode_sum_kernel, blocks, c, *arguments, sums_to_values=self.sums_to_values)
+        return bad
+
+    def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
+        """See `protocol.Kernels.combine`."""
+        c, functions = self._constants(q, torch.float32), {"pairs_to_codes": self.pairs_to_codes}
+        launch.run(combine_kernel, blocks, c, mine, theirs, blocks, len(blocks), launch.packed(key), **functions)
+
+    def _constants(
+        self, q: Quantiser, dtype: torch.dtype, mean: Mean | None = None, *, rotated: bool = False
+    ) -> Constants:
+        return _constants(self.numbers, q, dtype, mean, rotated)
+
+
+@lru_cache(maxsize=256)
+def _constants(
+    numbers: Callable[[Any, torch.dtype], Any], q: Quantiser, dtype: torch.dtype, mean: Mean | None, rotated: bool
+) -> Constants:
+    codes = codes_of(q)
+    return Constants(number_of(dtype), shape_of(q.block_size, codes), codes, numbers(q, dtype), mean, rotated)

@@ -1,0 +1,197 @@
+"""Tiles of blocks in a GPU's registers, in Triton: where they begin and end, and how they come and go.
+
+A tile is some whole blocks, a row each, in two halves ``a`` and ``b`` of shape [rows, half]: coordinates p and p + half
+of a block are at the same place of the two, and share a hash and, below 8 bits, a byte of codes.
+
+Tiles are of three kinds. In an `ALIGNED` one, all blocks have the full length and begin at multiples of 16 bytes: no
+access is masked, and coordinates and codes move 16 bytes at a time. In a `FULL` one, all blocks have the full length,
+so codes still do. A `RAGGED` tile has shorter or raw blocks, and is slower. ``KIND`` is the kind in what follows, and
+``c`` are the kernel's constants, see `constants.Constants`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from lightning_gqsgd import layout
+from lightning_gqsgd.kernels.cuda.floats import is_finite
+
+RAGGED = tl.constexpr(0)
+FULL = tl.constexpr(1)
+ALIGNED = tl.constexpr(2)
+
+CODES = tl.constexpr(layout.CODES)
+_START = tl.constexpr(layout.START)
+_LENGTH = tl.constexpr(layout.LENGTH)
+_RAW = tl.constexpr(layout.RAW)
+_COLUMNS = tl.constexpr(layout.COLUMNS)
+_ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
+
+
+class Tile(NamedTuple):
+    """The blocks of one program, one in each row.
+
+    Attributes:
+        table: the block table.
+        row: the blocks' numbers in the table, int64 [rows].
+        inside: which rows the table has, bool [rows].
+        n: lengths of the blocks, int32 [rows]; 0 beyond the end of the table.
+        raw: which blocks travel uncompressed, bool [rows].
+        start: the blocks' first coordinates, int64 [rows].
+    """
+
+    table: Any
+    row: Any
+    inside: Any
+    n: Any
+    raw: Any
+    start: Any
+
+
+@triton.jit
+def column(t, COLUMN: tl.constexpr):
+    """A column of the block table, int64 [rows]."""
+    return tl.load(t.table + t.row * _COLUMNS + COLUMN, mask=t.inside, other=0)
+
+
+@triton.jit
+def tile_of(table, count, c: tl.constexpr):
+    """The tile of this program, in a table of ``count`` blocks."""
+    row = tl.program_id(0).to(tl.int64) * c.shape.rows + tl.arange(0, c.shape.rows)
+    inside = row < count
+    places = table + row * _COLUMNS
+    n = tl.load(places + _LENGTH, mask=inside, other=0).to(tl.int32)
+    raw = tl.load(places + _RAW, mask=inside, other=0) == 1
+    start = tl.load(places + _START, mask=inside, other=0)
+    return Tile(table, row, inside, n, raw, start)
+
+
+@triton.jit
+def by_kind(body: tl.constexpr, arguments, t, x, c: tl.constexpr):
+    """Run ``body(arguments, t, KIND, c)``, which is compiled for each kind that a tile can have.
+
+    Args:
+        body: the function.
+        arguments: its first argument.
+        t: the tile.
+        x: the tensor that has the tile's coordinates. None: no coordinates are loaded or stored, and a tile of full
+            blocks need not be aligned.
+    """
+    if not c.shape.may_be_full:
+        body(arguments, t, RAGGED, c)
+    elif x is None:
+        if _are_full(t, c):
+            body(arguments, t, FULL, c)
+        else:
+            body(arguments, t, RAGGED, c)
+    else:
+        full = _are_full(t, c)
+        kind = full.to(tl.int32) + (full & are_aligned(t.start, x)).to(tl.int32)
+        if kind == ALIGNED:
+            body(arguments, t, ALIGNED, c)
+        elif kind == FULL:
+            body(arguments, t, FULL, c)
+        else:
+            body(arguments, t, RAGGED, c)
+
+
+@triton.jit
+def _are_full(t, c: tl.constexpr):
+    """Whether all blocks of a tile have the full length, and none is raw."""
+    return tl.min(tl.where(t.raw, 0, t.n), axis=0) == c.shape.block
+
+
+# Places are divided and multiplied by what they are multiples of, so that Triton sees it: a hint (`tl.multiple_of`) on
+# an argument of a function is lost when the function is inlined.
+
+
+@triton.jit
+def are_aligned(start, x):
+    """Whether all blocks that begin at ``start`` begin at multiples of 16 bytes, if ``x`` does."""
+    ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    return tl.max(start % ELEMENTS, axis=0) == 0
+
+
+@triton.jit
+def within(n, c: tl.constexpr):
+    """Which coordinates of both halves blocks of length ``n`` have."""
+    p = tl.arange(0, c.shape.half)[None, :]
+    return p < n[:, None], p + c.shape.half < n[:, None]
+
+
+@triton.jit
+def load_tile(x, start, n, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves in the compute type, zero beyond the ends of blocks of length ``n``."""
+    places = _coordinates(x, start, KIND, c)
+    if KIND == RAGGED:
+        inside_a, inside_b = within(n, c)
+        a = tl.load(places, mask=inside_a, other=0)
+        b = tl.load(places + c.shape.half, mask=inside_b, other=0)
+    else:
+        a, b = tl.load(places), tl.load(places + c.shape.half)
+    return a.to(c.number.compute), b.to(c.number.compute)
+
+
+@triton.jit
+def store_tile(a, b, x, t, rows, KIND: tl.constexpr, c: tl.constexpr):
+    """Write both halves of the rows for which ``rows`` is true, rounded to the type of ``x``."""
+    places = _coordinates(x, t.start, KIND, c)
+    mask_a, mask_b = rows[:, None], rows[:, None]
+    if KIND == RAGGED:
+        inside_a, inside_b = within(t.n, c)
+        mask_a, mask_b = mask_a & inside_a, mask_b & inside_b
+    tl.store(places, a.to(x.dtype.element_ty), mask=mask_a)
+    tl.store(places + c.shape.half, b.to(x.dtype.element_ty), mask=mask_b)
+
+
+@triton.jit
+def _coordinates(x, start, KIND: tl.constexpr, c: tl.constexpr):
+    """Pointers to the first half."""
+    ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth if KIND == ALIGNED else 1
+    return x + (start // ELEMENTS * ELEMENTS)[:, None] + tl.arange(0, c.shape.half)[None, :]
+
+
+@triton.jit
+def record(wire, at, ELEMENT: tl.constexpr):
+    """Where blocks' codes, or raw coordinates, begin: pointers to a type. ``at``: bytes from ``wire`` on."""
+    return (wire + at // _ALIGNMENT * _ALIGNMENT).to(tl.pointer_type(ELEMENT), bitcast=True)
+
+
+@triton.jit
+def load_raw(wire, at, t, c: tl.constexpr):
+    """Both halves of raw blocks' records, zero in other rows and beyond the ends of blocks."""
+    places = record(wire, at, c.number.compute)[:, None] + tl.arange(0, c.shape.half)[None, :]
+    inside_a, inside_b = within(t.n, c)
+    a = tl.load(places, mask=t.raw[:, None] & inside_a, other=0)
+    b = tl.load(places + c.shape.half, mask=t.raw[:, None] & inside_b, other=0)
+    return a, b
+
+
+@triton.jit
+def store_raw(a, b, wire, at, t, c: tl.constexpr):
+    """Write both halves of raw blocks as their records."""
+    places = record(wire, at, c.number.compute)[:, None] + tl.arange(0, c.shape.half)[None, :]
+    inside_a, inside_b = within(t.n, c)
+    tl.store(places, a, mask=t.raw[:, None] & inside_a)
+    tl.store(places + c.shape.half, b, mask=t.raw[:, None] & inside_b)
+
+
+@triton.jit
+def any_not_finite(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
+    """Which rows have a coordinate that is NaN or infinite."""
+    bad_a, bad_b = is_finite(a) == 0, is_finite(b) == 0
+    if KIND == RAGGED:
+        inside_a, inside_b = within(n, c)
+        bad_a, bad_b = bad_a & inside_a, bad_b & inside_b
+    return tl.max((bad_a | bad_b).to(tl.int32), axis=1) > 0
+
+
+@triton.jit
+def count_rows(rows, counter):
+    """Add the number of rows for which ``rows`` is true to a counter in memory."""
+    count = tl.sum(rows.to(tl.int32), axis=0)
+    if count > 0:
+        tl.atomic_add(counter, count)

@@ -1,0 +1,183 @@
+"""The largest coordinates of each block and their places, in Triton, see `codecs.top_k`.
+
+A tile is not in halves here: it has blocks as rows of 2 ``c.shape.half`` coordinates, [rows, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_gqsgd.kernels.cuda import launch
+from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, mean_of, number_of, shape_of
+from lightning_gqsgd.kernels.cuda.family import Family
+from lightning_gqsgd.kernels.cuda.floats import divided, in_finite_range, is_finite, magnitudes
+from lightning_gqsgd.kernels.cuda.tiles import CODES, column, count_rows, record, tile_of
+from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.wire import Key
+
+
+class Share(NamedTuple):
+    """The number of the family, see `codecs.top_k.TopKQuantiser`.
+
+    Attributes:
+        kept: number of coordinates that are kept of 65536.
+    """
+
+    kept: int
+
+
+@triton.jit(do_not_specialize=["count"])
+def encode_kernel(x, table, wire, count, c: tl.constexpr):
+    """See `protocol.Kernels.encode`."""
+    t = tile_of(table, count, c)
+    j = tl.arange(0, 2 * c.shape.half)[None, :]
+    v = tl.load(x + t.start[:, None] + j, mask=j < t.n[:, None], other=0).to(c.number.compute)
+    _write_largest(v, t, wire, c)
+
+
+@triton.jit(do_not_specialize=["count"])
+def reduce_kernel(wires, stride: tl.int64, messages, table, out, count, c: tl.constexpr):
+    """See `protocol.Kernels.reduce`."""
+    t = tile_of(table, count, c)
+    mean, _ = _mean_of_largest(wires, stride, messages, t, c)
+    _write_largest(mean, t, out, c)
+
+
+@triton.jit(do_not_specialize=["count"])
+def decode_kernel(wires, stride: tl.int64, messages, table, x, counter, count, c: tl.constexpr):
+    """See `protocol.Kernels.decode`; the number of blocks that are not finite is added to ``counter``."""
+    t = tile_of(table, count, c)
+    mean, bad = _mean_of_largest(wires, stride, messages, t, c)
+    # A coded block has no infinite coordinate: it is NaN instead.
+    mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, False, c))
+    j = tl.arange(0, 2 * c.shape.half)[None, :]
+    tl.store(x + t.start[:, None] + j, mean.to(x.dtype.element_ty), mask=j < t.n[:, None])
+    count_rows(bad, counter)
+
+
+@triton.jit
+def _kept_of(n, c: tl.constexpr):
+    """See `codecs.top_k.TopKQuantiser.kept_of`."""
+    return ((n.to(tl.int64) * c.family.kept + 65535) >> 16).to(tl.int32)
+
+
+@triton.jit
+def _places(wire, at, count, c: tl.constexpr):
+    """Pointers to the places of the kept coordinates, behind ``count`` coordinates."""
+    nbytes = count * (c.number.compute.primitive_bitwidth // 8)
+    return (wire + at + nbytes).to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit
+def _write_largest(v, t, wire, c: tl.constexpr):
+    """The records of a tile: the largest coordinates of blocks, the first of equal ones, and their places."""
+    BITS: tl.constexpr = c.number.compute.primitive_bitwidth
+    j = tl.arange(0, 2 * c.shape.half)[None, :]
+    inside = j < t.n[:, None]
+    at = column(t, CODES)
+    values = record(wire, at, c.number.compute)[:, None]
+    tl.store(values + j, v, mask=t.raw[:, None] & inside)
+    bits = tl.where(inside, magnitudes(v, c), -1)
+    count = _kept_of(t.n, c)
+    least = (t.n * 0).to(c.number.integer)  # what so many reach, bit by bit from the highest on
+    for step in range(BITS - 1):
+        more = least | ((least * 0 + 1) << (BITS - 2 - step))
+        reached = tl.sum((bits >= more[:, None]).to(tl.int32), axis=1)
+        least = tl.where(reached >= count, more, least)
+    larger, equal = bits > least[:, None], (bits == least[:, None]).to(tl.int32)
+    ties = count - tl.sum(larger.to(tl.int32), axis=1)
+    kept = larger | ((equal == 1) & (tl.cumsum(equal, axis=1) <= ties[:, None]))
+    order = tl.cumsum(kept.to(tl.int32), axis=1) - 1
+    kept = kept & (t.inside & (t.raw == 0))[:, None]
+    tl.store(values + order, v, mask=kept)
+    tl.store(_places(wire, at, count, c)[:, None] + order, (j + order * 0).to(tl.int16), mask=kept)
+
+
+@triton.jit
+def _mean_of_largest(wires, stride, messages, t, c: tl.constexpr):
+    """The mean of so many messages, ``stride`` bytes apart and added up in order; and which blocks are not finite."""
+    ROWS: tl.constexpr = c.shape.rows
+    WIDTH: tl.constexpr = 2 * c.shape.half
+    j = tl.arange(0, WIDTH)[None, :]
+    inside = j < t.n[:, None]
+    at = column(t, CODES)
+    coded = t.inside & (t.raw == 0)
+    count = _kept_of(t.n, c)
+    total = tl.zeros((ROWS, WIDTH), c.number.compute)
+    bad = t.row < 0
+    for source in range(messages):
+        wire = wires + source * stride
+        values, places = record(wire, at, c.number.compute), _places(wire, at, count, c)
+        total += tl.load(values[:, None] + j, mask=t.raw[:, None] & inside, other=0) * c.mean.each
+        for k in range(tl.max(count, axis=0)):
+            has_more = coded & (k < count)
+            value = tl.load(values + k, mask=has_more, other=0)
+            place = tl.load(places + k, mask=has_more, other=0).to(tl.int32) & 0xFFFF
+            bad |= has_more & ((place >= t.n) | (is_finite(value) == 0))
+            total += tl.where(has_more[:, None] & (j == place[:, None]), (value * c.mean.each)[:, None], 0)
+    if c.mean.rest != 1:
+        total = divided(total, tl.full((1, 1), c.mean.rest, c.number.compute), c)
+    total = tl.where(bad[:, None], float("nan"), total)
+    bad |= t.raw & (tl.max((inside & (is_finite(total) == 0)).to(tl.int32), axis=1) > 0)
+    return total, bad
+
+
+class TopKFamily(Family):
+    """The family, whose records have no scale and take no dither."""
+
+    def encode(
+        self,
+        x: Tensor,
+        blocks: Tensor,
+        wire: Tensor,
+        q: Quantiser,
+        key: Key,
+        scales: Tensor | None = None,
+        rotation: Key | None = None,
+    ) -> None:
+        """See `protocol.Kernels.encode`; the quantiser takes no scales and no rotation."""
+        launch.run(encode_kernel, blocks, _constants(q, x.dtype), x, blocks, wire, len(blocks))
+
+    def reduce(
+        self,
+        wires: Tensor,
+        blocks: Tensor,
+        out: Tensor,
+        q: Quantiser,
+        keys: Sequence[Key],
+        out_key: Key,
+        dtype: torch.dtype,
+    ) -> None:
+        """See `protocol.Kernels.reduce`."""
+        c = _constants(q, dtype, mean_of(len(keys), dtype, encoded=True))
+        launch.run(reduce_kernel, blocks, c, wires, wires.shape[1], len(keys), blocks, out, len(blocks))
+
+    def decode(
+        self,
+        wires: Tensor,
+        blocks: Tensor,
+        x: Tensor,
+        q: Quantiser,
+        keys: Sequence[Key],
+        rotation: Key | None = None,
+    ) -> Tensor:
+        """See `protocol.Kernels.decode`; the quantiser takes no rotation."""
+        c = _constants(q, x.dtype, mean_of(len(keys), x.dtype))
+        bad = torch.zeros((), dtype=torch.int32, device=x.device)
+        launch.run(decode_kernel, blocks, c, wires, wires.shape[1], len(keys), blocks, x, bad, len(blocks))
+        return bad
+
+
+@lru_cache(maxsize=256)
+def _constants(q: Any, dtype: torch.dtype, mean: Mean | None = None) -> Constants:
+    return Constants(number_of(dtype), shape_of(q.block_size), family=Share(q.kept), mean=mean)
+
+
+FAMILY = TopKFamily()
