@@ -57,7 +57,7 @@ def presets(
 @app.command()
 def warmup(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[PRESET]...", help="Presets to compile for; none: all.")
+        list[str] | None, typer.Argument(metavar="PRESET", help="Presets to compile for; none: all.")
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Dtype of gradients, repeatable.  [default: float32]")] = None,
     ranks: Annotated[
