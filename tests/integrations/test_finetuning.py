@@ -102,7 +102,7 @@ def test_backbone_finetuning(tmp_path: Path) -> None:
     assert moved
     assert steps == 9
     assert sent > 0
-    assert "gqsgd: 2,048 gradient values in 1 tensors at 8 bits" in said[0]
+    assert "gqsgd: 2,048 gradient values in 1 tensor at 8 bits" in said[0]
     assert said[1].startswith("gqsgd: wrapped the model anew at step 3: 4 unfrozen parameters; gqsgd: 8,192 gradient")
     assert len(said) == 2
 
