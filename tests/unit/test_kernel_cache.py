@@ -160,6 +160,8 @@ from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.cpu import cache
 from lightning_gqsgd.layout import Segment, cut
 
+named = cache.folders()[:1]  # beside the sources, the kernels may lie already
+cache.folders = lambda: named
 x = torch.arange(8, dtype=getattr(torch, sys.argv[1]))
 blocks = torch.from_numpy(cut([Segment(0, 8, False)], 16))
 compilations = []

@@ -119,7 +119,7 @@ def _run(
     if received is None and not family.is_for_sums(q):  # the same machine code as for decoding
         received = Received(np.empty(0, np.uint8), 0, _keys([]))
     turn = None if rotation is None else Turn.of(rotation, q.block_size, dtype)
-    sent = sent or _sent(torch.empty(0, dtype=torch.uint8), (0, 0), dtype)
+    sent = sent or _sent(torch.empty(0, dtype=torch.uint8, device="cpu"), (0, 0), dtype)
     constants, scratch = family.constants(q, dtype, sources), _scratch(q.block_size, dtype)
     return family.codec(q)(values, table, received, sent, turn, constants, scratch)
 
