@@ -106,7 +106,7 @@ class Meeting:
         return keys
 
     def _hold(self, facts: Sequence[Mapping[str, Any]], error: str, patience_s: float) -> tuple[list[str], str]:
-        """Go round all groups, and back, so that what was found in the last one reaches all ranks."""
+        """Go round all groups, and back, so that a problem in the last group reaches all ranks."""
         keys: dict[int, str] = {}
         problem, is_own = error, bool(error)
         there = list(range(len(self._circles)))
@@ -146,7 +146,7 @@ class _Circle:
             waiting = _Waiting(card.purpose, self.rank, self.size, patience_s)
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
-            finally:  # whose nonce is there has come, and has not left
+            finally:  # a nonce in the store says that its rank has come and has not left
                 self._store.delete_key(f"nonce/{self.rank}")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CollectiveError(
