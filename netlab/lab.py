@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from netlab.machine import cores
@@ -237,7 +238,8 @@ def _remove_namespaces(lab: str) -> None:
             text=True,
             check=False,
         ).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the process may have ended since it was listed
+                os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # noqa: S607
 
 
