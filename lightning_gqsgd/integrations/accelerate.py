@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError, did_you_mean
+from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import destroy_at_exit
 from lightning_gqsgd.presets import make_config
@@ -125,16 +125,22 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         States of models that are not prepared yet are loaded when those models are prepared.
 
         Raises:
-            ConfigError: the checkpoint has fewer models, or see `GQSGDState.load_state_dict`.
+            ConfigError: ``state`` is not such a state, or has fewer models, or see `GQSGDState.load_state_dict`.
         """
         gc.collect()
-        saved, states = state["states"], self.states
+        saved, states = state.get("states") if isinstance(state, dict) else None, self.states
+        if not isinstance(saved, list):
+            raise ConfigError(
+                "the state of GQSGDKwargs is a dictionary with the key 'states', as state_dict gives it, not "
+                f"{str(state):.200}; register the same objects for checkpointing as the run that wrote it, in the same "
+                "order"
+            )
         if not saved:
             warnings.warn("gqsgd: the checkpoint was written without gqsgd's hook, which starts anew", stacklevel=2)
         elif len(saved) < len(states):
             raise ConfigError(
-                f"the checkpoint has the state of {len(saved)} models' hooks, and {len(states)} models are prepared; "
-                "prepare the same models as the run that wrote it, in the same order"
+                f"the checkpoint has the state of {counted(len(saved), 'hook')}, and {counted(len(states), 'model')} "
+                "prepared; prepare the same models as the run that wrote it, in the same order"
             )
         for mine, theirs in zip(states, saved, strict=False):
             mine.load_state_dict(theirs)
@@ -179,8 +185,9 @@ def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | Non
         )
     if accelerator._models:
         raise ConfigError(
-            f"this Accelerator has prepared {len(accelerator._models)} models already, without gqsgd; enable it before "
-            "`prepare`, and for a transformers Trainer between its construction and `evaluate` or `train`"
+            f"this Accelerator has prepared {counted(len(accelerator._models), 'model')} already, without gqsgd; "
+            "enable it before `prepare`, and for a transformers Trainer between its construction and `evaluate` or "
+            "`train`"
         )
     if isinstance(existing, GQSGDKwargs):
         raise ConfigError(f"gqsgd is enabled already, as {existing!r}; enable it once, with all fields")

@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 
@@ -71,7 +71,7 @@ class FabricMixin(_Base):
                 self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
             elif len(loaded) < len(self.gqsgd_states):
                 raise ConfigError(
-                    f"the checkpoint has the hook's state of {len(loaded)} models, this run has set up "
+                    f"the checkpoint has the hook's state of {counted(len(loaded), 'model')}, this run has set up "
                     f"{len(self.gqsgd_states)}; set up those of the run that wrote it, in the same order"
                 )
             self._loaded = loaded or []

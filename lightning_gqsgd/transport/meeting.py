@@ -146,8 +146,8 @@ class _Circle:
             waiting = _Waiting(card.purpose, self.rank, self.size, patience_s)
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
-            finally:  # a nonce in the store says that its rank has come and has not left
-                self._store.delete_key(f"nonce/{self.rank}")
+            finally:  # a nonce in the store says that its rank has come and has not left; empty, that it has left
+                self._set(f"nonce/{self.rank}", "")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CollectiveError(
                 f"gqsgd: {card.purpose} on rank {self.rank} of {self.size}: the store of torch.distributed is gone "
@@ -194,7 +194,7 @@ class _Circle:
         self._store.set(key, value)
 
     def _get(self, key: str) -> str:
-        """A value; empty if there is none. `Store.get` alone would wait for it."""
+        """A value; empty if there is none. `Store.get` alone would wait for it, so no key is ever deleted."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
