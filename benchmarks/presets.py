@@ -375,7 +375,7 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
 
 
 def _spaced(paragraphs: Sequence[str]) -> list[str]:
-    return [line for one in paragraphs for line in (one, "")]
+    return [line for paragraph in paragraphs for line in (paragraph, "")]
 
 
 def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]], numbers: Sequence[int]) -> list[str]:
@@ -443,11 +443,11 @@ def _draw_panel(axes: Axes, facts: list[dict[str, Any]], looks: dict[str, dict[s
     points: dict[str, list[tuple[float, float]]] = {}
     for case in cases():
         points.setdefault(case.family or case.name, []).extend(
-            (one["bits"], one["error"]) for one in facts if one["case"] == case.name
+            (fact["bits"], fact["error"]) for fact in facts if fact["case"] == case.name
         )
-    for name, found in points.items():
-        if found and name in looks:
-            axes.plot(*zip(*sorted(found), strict=True), zorder=2 if looks[name]["ls"] else 3, **looks[name])
+    for name, places in points.items():
+        if places and name in looks:
+            axes.plot(*zip(*sorted(places), strict=True), zorder=2 if looks[name]["ls"] else 3, **looks[name])
     axes.xaxis.set_major_locator(MultipleLocator(2))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     axes.yaxis.set_minor_formatter(NullFormatter())

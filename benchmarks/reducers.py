@@ -186,7 +186,7 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
         time, sent = Spread.of(values).median, result["bytes"][name]
         # A part of what several ranks of one host send stays on that host.
         wire = wire_seconds(sent, rate) if options.ranks_per_host == 1 else None
-        faster = [None, None] if name.endswith(BARE) else [ratio(seconds, one, name) for one in ("fp32", "bf16")]
+        faster = [None, None] if name.endswith(BARE) else [ratio(seconds, plain, name) for plain in ("fp32", "bf16")]
         times = (1e3 * wire, 1e3 * time, time / wire) if wire else (None, 1e3 * time, None)
         report.rows.append([name, hosts, rate, sent / 1e6, *times, *faster])
 

@@ -141,7 +141,7 @@ def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> 
         step, sent = Spread.of(values), result["bytes"][name]
         wire = wire_seconds(sent, rate)
         spread = f"{1e3 * step.low:.0f} to {1e3 * step.high:.0f}"
-        ratios = [ratio(seconds, one, name) if one in seconds else None for one in ("ddp", "ddp_bf16")]
+        ratios = [ratio(seconds, plain, name) if plain in seconds else None for plain in ("ddp", "ddp_bf16")]
         report.rows.append(
             [name, hosts, rate, sent / 1e6, 1e3 * wire if wire else None, 1e3 * step.median, spread, *ratios]
         )

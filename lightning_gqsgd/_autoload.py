@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def flavour(first: str, second: str) -> str:
-    """Our module for one of two packages: the one that is imported, the first if neither or both are."""
+    """Our module for one of two packages: for the package that is imported; for the first if neither or both are."""
     package = second if second in sys.modules and first not in sys.modules else first
     return _TARGETS[f"{package}.strategies"].home
 
@@ -96,7 +96,8 @@ def strategy_names() -> dict[str, dict[str, Any]]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: lets the other finders look for a target, and has it register after it has run."""
+    """Finds no module itself. It lets the other finders look for a target, and makes the target's loader call
+    `_register` after it has run the module."""
 
     def __init__(self) -> None:
         self._looking = False
@@ -135,7 +136,7 @@ def _register(name: str, module: ModuleType) -> None:
     registry = getattr(module, target.registry)
 
     def strategy(**arguments: Any) -> Any:
-        """Imports the class when it is asked for."""
+        """Make a strategy; its class is imported here, and not before."""
         home = importlib.import_module(f"lightning_gqsgd.integrations.{target.home}")
         return getattr(home, target.strategy)(**arguments)
 
@@ -149,8 +150,8 @@ def _register(name: str, module: ModuleType) -> None:
 
 
 class _Names(list[str]):
-    """The strategy names that a registry offers. Asked for one that is nearly ours, it says which ones there are:
-    Lightning would list its own only."""
+    """The strategy names that a registry offers. An unknown name that begins with ``gqsgd`` is a ValueError that lists
+    our presets: Lightning's own error would list the names of its own strategies only."""
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name) or not (isinstance(name, str) and name.startswith("gqsgd")):

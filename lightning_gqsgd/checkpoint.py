@@ -1,4 +1,4 @@
-"""States of hooks in checkpoints: what they have in common, and the memories of all ranks in one place."""
+"""States of hooks in checkpoints: the entries that all of them have, and the memories of all ranks in one place."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ENTRIES = {"seed": int, "step": int, "config": Mapping}
 
 
 def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None = None) -> None:
-    """Check what a checkpoint has of a hook, and log in which fields its configuration differs from today's.
+    """Check a hook's state from a checkpoint, and log in which fields its configuration differs from this run's.
 
     Args:
-        state: the state.
+        state: the state, as ``state_dict`` has given it.
         now: the configuration of this run.
         entries: entries that the state needs beside the usual ones, and their types.
 
     Raises:
-        ConfigError: it is no state of a hook, or one of another schema.
+        ConfigError: ``state`` is no state of a hook, or a state of another schema.
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"a state is a dictionary, as state_dict gives it, not {type(state).__name__}")
@@ -66,7 +66,10 @@ def gathered_memory(
     communicator: Communicator, store: MemoryStore, parameters: Iterable[int]
 ) -> dict[str, dict[int, Tensor]] | None:
     """The memory of all ranks, on the CPU: tensors [ranks, numel] by kind and parameter number; None on all ranks but
-    the first. A collective, a parameter at a time, so that peers keep nothing."""
+    the first.
+
+    A collective. Parameters are gathered one at a time, so that no rank but the first holds more than one of them.
+    """
     numbers = sorted(parameters)
     gathered: dict[str, dict[int, Tensor]] = {kind.value: {} for kind in store.kinds} if numbers else {}
     for kind in store.kinds:
@@ -78,12 +81,13 @@ def gathered_memory(
 
 
 def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_size: int) -> set[int] | None:
-    """Keep what a checkpoint has of the memories; returns the numbers of its parameters.
+    """Take the memories from a hook's state; returns the numbers of the parameters in it.
 
-    A checkpoint of another number of ranks, or without memory, leaves the memory empty, with a warning; None then.
+    A state of another number of ranks, or without memory, leaves the memory empty. A warning says so, and the result is
+    None.
 
     Raises:
-        ConfigError: the state is not rank 0's, or of a model with other parameters.
+        ConfigError: the state is not rank 0's, or is that of a model with other parameters.
     """
     saved = state.get("memory")
     if "memory" in state and saved is None:

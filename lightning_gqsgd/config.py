@@ -46,11 +46,11 @@ class GQSGDConfig:
         block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536.
         norm: what the scale is: ``"max"``, the largest magnitude; ``"l2"``; ``"power_of_two"``, the largest magnitude
             rounded up to one.
-        clip: the scale is at most this many root mean squares, and what is larger is clipped (TernGrad, arXiv
+        clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv
             1705.07878), which is a bias; 0: no limit.
         scale: ``"global"`` (the maximum over ranks), ``"local"`` (each rank its own) or ``"auto"`` (what the reducer
             uses).
-        scale_per: ``"block"`` or ``"parameter"``: what a norm is computed of.
+        scale_per: ``"block"`` or ``"parameter"``: which coordinates a norm is computed from.
         dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12), ``"stochastic"``
             (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (in each block the one with the
             smaller error: stochastic where more than about half is zero; with the reducer ``"sum"``, subtractive; other
@@ -113,7 +113,8 @@ class GQSGDConfig:
 
     @property
     def biased(self) -> bool:
-        """Whether the codec's mean is not its input, so that it needs a memory. (Clipping is a bias that is meant.)"""
+        """Whether the mean of what the codec decodes differs from its input, so that training needs a memory. (Clipping
+        is a bias as well, but one that is asked for.)"""
         return bool(codec_of(self).biased_by)
 
     @property
@@ -209,7 +210,7 @@ class GQSGDConfig:
                     f"{name}={getattr(self, name)} is for codec={' or '.join(map(repr, others))}, not {self.codec!r}; "
                     "leave it out"
                 )
-        # Under these two names, every codec that rounds at random has the dither that it has.
+        # The other codecs have one dither each, and "adaptive", the default, and "stochastic" both stand for it.
         if "dither" not in own and self.dither not in ("adaptive", "stochastic"):
             raise ConfigError(f"dither={self.dither!r} is for codec='linear'; leave it out with codec={self.codec!r}")
         codec = codec_of(self)

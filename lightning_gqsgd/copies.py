@@ -1,7 +1,7 @@
-"""Copies of models with a hook: what stands in the place of the hook's state, and a word when such a copy is trained.
+"""Copies of models with a hook: what stands in place of the hook's state, and a warning when such a copy is trained.
 
-A copy of a DDP model (by copy, pickle or torch.save) has a reducer of its own in C++, without a communication hook: so
-it is with every hook of torch's. Its gradients are averaged uncompressed.
+A copy of a DDP model (by copy, pickle or torch.save) has a reducer of its own in C++, without a communication hook;
+this holds for every hook of DDP's. The gradients of the copy are averaged uncompressed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class DetachedState:
-    """What a copy has in the place of a `hook.GQSGDState`.
+    """What a copy of a model has in place of a `hook.GQSGDState`.
 
     Attributes:
         config: the configuration of the hook on the original, as plain values.
-        step: its number of steps when the copy was made.
+        step: number of steps of that hook when the copy was made.
     """
 
     def __init__(self, config: dict[str, Any], step: int) -> None:
         self.config, self.step = config, step
 
     def is_on(self, model: nn.Module) -> bool:
-        """False: there is no hook."""
+        """False: a copy has no hook."""
         return False
 
 

@@ -1,7 +1,8 @@
-"""What DDP's hook, `all_reduce`, FSDP's hooks and whatever else reduces have in common.
+"""What DDP's hook, `all_reduce` and FSDP's hooks have in common.
 
-An `Engine` replaces flat tensors by their mean over the ranks of a process group. It has the communicator, what runs
-jobs, and the plans; it knows nothing of models, buckets or steps. Its heads know those, and what to say to users.
+An `Engine` replaces flat tensors by their mean over the ranks of a process group. It holds the communicator, the runner
+of jobs and the plans. It knows nothing of models; its callers (`hook`, `functional`, `integrations.fsdp`) know them,
+count steps, and talk to users.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Request:
         step: number of the step, and of its dither.
         store: what this rank remembers; None: nothing.
         agreement: what ranks compare: a card before anything else is sent, or a stamp while messages are under way.
-            In steps that send other messages than their neighbours, a stamp is compared before, too.
+            In steps whose messages differ from those of other steps, a stamp is compared before anything else, too.
         bucket: index of the counters.
         ends_step: whether the tensor is the last one of its step.
         compressed: False: everything travels uncompressed.
@@ -74,14 +75,14 @@ class Engine:
         key: a name that no other engine has had, the same on all ranks (see `transport.meeting.Meeting.agree`).
         timeout: of collectives; None takes that of ``group``.
         streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
-        beside: another engine, which was made with one stream: both use it, so that their collectives never run at
-            once, and count together.
+        beside: another engine, which was made with one stream. Both engines use the other engine's runner, so that
+            their collectives never run at the same time, and both add to the same counters.
         remedy: what to do once the engine is closed, for messages.
 
     Attributes:
         communicator: the ranks.
         telemetry: counters of this process.
-        plans: how tensors are cut.
+        plans: the cache of plans, which say how tensors are cut into pieces.
 
     Raises:
         ConfigError: the backend of the group does not go with the device.
@@ -127,7 +128,7 @@ class Engine:
         return self._runner is not None and self._runner.error_of(self.communicator) is not None
 
     def connect(self, config: GQSGDConfig) -> None:
-        """Make the groups that a configuration needs and that are not there yet. A collective.
+        """Make the process groups that a configuration needs and that do not exist yet. A collective.
 
         Args:
             config: the configuration, with its reducer chosen.
@@ -227,7 +228,7 @@ class Engine:
 
 
 def _is_special(request: Request) -> bool:
-    """Whether a rank that is at another step would send other messages: where errors are sampled, and in a warm-up."""
+    """Whether a rank at another step might send other messages: in steps that sample errors, and in the warm-up."""
     config = request.config
     samples = bool(config.sample_every) and request.step % config.sample_every == 0
     return samples or not request.compressed
@@ -244,8 +245,10 @@ class PlanKey(NamedTuple):
 
 
 class PlanCache:
-    """Plans by what they depend on, in the order of their latest use. Their tables take memory: about a quarter of a
-    byte per coordinate, three times."""
+    """Plans by what they depend on, in the order of their latest use.
+
+    The tables of a plan take about a quarter of a byte of memory per coordinate, three times.
+    """
 
     def __init__(self) -> None:
         self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
@@ -255,7 +258,7 @@ class PlanCache:
         return len(self._plans)
 
     def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
-        """The plan of a key, made if it is not there; ``step``: in which it is used."""
+        """The plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
         if key not in self._plans:
             self._plans[key] = make()
         self._plans.move_to_end(key)

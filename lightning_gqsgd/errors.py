@@ -16,9 +16,9 @@ class CollectiveError(RuntimeError):
     """A collective failed. The message names the rank, the collective and the remedy."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The known name nearest to an unknown one, as the end of a sentence; empty where none is near."""
-    near = difflib.get_close_matches(name, known, n=1)
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """The choice nearest to an unknown name, as the end of a sentence; empty where no choice is near."""
+    near = difflib.get_close_matches(name, choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -1,5 +1,5 @@
-"""Which parameters of a DDP model are trained: those that required a gradient when DDP was built, and what has
-changed."""
+"""Which parameters of a DDP model are trained: those that required a gradient when DDP was built, and those whose flag
+has changed since."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lightning_gqsgd.parameters import Parameter
 
 
 class TrainedParameters:
-    """The parameters that a DDP model reduces, and those that it does not.
+    """The parameters that a DDP model reduces, and those that it does not reduce.
 
     Args:
         model: the DDP model.
-        known: what is known of each parameter of its module, by the parameter's id.
+        entries: number, name and size of each parameter of its module, by the id of the parameter.
     """
 
-    def __init__(self, model: DistributedDataParallel, known: Mapping[int, Parameter]) -> None:
+    def __init__(self, model: DistributedDataParallel, entries: Mapping[int, Parameter]) -> None:
         ignored = set(model.parameters_to_ignore)
         parameters = {name: p for name, p in model.module.named_parameters() if name not in ignored}
         self._reduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if p.requires_grad}
         self._unreduced: dict[str, nn.Parameter] = {name: p for name, p in parameters.items() if not p.requires_grad}
-        self.parameters = [known[id(p)] for p in self._reduced.values()]
+        self.parameters = [entries[id(p)] for p in self._reduced.values()]
 
     @property
     def unfrozen(self) -> list[str]:

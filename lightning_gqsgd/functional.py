@@ -34,7 +34,7 @@ class _Reductions:
 
     def __init__(self, engine: Engine, group: dist.ProcessGroup) -> None:
         self.engine, self._group = engine, group
-        self._calls = 1  # the one that made this
+        self._calls = 1  # the call that makes this object
         self._prepared: set[tuple[GQSGDConfig, torch.dtype]] = set()
 
     def number(self) -> int:
@@ -57,7 +57,7 @@ class _Reductions:
         return job
 
     def _prepare(self, x: Tensor, config: GQSGDConfig, card: Card) -> None:
-        """Make what the first call with a configuration needs, once all ranks have said that it is the same one."""
+        """Make groups and kernels for the first call with a configuration, after all ranks have agreed on it."""
         self.engine.agree(card).wait()
         patience = timeout_of(self._group, x.device)
         with Meeting(_PURPOSE, [self._group], patience) as meeting:
@@ -77,11 +77,11 @@ class Reduction:
         self._job, self._flat, self._out = job, flat, out
 
     def done(self) -> bool:
-        """True once the result or an error is there (on a GPU, once all work for it is issued)."""
+        """True once there is a result or an error (on a GPU, once all work for the result is issued)."""
         return self._job.future.done()
 
     def wait(self) -> Tensor:
-        """The mean; waits for it (on a GPU, the current stream does).
+        """Wait for the mean, and return it; on a GPU, the current stream waits, and the host does not.
 
         Raises:
             ConfigError: the ranks do not agree.
@@ -189,7 +189,10 @@ atexit.register(close)  # Gloo groups that are still open at exit can abort the 
 
 
 def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
-    """What earlier calls on a group have made, if it can still be used; what cannot, of any group, is closed."""
+    """What earlier calls on a group have made, or None if it cannot be used any more.
+
+    Whatever cannot be used any more is closed, for all groups.
+    """
     for key in [key for key, reductions in _reductions.items() if not reductions.is_usable()]:
         _reductions.pop(key).engine.close()
     return _reductions.get((group, tensor.device)) if isinstance(tensor, Tensor) else _any_of(group)

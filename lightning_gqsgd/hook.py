@@ -170,7 +170,7 @@ class GQSGDState:
         return self._engine.reduce(x, request).future
 
     def _stamp(self, step: int) -> Stamp | None:
-        """What ranks compare in each step; nothing where there is no dither, which is DDP to the bit anyway."""
+        """What ranks compare in each step; None for the reducer "native", which has neither seed nor dither."""
         compresses = REDUCERS[self.config.reducer].compresses
         return Stamp(self.config.seed, step, self._digest) if compresses else None
 
@@ -184,9 +184,10 @@ class GQSGDState:
     # --- which parameters are trained --------------------------------------------------------------------------------
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Names of parameters that require a gradient now although DDP does not reduce them, and of the reverse.
+        """Names of the parameters that require a gradient although DDP does not reduce them, and names of those that
+        DDP reduces although they require none.
 
-        DDP reduces those that required one when it was built. Compares two flags for each parameter: cheap.
+        DDP reduces the parameters that required a gradient when it was built. This is cheap: it reads a flag of each.
         """
         return self._trained.unfrozen, self._trained.frozen
 
@@ -241,11 +242,11 @@ class GQSGDState:
         return self._engine.is_closed
 
     def is_on(self, model: nn.Module) -> bool:
-        """Whether the hook is that of this very model, not of one that it is a copy of."""
+        """Whether the hook is that of this very model, and not that of a model of which this one is a copy."""
         return self._model() is model
 
     def _install(self, model: DistributedDataParallel) -> None:
-        """Register the hook on a model, and end with that model."""
+        """Register the hook on a model; the hook is closed when that model is deleted."""
         self._trained = TrainedParameters(model, self._parameters)
         numbers = [entry.number for entry in self._trained.parameters]
         self._remembered |= {entry.number for entry in self._trained.parameters if not entry.raw}
@@ -268,10 +269,11 @@ class GQSGDState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs for the same bits; plain values and tensors.
+        """What a resumed run needs to give the same bits; plain values and tensors.
 
-        Equal on all ranks and no collective, unless the configuration has a memory. Then every rank has to call it, and
-        only rank 0 gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save what rank 0 has.
+        Without a memory, the state is equal on all ranks, and this is no collective. With a memory, every rank has to
+        call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
+        state.
         """
         state = {
             "schema": STATE_SCHEMA,
@@ -284,13 +286,13 @@ class GQSGDState:
         return {**state, "memory": self._all_memory()} if self.config.remembers else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the dither of a checkpoint, and what was remembered. Not a collective; every rank gets rank 0's.
+        """Continue the dither and the memory of a checkpoint. Not a collective; every rank loads the state of rank 0.
 
-        A checkpoint of another number of ranks, or without memory, starts with empty memory, and a warning. Where ranks
-        load different states, the next backward pass raises ConfigError on all of them.
+        With a state of another number of ranks, or without memory, the memory starts empty, and a warning says so.
+        Where ranks load different states, the next backward pass raises ConfigError on all of them.
 
         Raises:
-            ConfigError: it is no state, or of another schema, or of a model with other parameters.
+            ConfigError: ``state`` is no state, has another schema, or is that of a model with other parameters.
         """
         check_state(state, self.requested)
         if self.config.remembers:
@@ -325,7 +327,7 @@ class GQSGDState:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """One line: what is compressed, to how many bits, by which reducer; what is not, and why."""
+        """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why."""
         return report(self.requested, self.config, self._trained.parameters, self._engine.world_size, self.step)
 
     def close(self) -> None:

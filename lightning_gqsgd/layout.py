@@ -104,7 +104,8 @@ class Layout:
     device: torch.device = torch.device("cpu")
 
     def on(self, device: torch.device) -> Layout:
-        """The layout for tensors on a device, whose table is copied there once; `reducers` ask for it in every step."""
+        """The layout for tensors on a device. The table is copied to the device once; reducers call this in every
+        step."""
         if device == self.device:
             return self
         copy = self._copies.setdefault(device, replace(self, device=device))
@@ -125,11 +126,6 @@ class Layout:
     @cached_property
     def _parts(self) -> dict[tuple[int, int], Part]:
         return {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory of all tables, about: a copy of the whole on the device, and that of a shard."""
-        return self.table.nbytes * (2 if self.device.type == "cpu" and not self._copies else 3)
 
     @property
     def shards(self) -> int:
@@ -191,7 +187,8 @@ def runs(table: np.ndarray, block_size: int) -> list[Run]:
         goes_on = goes_on & (at[1:] == at[:-1] + numel[:-1])
     first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
     total = np.add.reduceat(numel, first) if len(first) else numel
-    return [Run(*one) for one in np.stack([start[first], parameter[first], offset[first], total], axis=1).tolist()]
+    rows = np.stack([start[first], parameter[first], offset[first], total], axis=1)
+    return [Run(*row) for row in rows.tolist()]
 
 
 def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:
@@ -254,8 +251,11 @@ def owners(table: np.ndarray, shards: int) -> np.ndarray:
 
 
 def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:
-    """How many consecutive blocks of a parameter with so many have the same owner: few, but not to be handled one by
-    one where there are many."""
+    """How many consecutive blocks of a parameter have the same owner; ``blocks``: how many blocks the parameter has.
+
+    The number is small, so that owners have equal parts. It is above 1 for large parameters, so that their blocks need
+    not be handled one by one.
+    """
     return np.clip(blocks // (4 * shards), 1, MAX_STRIPE)
 
 

@@ -33,7 +33,7 @@ def check_gradient(tensor: Tensor, what: str) -> None:
 def check_dtype(dtype: torch.dtype, what: str) -> None:
     """Raise ConfigError for a dtype whose numbers cannot be averaged."""
     if dtype not in COMPUTE_DTYPES:
-        names = ", ".join(str(one) for one in COMPUTE_DTYPES)
+        names = ", ".join(map(str, COMPUTE_DTYPES))
         raise ConfigError(f"{what} has dtype {dtype}; only floating-point tensors can be averaged: {names}")
 
 
@@ -49,7 +49,7 @@ class Plan:
     """The pieces of a flat tensor.
 
     Args:
-        segments: the parameters in it, in order.
+        segments: the parameters in the flat tensor, in order.
         setting: configuration, with the reducer chosen, number of ranks and dtype.
     """
 
@@ -129,15 +129,15 @@ class Plan:
         return self._table_bytes
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
-        found = []
+        made = []
         reducer = REDUCERS[self.setting.config.reducer]
         tables = _tables(segments, self.setting)
         self._table_bytes = 3 * sum(table.nbytes for table in tables)
         for table in tables:
             part = _span(table)
             table[:, START] -= part.start
-            found.append(_Piece(part, reducer(table, self.setting), [_middle(part)]))
-        return found
+            made.append(_Piece(part, reducer(table, self.setting), [_middle(part)]))
+        return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         return reduced(piece.reducer, x[piece.part], rank, keys, store)
@@ -170,7 +170,7 @@ class ScatterPlan(Plan):
         self._table_bytes = 3 * sum(table.nbytes for table in tables)
         whole, numel = self.setting.config.scale_per == "parameter", max(1, self.setting.piece_numel // ranks)
         lengths = [len(table) for table in pieces(tables[0], numel, whole_parameters=whole)]
-        found = []
+        made = []
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
             runs = [table[end - length : end] for table in tables]
             columns = _span(runs[0])
@@ -178,8 +178,8 @@ class ScatterPlan(Plan):
                 run[:, START] += rank * (columns.stop - columns.start) - columns.start
             middle = _middle(columns, SAMPLE_NUMEL // ranks)
             sample = [slice(rank * share + middle.start, rank * share + middle.stop) for rank in range(ranks)]
-            found.append(_Piece(columns, Scatter(np.concatenate(runs), self.setting), sample))
-        return found
+            made.append(_Piece(columns, Scatter(np.concatenate(runs), self.setting), sample))
+        return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         parts = x.view(self.setting.ranks, -1)[:, piece.part]
@@ -218,6 +218,6 @@ def _span(table: np.ndarray) -> slice:
 
 
 def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
-    """The middle coordinates of some."""
+    """At most ``most`` coordinates from the middle of a run."""
     start = part.start + max(0, (part.stop - part.start - most) // 2)
     return slice(start, min(part.stop, start + most))

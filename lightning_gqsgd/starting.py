@@ -1,4 +1,4 @@
-"""What is looked at before the hook is on a DDP model: whether the model can have it, and what all ranks must share."""
+"""Checks before the hook is registered on a DDP model: whether the model can have it, and what all ranks must share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def facts_of(
 
 
 def check_is_ddp(model: object) -> None:
-    """Raise ConfigError for what is no DDP model."""
+    """Raise ConfigError for an object that is no DDP model."""
     if isinstance(model, DistributedDataParallel):
         return
     inner = getattr(model, "_orig_mod", None)
@@ -107,5 +107,5 @@ def device_of(model: DistributedDataParallel) -> torch.device:
 
 
 def dtype_of(model: DistributedDataParallel) -> torch.dtype:
-    """Dtype of the gradients; of those of the first parameter, if there are several."""
+    """Dtype of the gradients; if there are several dtypes, that of the first parameter."""
     return _trained(model).dtype

@@ -1,6 +1,7 @@
 """What compression did: bytes, seconds, and the error measured on samples.
 
-Nothing here waits for a GPU during a step: what is only known there is added up there, and fetched when it is read.
+Nothing here waits for a GPU during a step. Numbers that a GPU computes are added up on the GPU, and copied to the host
+when they are read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Moment = float | torch.cuda.Event
 
 
 def moment(device: torch.device) -> Moment:
-    """Now; on a GPU, when the current stream has come so far."""
+    """The present moment; on a GPU, the moment at which the current stream gets to this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -46,7 +47,7 @@ class _Computed(NamedTuple):
 
     @classmethod
     def here(cls, tensor: Tensor) -> _Computed:
-        """By the current stream."""
+        """A tensor that the current stream computes."""
         return cls(tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
 
     def get(self) -> Tensor:
@@ -74,12 +75,12 @@ class Tally:
             self._number += value
             return
         new = _Computed.here(value)
-        known = self._sums.get(new.stream)
-        self._sums[new.stream] = new if known is None else _Computed(known.tensor + value, new.stream)
+        before = self._sums.get(new.stream)
+        self._sums[new.stream] = new if before is None else _Computed(before.tensor + value, new.stream)
 
     def total(self) -> float | Tensor:
         """The sum: a tensor for the current stream, which waits for the others, if any was added."""
-        return sum((one.get() for one in list(self._sums.values())), self._number)
+        return sum((computed.get() for computed in list(self._sums.values())), self._number)
 
 
 @dataclass

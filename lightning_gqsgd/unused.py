@@ -33,10 +33,10 @@ class UnusedParameters:
         self._kept: dict[int, dict[Keeps, Tensor]] = {}
 
     def watch(self, x: Tensor, segments: Sequence[Segment]) -> None:
-        """Before a bucket is reduced, keep the memory of each parameter whose gradient may be that of nobody.
+        """Before a bucket is reduced, keep the memory of each parameter that perhaps no rank has used.
 
-        On the CPU, that is where all coordinates are zero. A GPU would have to be waited for, so there it is
-        everywhere.
+        On the CPU, these are the parameters whose gradient is zero everywhere. On a GPU, the host would have to wait
+        for that answer, so the memory of every parameter is kept.
         """
         start = 0
         for segment in segments:
@@ -48,16 +48,17 @@ class UnusedParameters:
     def settle_after_backward(self) -> None:
         """In the last bucket's hook, see to it that `settle` is called when the backward pass is over.
 
-        DDP holds a lock while it calls a hook, so its map cannot be asked for there. Its own callback, in which the map
-        is completed, is queued after this one: hence a callback that queues the other. Outside of a backward pass,
-        where `Join` takes part with zeros, there is nothing to wait for.
+        DDP's map of used parameters cannot be read here, because DDP holds a lock while it calls a hook. DDP completes
+        the map in a callback of its own, which is queued after this hook. So the callback that is queued here queues
+        `settle` behind DDP's. Outside of a backward pass, where `Join` takes part with zeros, there is no such pass to
+        wait for.
         """
         engine = Variable._execution_engine
         if self._kept and torch._C._current_graph_task_id() != -1:
             engine.queue_callback(lambda: engine.queue_callback(self.settle))
 
     def settle(self) -> None:
-        """After the backward pass, put back the memory of those that no rank has used."""
+        """After the backward pass, put back the memory of the parameters that no rank has used."""
         model, kept = self._model(), self._kept
         self._kept = {}
         if not kept or model is None:

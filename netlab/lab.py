@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from netlab.machine import cores
@@ -185,7 +186,14 @@ class NetLab:
         )
         receiver = self.popen(0, [sys.executable, "-c", receive], stdout=subprocess.PIPE)
         self.popen(1, [sys.executable, "-c", send])
-        return float(receiver.communicate(timeout=60 + 16 * nbytes / (self.rate or 10**9))[0])
+        patience_s = 60 + 16 * nbytes / (self.rate or 10**9)
+        try:
+            return float(receiver.communicate(timeout=patience_s)[0])
+        except (subprocess.TimeoutExpired, ValueError) as error:  # nothing has come, or half a number
+            raise NetLabError(
+                f"host 1 could not send {nbytes:,} bytes to host 0 within {patience_s:.0f} s ({error}); look whether "
+                f"port {PORT} is free, and whether other processes slow this machine down"
+            ) from error
 
     def _build(self) -> None:
         switch = f"{self._name}-sw"
@@ -237,7 +245,8 @@ def _remove_namespaces(lab: str) -> None:
             text=True,
             check=False,
         ).stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the process may have ended since it was listed
+                os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # noqa: S607
 
 

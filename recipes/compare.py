@@ -196,7 +196,9 @@ def _title(plan: Plan, variants: dict[str, list[Run]], link: str | None) -> str:
     facts = next(iter(variants.values()))[0].facts
     data = " / ".join(sorted({run.facts["data"] for runs in variants.values() for run in runs}))
     processes = _joined(str(run.facts["processes"]) for runs in variants.values() for run in runs)
-    title = f"{plan.experiment} on {data}: {facts['model']}, {processes} processes"
+    title = (
+        f"{plan.experiment} on {data}: {facts['model']}, {processes} {'process' if processes == '1' else 'processes'}"
+    )
     return ", ".join([title, f"links of {link}"] if link else [title, *_hardware(plan)])
 
 

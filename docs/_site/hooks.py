@@ -84,16 +84,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def links(page: str, markdown: str) -> list[str]:
     """The files of the repository that a page links to, as paths from its root; `FOLDERS` for folders."""
-    found: list[str] = []
+    targets: list[str] = []
 
     def note(link: str) -> str:
         target = resolve(page, link)
         if target is not None:
-            found.append(target)
+            targets.append(target)
         return link
 
     _with_links(markdown, note)
-    return found
+    return targets
 
 
 def resolve(page: str, link: str) -> str | None:

@@ -24,8 +24,10 @@ from lightning_gqsgd.simulation import VirtualRanks
 
 #: Size of the parameter whose messages are counted, where their length is known without a step.
 NUMEL = 1 << 20
-#: Coordinates of all ranks together, and at least of each, where it takes a step.
-STEP_NUMEL, LEAST_STEP_NUMEL = 1 << 20, 1 << 12
+#: Coordinates of all ranks together, where the length of a message is known after a step only.
+STEP_NUMEL = 1 << 20
+#: Coordinates of each rank in such a step, at least.
+LEAST_STEP_NUMEL = 1 << 12
 
 HEADINGS = (
     "preset",
@@ -49,14 +51,14 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a preset does at a number of ranks. Without ``config``, nothing: ``problem`` says why.
+    """What a preset does at a number of ranks. If ``config`` is None, the preset cannot work; ``problem`` says why.
 
     Attributes:
         name: of the preset.
         preset: the preset.
         ranks: number of ranks.
         config: with the reducer chosen and the numbers of its memories.
-        problem: why it cannot work.
+        problem: why the preset cannot work; empty if it can.
         warnings: on the stability of its memories.
         wire_bits: bits of one rank's message per coordinate, scales included.
         sent_ratio: bytes that a rank sends, over those of an fp32 ring allreduce.
@@ -149,7 +151,7 @@ def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
     Raises:
         ConfigError: an unknown preset.
     """
-    preset = _known(name)
+    preset = _preset_of(name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StabilityWarning)
         try:
@@ -158,13 +160,19 @@ def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
             bits, sent = _traffic(config, ranks)
         except ConfigError as error:
             return Facts(name, preset, ranks, problem=str(error))
-    said = tuple(dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, StabilityWarning)))
+    of_stability = [warning for warning in caught if issubclass(warning.category, StabilityWarning)]
+    said = tuple(dict.fromkeys(str(warning.message) for warning in of_stability))
     delta = codec_of(config).delta(config.block_size) if config.biased else None
     state = _state(config, ranks)
     return Facts(name, preset, ranks, config, "", said, bits, sent, state, _omega(config, ranks), delta)
 
 
-def _known(name: str) -> Preset:
+def _preset_of(name: str) -> Preset:
+    """The preset with a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if name in PRESETS:
         return PRESETS[name]
     near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
@@ -203,6 +211,6 @@ def _omega(config: GQSGDConfig, ranks: int) -> float | None:
     return codec_of(config).omega(dimension, summed=ranks if REDUCERS[config.reducer].adds_codes else 1)
 
 
-def notes(found: Sequence[Facts]) -> list[str]:
+def notes(rows: Sequence[Facts]) -> list[str]:
     """What the table's columns mean, and why some of its presets cannot work."""
-    return [*NOTES, *(f"{one.name}: not at n = {one.ranks}: {one.problem}" for one in found if one.problem)]
+    return [*NOTES, *(f"{row.name}: not at n = {row.ranks}: {row.problem}" for row in rows if row.problem)]

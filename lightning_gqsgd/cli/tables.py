@@ -15,16 +15,16 @@ from rich.table import Table
 from lightning_gqsgd.cli.facts import HEADINGS, Facts
 from lightning_gqsgd.config import GQSGDConfig
 
-#: Columns when nobody's terminal sets a limit.
+#: Characters in a line where the output is no terminal.
 PIPED_WIDTH = 200
 
-#: What a narrow terminal goes without, in this order.
+#: Columns that are left out where the terminal is too narrow, the first one first.
 _DISPENSABLE = ("paper", "scale shared by", "bias", "state")
 
 
-def fitting_table(found: Sequence[Facts]) -> Table:
+def fitting_table(rows: Sequence[Facts]) -> Table:
     """A row for each preset, with as many columns as the terminal is wide enough for."""
-    table = _table(found, ())
+    table = _table(rows, ())
     if not sys.stdout.isatty():
         return table
     console = Console()
@@ -32,12 +32,12 @@ def fitting_table(found: Sequence[Facts]) -> Table:
     for count in range(1, len(_DISPENSABLE) + 1):
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
-        table = _table(found, _DISPENSABLE[:count])
+        table = _table(rows, _DISPENSABLE[:count])
     return table
 
 
-def _table(found: Sequence[Facts], left_out: tuple[str, ...]) -> Table:
-    table = Table(title=f"Presets at n = {found[0].ranks}", title_justify="left", box=box.SIMPLE_HEAD)
+def _table(rows: Sequence[Facts], left_out: tuple[str, ...]) -> Table:
+    table = Table(title=f"Presets at n = {rows[0].ranks}", title_justify="left", box=box.SIMPLE_HEAD)
     if left_out:
         table.caption = f"No room for {', '.join(left_out)}: see --json, or one preset by name."
         table.caption_justify = "left"
@@ -46,33 +46,38 @@ def _table(found: Sequence[Facts], left_out: tuple[str, ...]) -> Table:
         heading = HEADINGS[column]
         numbers = heading in ("bits", "sent / fp32", "state")
         table.add_column(heading, justify="right" if numbers else "left", no_wrap=True)
-    for one in found:
-        cells = one.row()
-        table.add_row(*(cells[column] for column in kept), style="dim" if one.problem else None)
+    for row in rows:
+        cells = row.row()
+        table.add_row(*(cells[column] for column in kept), style="dim" if row.problem else None)
     return table
 
 
-def in_full(one: Facts) -> Table:
-    """One preset: all facts and fields, those marked that are not the default."""
+def in_full(facts: Facts) -> Table:
+    """All facts and fields of a preset; a star marks each field that is not the default."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    config = one.config or one.preset.config
-    lines = {"preset": one.name, "what": one.preset.what, "paper": one.preset.paper, "optimizer": one.preset.optimizer}
+    config = facts.config or facts.preset.config
+    lines = {
+        "preset": facts.name,
+        "what": facts.preset.what,
+        "paper": facts.preset.paper,
+        "optimizer": facts.preset.optimizer,
+    }
     lines |= {"config": config.describe()}
-    if one.problem:
-        lines[f"at n = {one.ranks}"] = f"cannot work: {one.problem}"
+    if facts.problem:
+        lines[f"at n = {facts.ranks}"] = f"cannot work: {facts.problem}"
     else:
-        memories = ", ".join(f"{kind} {count:.4g}" for kind, count in one.state.items()) or "nothing"
-        scale = "" if one.omega is None and one.delta is None else f", scale shared by {one.sharing}"
+        memories = ", ".join(f"{kind} {count:.4g}" for kind, count in facts.state.items()) or "nothing"
+        scale = "" if facts.omega is None and facts.delta is None else f", scale shared by {facts.sharing}"
         lines |= {
-            f"at n = {one.ranks}": f"{config.reducer}, {one.wire_bits:.3f} bits per coordinate, "
-            f"{one.sent_ratio:.3f} of the bytes of an fp32 ring allreduce",
+            f"at n = {facts.ranks}": f"{config.reducer}, {facts.wire_bits:.3f} bits per coordinate, "
+            f"{facts.sent_ratio:.3f} of the bytes of an fp32 ring allreduce",
             "remembers": f"{memories} (numbers per coordinate)",
-            "bias": one.bias,
-            "error": f"{one.constant}{scale}" if scale else "no constant: the scale is a whole parameter's",
+            "bias": facts.bias,
+            "error": f"{facts.constant}{scale}" if scale else "no constant: the scale is a whole parameter's",
         }
-    lines |= {"warning": " ".join(one.warnings)} if one.warnings else {}
+    lines |= {"warning": " ".join(facts.warnings)} if facts.warnings else {}
     for label, value in lines.items():
         grid.add_row(label, value)
     grid.add_row("", "")

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.cpu.cache import REMEDY, folders, writable_folder
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.memory import StabilityWarning
@@ -54,7 +54,7 @@ def warm(presets: Sequence[str], dtypes: Sequence[str], ranks: Sequence[int]) ->
             progress.update(task, description=f"{name}, {dtype}")
             compile_kernels(config, DTYPES[dtype], torch.device("cpu"), count)
             progress.advance(task)
-    return f"CPU kernels of {len(presets)} presets are in {folder} ({perf_counter() - start:.1f} s)"
+    return f"CPU kernels of {counted(len(presets), 'preset')} are in {folder} ({perf_counter() - start:.1f} s)"
 
 
 def _jobs(

@@ -67,20 +67,20 @@ class ExponentialQuantiser:
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """See `kernels.protocol.ScaledQuantiser.encode`; no block has its flag set."""
         form = SCALE_FORMATS[values.dtype]
-        cut, one = self._cut(values.dtype)
+        cut, bits_of_one = self._cut(values.dtype)
         y = (values.abs() * (1 / scales)[:, None]).clamp(max=1).nan_to_num() * 2.0**-self.headroom
         random = (uniform.double() * 2.0**cut).long()
-        magnitude = ((magnitudes(y).long() + random) >> cut) - (one - self.magnitudes)
-        smallest = form.floats(torch.full_like(y, (one - self.magnitudes + 1) << cut).long())
+        magnitude = ((magnitudes(y).long() + random) >> cut) - (bits_of_one - self.magnitudes)
+        smallest = form.floats(torch.full_like(y, (bits_of_one - self.magnitudes + 1) << cut).long())
         magnitude = torch.where(y < smallest, (y * (1 / smallest) > uniform.to(y.dtype)).long(), magnitude)
         codes = torch.where(magnitude > 0, magnitude | ((values < 0).long() << (self.bits - 1)), 0)
         return codes, torch.zeros(len(values), dtype=torch.bool, device=values.device)
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
         """See `kernels.protocol.ScaledQuantiser.decode`: levels need no dither."""
-        cut, one = self._cut(scales.dtype)
+        cut, bits_of_one = self._cut(scales.dtype)
         magnitude, sign = codes & ((1 << (self.bits - 1)) - 1), codes >> (self.bits - 1)
-        y = SCALE_FORMATS[scales.dtype].floats((magnitude + (one - self.magnitudes)) << cut)
+        y = SCALE_FORMATS[scales.dtype].floats((magnitude + (bits_of_one - self.magnitudes)) << cut)
         limit = torch.finfo(scales.dtype).max
         return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
 
@@ -165,7 +165,7 @@ class ExponentialCodec(Codec):
             summed: number of ranks whose codes are added in pairs, under a scale that all ranks share; None: none are.
 
         Raises:
-            ConfigError: fewer than two magnitudes are left to each rank's own codes.
+            ConfigError: fewer than two magnitudes are left for each rank's own codes.
         """
         headroom = self._headroom(summed or 1)
         return ExponentialQuantiser(self.bits, block_size, self.magnitudes, self.mantissa, headroom)
@@ -195,7 +195,7 @@ class ExponentialCodec(Codec):
         return 1 / (1 + self.omega(dimension))
 
     def _headroom(self, summed: int) -> int:
-        """How many magnitudes are left to sums over so many ranks.
+        """How many magnitudes are reserved for sums over so many ranks.
 
         A tree of sums whose depth is log2 n, rounded up, multiplies the largest magnitude by at most 2^depth: a sum of
         two numbers up to 2^k is at most 2^(k+1), which is a level, so rounding stays below it.

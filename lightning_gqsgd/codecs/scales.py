@@ -1,6 +1,6 @@
-"""Block scales: which norms there are, and those that the kernels do not find by themselves.
+"""Block scales: which norms there are, and the norms that the kernels do not compute.
 
-The kernels find a block's own largest magnitude. Other norms are computed here, from sums in fp64, and rounded up to
+The kernels compute a block's own largest magnitude. Other norms are computed here, from sums in fp64, and rounded up to
 the compute dtype. A NaN or infinity in a block, or in its parameter, makes the scale non-finite.
 """
 
@@ -53,7 +53,8 @@ def check(config: GQSGDConfig, codec: Codec) -> None:
 
 
 def kernels_find_scales(config: GQSGDConfig) -> bool:
-    """Whether the kernels need no scales to be given: each block's is its own largest magnitude, or there are none."""
+    """Whether the kernels compute the scales: each block's scale is its own largest magnitude, or there are no
+    scales."""
     codec = codec_of(config)
     own_maximum = config.norm == "max" and not config.clip and config.scale_per == "block"
     return not codec.has_scale or (codec.takes_norm and own_maximum)
@@ -79,7 +80,8 @@ def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:
 
 
 def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same in the wire's format, in which the sender uses them as well; ``dtype``: the gradient's."""
+    """Scales rounded up to the wire's format, in which the sender uses them as well; ``dtype``: that of the
+    gradient."""
     return scale_format(dtype).rounded_up(scales.long()).to(scales.dtype)
 
 
@@ -102,7 +104,7 @@ class _Norms:
 
     @property
     def mean(self) -> Tensor:
-        """Of the magnitudes."""
+        """Mean of the magnitudes."""
         return self._sums[:, 1] / self._counts
 
     @property
@@ -114,7 +116,8 @@ class _Norms:
         return (self._sums[:, 2] / self._counts).sqrt()
 
     def bits_above(self, values: Tensor) -> Tensor:
-        """Bits of the smallest numbers of the compute dtype that are not below; finite ones stay finite."""
+        """Bits of the smallest numbers of the compute dtype that are not below the values; finite values stay
+        finite."""
         largest = torch.finfo(self.dtype).max
         narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(self.dtype)
         up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
@@ -122,7 +125,7 @@ class _Norms:
         return narrow.view(self.form.integer) & torch.iinfo(self.form.integer).max
 
     def power_of_two(self, bits: Tensor) -> Tensor:
-        """Bits of the next power of two; of the largest number, where that would be infinite."""
+        """Bits of the next power of two; where that power is infinite, bits of the largest finite number."""
         form = self.form
         rest = (1 << form.mantissa) - 1
         up = ((bits.long() + rest) & ~rest).clamp(max=form.infinity)
@@ -142,7 +145,7 @@ class _Norms:
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """The rank of each value among the different ones: int64 [B]. `torch.unique` would wait for a device."""
+    """For each value, how many different values are smaller: int64 [B]. `torch.unique` would wait for a device."""
     order = values.argsort(stable=True)
     ascending = values[order]
     steps = torch.zeros_like(order)

@@ -1,4 +1,5 @@
-"""Hugging Face Accelerate: the kwargs handler that installs the hook, and `enable_accelerator`, which installs that."""
+"""Hugging Face Accelerate: the kwargs handler that installs the hook, and `enable_accelerator`, which adds the
+handler."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError, did_you_mean
+from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import destroy_at_exit
 from lightning_gqsgd.presets import make_config
@@ -33,14 +34,14 @@ _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORL
 _WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
-# A field of its own makes a dataclass of it, so `dataclasses.replace`, which would make an object of the class that is
-# posed as, without a hook, fails.
+# The field `config` makes this class a dataclass of its own. So `dataclasses.replace` fails; otherwise it would make an
+# object of the class that `__class__` names, which has no hook.
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class GQSGDKwargs(DistributedDataParallelKwargs):
     """Kwargs handler that makes an Accelerator compress the gradients of the models that it prepares.
 
-    ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``, or `enable`. Where Accelerate does not wrap models in DDP
-    (one process, FSDP, DeepSpeed) it asks no handler; `enable` says so.
+    Pass it as ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``, or call `enable`. Where Accelerate does not wrap
+    models in DDP (one process, FSDP, DeepSpeed), it asks no handler; `enable` says so.
 
     Processes are started by ``torchrun``, or by ``accelerate launch --multi_gpu``. On CPUs these go with
     ``Accelerator(cpu=True)`` or ACCELERATE_USE_CPU=true; ``accelerate launch --cpu`` starts one process, whatever its
@@ -63,11 +64,11 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
     config: GQSGDConfig
 
     def __init__(self, preset: str | GQSGDConfig | None = None, **fields: Any) -> None:
-        known = ("preset", *GQSGDConfig.field_names(), *_BASE_FIELDS)
+        allowed = ("preset", *GQSGDConfig.field_names(), *_BASE_FIELDS)
         for name in fields:
-            if name not in known:
+            if name not in allowed:
                 raise ConfigError(
-                    f"GQSGDKwargs has no argument {name!r}{did_you_mean(name, known)} "
+                    f"GQSGDKwargs has no argument {name!r}{did_you_mean(name, allowed)} "
                     f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are "
                     f"DistributedDataParallelKwargs': {', '.join(_BASE_FIELDS)})"
                 )
@@ -79,8 +80,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         self._hooks: list[tuple[weakref.ref[DistributedDataParallel], GQSGDState]] = []
         self._loaded: list[dict[str, Any]] = []
 
-    # Accelerate finds a handler's place by `handler.__class__` in a dictionary of exact classes, so it does not know
-    # subclasses. `type(handler)` and isinstance are not affected; what else asks `__class__` is overridden below.
+    # Accelerate looks `handler.__class__` up in a dictionary of exact classes, which has no subclasses. `type(handler)`
+    # and isinstance are not affected; the other methods that read `__class__` are overridden below.
     @property  # type: ignore[misc]  # object's can be set
     def __class__(self) -> Any:
         return DistributedDataParallelKwargs
@@ -119,19 +120,27 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return {"states": [*(state.state_dict() for state in self.states), *self._loaded]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the dither, and what was remembered, of the models in order; of those yet to come when they come.
+        """Continue the dither and the memory of the prepared models, in their order.
+
+        States of models that are not prepared yet are loaded when those models are prepared.
 
         Raises:
-            ConfigError: the checkpoint has fewer models, or see `GQSGDState.load_state_dict`.
+            ConfigError: ``state`` is not such a state, or has fewer models, or see `GQSGDState.load_state_dict`.
         """
         gc.collect()
-        saved, states = state["states"], self.states
+        saved, states = state.get("states") if isinstance(state, dict) else None, self.states
+        if not isinstance(saved, list):
+            raise ConfigError(
+                "the state of GQSGDKwargs is a dictionary with the key 'states', as state_dict gives it, not "
+                f"{str(state):.200}; register the same objects for checkpointing as the run that wrote it, in the same "
+                "order"
+            )
         if not saved:
             warnings.warn("gqsgd: the checkpoint was written without gqsgd's hook, which starts anew", stacklevel=2)
         elif len(saved) < len(states):
             raise ConfigError(
-                f"the checkpoint has the state of {len(saved)} models' hooks, and {len(states)} models are prepared; "
-                "prepare the same models as the run that wrote it, in the same order"
+                f"the checkpoint has the state of {counted(len(saved), 'hook')}, and {counted(len(states), 'model')} "
+                "prepared; prepare the same models as the run that wrote it, in the same order"
             )
         for mine, theirs in zip(states, saved, strict=False):
             mine.load_state_dict(theirs)
@@ -141,7 +150,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return f"GQSGDKwargs({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
 
     def __reduce__(self) -> Any:
-        """Copies have the arguments; hooks and what they remember stay with the models."""
+        """Copies have the arguments; the hooks and their memories stay with the models."""
         return functools.partial(GQSGDKwargs, **self._arguments()), ()
 
     def __eq__(self, other: object) -> bool:
@@ -176,8 +185,9 @@ def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | Non
         )
     if accelerator._models:
         raise ConfigError(
-            f"this Accelerator has prepared {len(accelerator._models)} models already, without gqsgd; enable it before "
-            "`prepare`, and for a transformers Trainer between its construction and `evaluate` or `train`"
+            f"this Accelerator has prepared {counted(len(accelerator._models), 'model')} already, without gqsgd; "
+            "enable it before `prepare`, and for a transformers Trainer between its construction and `evaluate` or "
+            "`train`"
         )
     if isinstance(existing, GQSGDKwargs):
         raise ConfigError(f"gqsgd is enabled already, as {existing!r}; enable it once, with all fields")

@@ -32,23 +32,26 @@ def split_arguments(
     """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
 
     Raises:
-        ConfigError: a name that nobody knows, a value that cannot work, or a communication hook of the user's. (The
+        ConfigError: a name that is no argument, a value that cannot work, or a communication hook of the user's. (The
             state of torch's post-local SGD is welcome where ``base`` averages models.)
     """
     fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
     _check_hooks(strategy, base, arguments)
-    known = {*_parameters(base), *_parameters(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
+    allowed = {*_parameters(base), *_parameters(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
     for name in arguments:
-        if name not in known:
+        if name not in allowed:
             raise ConfigError(
-                f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, known)} "
+                f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, allowed)} "
                 f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are DDPStrategy's)"
             )
     return make_config(preset, **fields), arguments
 
 
 def _check_hooks(strategy: type, base: type, arguments: dict[str, Any]) -> None:
-    """Our hook takes the place of any other, and of torch's hook for post-local SGD, whose state it needs."""
+    """Refuse other communication hooks, and a period of averaging without the state of post-local SGD.
+
+    Our hook also takes the place of torch's hook for post-local SGD, whose state it needs.
+    """
     averages = "model_averaging_period" in _parameters(base)
     given = {name: arguments.get(name) for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")}
     local = averages and isinstance(given["ddp_comm_state"], PostLocalSGDState)
@@ -76,25 +79,25 @@ def _check_hooks(strategy: type, base: type, arguments: dict[str, Any]) -> None:
 
 
 def after_setup(world_size: int) -> None:
-    """Check and look after the process group that Lightning has just set up, or found.
+    """Check the process group that Lightning has set up or reused, and destroy the group at exit.
 
     Raises:
-        RuntimeError: the process group is one of an earlier run, with another number of ranks.
+        RuntimeError: the process group is that of an earlier run, with another number of ranks.
     """
     destroy_at_exit()
-    found = dist.get_world_size()
-    if found != world_size:
+    size = dist.get_world_size()
+    if size != world_size:
         raise RuntimeError(
             f"this run asks for {world_size} processes, but the process group of an earlier run in this process has "
-            f"{found}: training would go on without the others. Start a new Python process for each number of devices"
+            f"{size}: training would go on without the others. Start a new Python process for each number of devices"
         )
 
 
 def destroy_at_exit() -> None:
-    """See to it that no process group is alive at exit: one of Gloo's aborts the interpreter now and then.
+    """Destroy the process group at exit, because a group of Gloo that is still alive sometimes aborts the interpreter.
 
-    At exit rather than at teardown, because later runs in this process use the group again. Lightning does it for NCCL
-    only, Accelerate where users call ``end_training``.
+    This happens at exit and not at teardown, because later runs in this process use the group again. Lightning destroys
+    groups of NCCL only, and Accelerate destroys them where users call ``end_training``.
     """
     atexit.unregister(_destroy)
     atexit.register(_destroy)

@@ -1,4 +1,4 @@
-"""`enable`: one call for what Hugging Face trains with. Imports no framework but the one that its argument is of."""
+"""`enable`: one call for Accelerate and for the Trainer of transformers, which is imported for a Trainer only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def enable(target: Accelerator | Trainer, preset: str | GQSGDConfig | None = Non
     """
     if isinstance(target, Accelerator):
         return enable_accelerator(target, preset, **fields)
-    if "transformers.trainer" in sys.modules:  # or else the target is no Trainer, and importing it takes seconds
+    if "transformers.trainer" in sys.modules:  # otherwise the target is no Trainer, and the import takes seconds
         from lightning_gqsgd.integrations.transformers import Trainer, enable_trainer
 
         if isinstance(target, Trainer):

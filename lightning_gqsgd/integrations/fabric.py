@@ -9,7 +9,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 
@@ -19,8 +19,8 @@ _Base: Any = object  # each flavour's DDPStrategy
 class FabricMixin(_Base):
     """DDP with quantised gradients.
 
-    Checkpoints with an optimizer in them also get the state of the hooks, which loading them gives back to the models
-    in the order in which those are set up, before or after.
+    Checkpoints that hold an optimizer also hold the states of the hooks. Loading such a checkpoint restores the states,
+    in the order in which the models are set up, whether they are set up before or after.
 
     Args:
         preset: name of a preset (default ``gqsgd``), or a configuration.
@@ -63,7 +63,7 @@ class FabricMixin(_Base):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Give the hooks their states where an optimizer gets its own; otherwise they are left as they are."""
+        """Restore the hooks if the checkpoint restores an optimizer; otherwise leave the hooks as they are."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if _is_to_resume(state):
             loaded = remainder.pop(CHECKPOINT_KEY, None)
@@ -71,7 +71,7 @@ class FabricMixin(_Base):
                 self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
             elif len(loaded) < len(self.gqsgd_states):
                 raise ConfigError(
-                    f"the checkpoint has the hook's state of {len(loaded)} models, this run has set up "
+                    f"the checkpoint has the hook's state of {counted(len(loaded), 'model')}, this run has set up "
                     f"{len(self.gqsgd_states)}; set up those of the run that wrote it, in the same order"
                 )
             self._loaded = loaded or []
@@ -79,7 +79,7 @@ class FabricMixin(_Base):
         return remainder
 
     def _restore(self, states: list[GQSGDState]) -> None:
-        """Give states what was loaded for them; the rest waits for models that are not set up yet."""
+        """Load the states of these hooks, in order; the others are kept for models that are not set up yet."""
         for state, loaded in zip(states, self._loaded, strict=False):
             state.load_state_dict(loaded)
         self._loaded = self._loaded[len(states) :]
@@ -93,5 +93,5 @@ class FabricMixin(_Base):
 
 
 def _is_to_resume(state: Any) -> bool:
-    """Whether training resumes from what is saved or loaded: weights alone are for other uses."""
+    """Whether a checkpoint is one that training resumes from: it holds an optimizer beside the weights."""
     return isinstance(state, dict) and any(isinstance(value, optim.Optimizer) for value in state.values())

@@ -194,7 +194,7 @@ class GQSGDFSDPState:
         self._reductions[name] += 1
         begun = moment(x.device)
         parameters = group.reduced()
-        segments, known = self._segments(collective, group, x, parameters)
+        segments, has_all = self._segments(collective, group, x, parameters)
         request = Request(
             name=f"{name}, number {step}",
             config=collective.config,
@@ -202,7 +202,7 @@ class GQSGDFSDPState:
             step=step,
             agreement=self._stamp(collective, step) if is_first else None,
             bucket=collective.first_bucket + group.index,
-            compressed=known and step >= collective.config.warmup_steps,
+            compressed=has_all and step >= collective.config.warmup_steps,
             plan=collective.plan,
         )
         collective.engine.reduce(x, request).wait()
@@ -211,7 +211,10 @@ class GQSGDFSDPState:
     def _segments(
         self, collective: _Collective, group: ShardedGroup, x: Tensor, parameters: list[ShardedParameter]
     ) -> tuple[tuple[Segment, ...], bool]:
-        """The parameters in a flat tensor, and whether it is known which ones those are."""
+        """The parameters in a flat tensor, and whether the tensor has all parameters that require a gradient.
+
+        If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
+        """
         rows = collective.rows
         segments = tuple(segment for rank in rows for segment in row(parameters, rank, self._sharded.world_size))
         if sum(segment.numel for segment in segments) == x.numel():
@@ -233,7 +236,8 @@ class GQSGDFSDPState:
         return Stamp(collective.config.seed, step, digest_of(f"{self._digest} {counts}"))
 
     def _count(self, group: ShardedGroup) -> bool:
-        """End telemetry's step with the backward pass or, where FSDP reduces outside of one, with the next round.
+        """End telemetry's step with the backward pass; where FSDP reduces outside of one, with the next round of
+        modules.
 
         Returns:
             Whether the group is the first of its step.
@@ -255,8 +259,11 @@ class GQSGDFSDPState:
     # --- agreement ---------------------------------------------------------------------------------------------------
 
     def _meet(self, x: Tensor) -> None:
-        """Compile what the first reduction in a dtype needs; wait for ranks that take longer. Before the very first,
-        compare the parameters of replicas, which nobody makes equal and nothing could bring together later."""
+        """Compile what the first reduction in a dtype needs, and wait for ranks that take longer.
+
+        Before the very first reduction, compare the parameters of replicas: nobody makes them equal, and training does
+        not make them equal later.
+        """
         with self._meeting("the first reduction in a dtype") as meeting:
             facts = {"dtype of gradients": str(x.dtype)}
             replicas = dict(facts)
@@ -283,7 +290,7 @@ class GQSGDFSDPState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs for the same bits; plain values, equal on all ranks, and no collective."""
+        """What a resumed run needs to give the same bits: plain values, equal on all ranks. Not a collective."""
         return {
             "schema": STATE_SCHEMA,
             "seed": self.config.seed,
@@ -299,7 +306,7 @@ class GQSGDFSDPState:
         different states, the next backward pass raises ConfigError on all of them.
 
         Raises:
-            ConfigError: it is no state, or of another schema, or not of FSDP.
+            ConfigError: ``state`` is no state, has another schema, or is not that of hooks for FSDP.
         """
         check_state(state, self.config, {"reductions": dict})
         self.config = replace(self.config, seed=state["seed"])
@@ -314,7 +321,7 @@ class GQSGDFSDPState:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """One line: what is compressed, to how many bits, on which ways; what is not."""
+        """One line that says what is compressed, to how many bits and in which collectives, and what is not."""
         every = [p for group in self._groups for p in group.parameters]
         raw = [p for p in every if p.raw]
         ways = []
@@ -329,7 +336,10 @@ class GQSGDFSDPState:
             return f"gqsgd: gradients are {ways[0]}, nothing compressed (reducer={self.config.reducer!r})"
         values = sum(p.numel for p in every) - sum(p.numel for p in raw)
         if not values:
-            return f"gqsgd: NOTHING IS COMPRESSED: all parameters are smaller than min_numel={self.config.min_numel}"
+            return (
+                f"gqsgd: NOTHING IS COMPRESSED: all parameters are smaller than min_numel={self.config.min_numel}, or "
+                "excluded by name; lower min_numel, or exclude fewer"
+            )
         text = f"gqsgd: {counted(values, 'gradient value')} in {counted(len(every) - len(raw), 'sharded tensor')}, "
         text += f"{' and '.join(ways)}, at {self.config.describe()}"
         if raw:

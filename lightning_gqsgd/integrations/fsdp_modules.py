@@ -1,8 +1,8 @@
-"""What FSDP2 knows of a model: which parameters each `fully_shard` reduces together, and where they lie.
+"""The modules of a model under FSDP2: which parameters each `fully_shard` reduces together, and where they lie.
 
-All that is read of torch's private structures is read here. Gradients are reduced in flat tensors: the shards of a
-module's parameters one after the other, each padded to the same size on every rank; before the reduce-scatter, such a
-row for every rank.
+This module alone reads torch's private structures. FSDP reduces gradients in flat tensors. Such a tensor is a row: the
+shards of a module's parameters one after the other, each padded to the same size on every rank. Before the
+reduce-scatter, a flat tensor has a row for every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
 
@@ -54,7 +54,7 @@ class ShardedGroup:
         parameters: in FSDP's order.
         device: of the gradients.
         shards: the process group that the parameters are divided among.
-        replicas: the process group over which torch itself averages afterwards, if it does.
+        replicas: the process group over which torch itself averages afterwards; None: torch averages over none.
         partial: this rank's gradients that wait for a backward pass that reduces over replicas.
     """
 
@@ -111,21 +111,21 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
     """The groups of a model, in order.
 
     Raises:
-        ConfigError: nothing is sharded, or in a way that hooks cannot be installed for; or an exclude pattern matches
-            no parameter.
+        ConfigError: no module is sharded; hooks cannot be installed for the way in which modules are sharded; or an
+            exclude pattern matches no parameter.
     """
-    found = _checked_param_groups(model)
-    parameters = _named(model, [inner for _, _, inner in found])
+    triples = _checked_param_groups(model)
+    parameters = _named(model, [inner for _, _, inner in triples])
     whole = {name: param.sharded_param for name, param in parameters.items()}
-    known = {
+    sharded = {
         id(parameters[entry.name]): ShardedParameter(
             *entry[:3], parameters[entry.name].padded_sharded_param_size.numel(), raw=entry.raw
         )
         for entry in number_parameters(whole, config)
     }
     return [
-        ShardedGroup(index, name or "the root", module, inner, [known[id(param)] for param in inner.fsdp_params])
-        for index, (name, module, inner) in enumerate(found)
+        ShardedGroup(index, name or "the root", module, inner, [sharded[id(param)] for param in inner.fsdp_params])
+        for index, (name, module, inner) in enumerate(triples)
     ]
 
 
@@ -149,27 +149,31 @@ def parameter_bits(groups: list[ShardedGroup]) -> str:
 
 
 def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
-    """What `_param_groups` finds, if hooks can be installed there."""
-    found = _param_groups(model)
-    if not found:
+    """The result of `_param_groups`, if hooks can be installed there.
+
+    Raises:
+        ConfigError: hooks cannot be installed, see `sharded_groups`.
+    """
+    triples = _param_groups(model)
+    if not triples:
         raise ConfigError(f"no module of this {type(model).__name__} is sharded; apply fully_shard first")
-    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in found):
+    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in triples):
         raise ConfigError(
             "replicate() shards nothing; wrap the model in DistributedDataParallel and use register_gqsgd"
         )
-    if len({id(inner.mesh_info.shard_process_group) for _, _, inner in found}) > 1:
+    if len({id(inner.mesh_info.shard_process_group) for _, _, inner in triples}) > 1:
         raise ConfigError(
             "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
             "fully_shard"
         )
-    return found
+    return triples
 
 
 def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
     """Name, module and FSDP's object for each sharded module that has parameters of its own."""
     from torch.distributed.fsdp import FSDPModule
 
-    found, seen = [], set()
+    triples, seen = [], set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -183,8 +187,8 @@ def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
                 f"the parameters of module {name!r} are sharded over several meshes (shard_placement_fn), and FSDP "
                 "takes one hook for all of them: shard them over one mesh, or apply fully_shard to their modules apart"
             )
-        found += [(name, module, inner) for inner in inners]
-    return found
+        triples += [(name, module, inner) for inner in inners]
+    return triples
 
 
 def _of_state(state: Any) -> list[Any]:
@@ -196,28 +200,28 @@ def _of_state(state: Any) -> list[Any]:
 def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
     """FSDP's object for each parameter by its name, in the model's order, which does not depend on the groups."""
     prefix = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-    found, aliases = {}, set()
+    by_name, aliases = {}, set()
     for param in (param for inner in inners for param in inner.fsdp_params):
         info = param._module_info
         owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
         every = [prefix[id(module)] + name for module, name in owners]
-        found[every[0]] = param
+        by_name[every[0]] = param
         aliases.update(every)
     others = [name for name, p in model.named_parameters() if p.requires_grad and name not in aliases]
     if others:
         logger.warning(
-            "gqsgd: FSDP does not reduce the gradients of %d parameters, so they are not averaged here either: %s",
-            len(others),
+            "gqsgd: FSDP does not reduce the gradients of %s, so they are not averaged here either: %s",
+            counted(len(others), "parameter"),
             ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
         )
     order = {name: number for number, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
-    return dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
+    return dict(sorted(by_name.items(), key=lambda entry: order[entry[0]]))
 
 
 def _alive(reference: weakref.ref[Any]) -> Any:
-    found = reference()
-    assert found is not None
-    return found
+    referred = reference()
+    assert referred is not None
+    return referred
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ _Base: Any = object  # each flavour's DDPStrategy, or Callback
 class TrainerMixin(_Base):
     """DDP with quantised gradients.
 
-    Every field of `GQSGDConfig` is an argument, and replaces the preset's value. None keeps that, so for no memory,
-    it is ``"none"``.
+    Every field of `GQSGDConfig` is an argument, and replaces the preset's value. None keeps the preset's value; to have
+    no memory, give ``memory="none"``.
 
     Args:
         preset: name of a preset (default ``gqsgd``), or a configuration.
@@ -90,7 +90,7 @@ class TrainerMixin(_Base):
         """Nothing: the names are registered when the package is imported."""
 
     def connect(self, model: Any) -> None:
-        """Lightning calls this first: the callbacks of the Trainer can still be added to."""
+        """Add the telemetry callback. Lightning calls this first, while callbacks can still be added to the Trainer."""
         super().connect(model)
         callbacks = model.trainer.callbacks
         if self._adds_telemetry and not any(isinstance(callback, TelemetryMixin) for callback in callbacks):
@@ -125,10 +125,10 @@ class TrainerMixin(_Base):
         self._rank_zero_info(state.report())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Wrap the model anew where callbacks or hooks have unfrozen parameters, or frozen some.
+        """Wrap the model anew where callbacks or hooks have unfrozen or frozen parameters.
 
-        DDP reduces the parameters that required a gradient when it was built: it would leave those that were unfrozen
-        later to each rank, and miss those that were frozen, unless it looks for unused ones.
+        DDP reduces the parameters that required a gradient when it was built. It would not reduce parameters that were
+        unfrozen later, and would wait for the gradients of frozen ones, unless it looks for unused parameters.
         """
         super().on_train_batch_start(batch, batch_idx)
         assert self._gqsgd_state is not None
@@ -138,8 +138,9 @@ class TrainerMixin(_Base):
             self._gqsgd_state.rewrap(self._wrap_anew)
             self._check_installed()
             counts = [f"{len(names)} {what}" for names, what in ((unfrozen, "unfrozen"), (frozen, "frozen")) if names]
+            noun = "parameter" if len(unfrozen) + len(frozen) == 1 else "parameters"
             self._rank_zero_info(
-                f"gqsgd: wrapped the model anew at step {self._gqsgd_state.step}: {', '.join(counts)} parameters; "
+                f"gqsgd: wrapped the model anew at step {self._gqsgd_state.step}: {', '.join(counts)} {noun}; "
                 f"{self._gqsgd_state.report()}"
             )
 
@@ -170,7 +171,7 @@ class TrainerMixin(_Base):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Keep the hook's state until there is a hook: checkpoints are restored before the model is wrapped."""
+        """Keep the hook's state until there is a hook: Lightning loads checkpoints before it wraps the model."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == "fit":
@@ -180,7 +181,7 @@ class TrainerMixin(_Base):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning's hints, with the names of this strategy."""
+        """Put the names of this strategy into Lightning's hints."""
         super().on_exception(exception)
         exception.args = tuple(self._with_own_names(arg) if isinstance(arg, str) else arg for arg in exception.args)
 

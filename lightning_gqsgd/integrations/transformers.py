@@ -75,14 +75,14 @@ class GQSGDCallback(TrainerCallback):
             )
 
     def _restore(self, file: Path) -> None:
-        found = gather_object([file.is_file()])
-        if len(set(found)) > 1:  # with dither that differs among ranks, none could decode another's messages
-            seeing = [rank for rank, one in enumerate(found) if one]
+        seen = gather_object([file.is_file()])
+        if len(set(seen)) > 1:  # with dither that differs among ranks, no rank could decode the others' messages
+            seeing = [rank for rank, is_there in enumerate(seen) if is_there]
             raise ConfigError(
-                f"of {len(found)} ranks only {seeing} see {file}, and all have to continue from it; "
+                f"of {len(seen)} ranks only {seeing} see {file}, and all have to continue from it; "
                 "resume from a folder that all see, or that was copied to every machine"
             )
-        if found[0]:
+        if seen[0]:
             self._handler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         else:
             self._handler.load_state_dict({"states": []})

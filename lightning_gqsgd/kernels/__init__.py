@@ -11,7 +11,7 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 
-#: Attributes of constants, which the kernels use.
+#: The oldest Triton that knows attributes of constants, which the kernels use.
 MIN_TRITON = (3, 4)
 
 
@@ -38,12 +38,12 @@ def kernels_for(device: torch.device) -> ModuleType:
 @lru_cache(maxsize=1)
 def _check_triton() -> None:
     try:
-        found = import_module("triton").__version__
+        version = import_module("triton").__version__
     except ImportError:
-        found = "none"
-    if found == "none" or tuple(int(part) for part in found.split(".")[:2]) < MIN_TRITON:
+        version = "none"
+    if version == "none" or tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
         wanted = ".".join(map(str, MIN_TRITON))
         raise ConfigError(
-            f"gradients on a GPU need Triton {wanted} or newer, found {found}: it comes with PyTorch 2.8 and newer for "
-            "Linux; upgrade torch, or keep this model on plain DDP"
+            f"gradients on a GPU need Triton {wanted} or newer, found {version}: it comes with PyTorch 2.8 and newer "
+            "for Linux; upgrade torch, or keep this model on plain DDP"
         )

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.wire import Key
 
-#: A number of blocks. On a GPU it is a 0-d tensor there, so that nothing has to wait for it.
+#: A number of blocks. On a GPU, this is a 0-d tensor on the GPU, so that the host does not wait for the number.
 Count = int | Tensor
 
-#: Lengths of blocks: one, or an array or tensor of many.
+#: The length of a block, or an array or a tensor of the lengths of several blocks.
 Lengths = TypeVar("Lengths", int, np.ndarray, Tensor)
 
 

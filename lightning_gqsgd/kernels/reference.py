@@ -117,7 +117,7 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
     """See `protocol.Kernels.combine`."""
-    codes, others = (unpack(one, blocks, q.bits, q.block_size, summable=False) for one in (mine, theirs))
+    codes, others = (unpack(wire, blocks, q.bits, q.block_size, summable=False) for wire in (mine, theirs))
     random = words(blocks, key, torch.arange(q.block_size, device=blocks.device))
     pack(cast(PairwiseQuantiser, q).combine(codes, others, random), blocks, mine, q.bits, summable=False)
 

@@ -86,8 +86,9 @@ def check_reducer(config: GQSGDConfig) -> None:
 
 
 def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
-    """The configuration with the reducer chosen, all numbers of its memories given, and no demand on scales beyond what
-    that reducer has anyway.
+    """The configuration with the reducer chosen and all numbers of its memories given.
+
+    A field ``scale`` that only repeats what the reducer always has becomes "auto".
 
     Raises:
         ConfigError: see `choose_reducer`, `hierarchical.level_or_levels` and `memory.resolve_memory`.
@@ -104,7 +105,7 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
 
 
 def stages(config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:
-    """Between whom the exchanges of a piece are, stage by stage; the configuration has its reducer chosen."""
+    """Which ranks exchange in each stage of a piece; the configuration has its reducer chosen."""
     return REDUCERS[config.reducer].scopes(config, ranks)
 
 

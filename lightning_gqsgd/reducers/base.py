@@ -3,7 +3,7 @@
 A reducer issues no collective itself. Its `steps` yield the exchanges that they need and are resumed when those are
 done, so that the same objects run over process groups (`pipeline`) and over virtual ranks in one process
 (`run_virtual`). Stage k of a piece is what it yields k-th, and on every rank the pieces take a stage in the same order.
-On a GPU, `steps` issue work and wait for none of it: they read no number from there.
+On a GPU, `steps` issue work and wait for none of it: they read no number from the GPU.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Setting:
 def uncompressed(setting: Setting) -> Setting:
     """The setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the buckets.
 
-    It has no codec to speak of, so everything about that is left at its default.
+    No coordinate is quantised, so the fields about the codec are left at their defaults.
     """
     config = setting.config
     kept = {name: getattr(config, name) for name in ("block_size", "seed", "sample_every")}
@@ -179,7 +179,7 @@ class Reducer(ABC):
 
     @staticmethod  # noqa: B027  # most reducers go with every codec
     def check(config: GQSGDConfig, codec: Codec) -> None:
-        """Raise ConfigError for a configuration that names this reducer, and cannot work with it."""
+        """Raise ConfigError for a configuration that names this reducer and cannot work with it."""
 
     @staticmethod  # noqa: B027  # most reducers go with every device
     def check_device(config: GQSGDConfig, device: torch.device) -> None:
@@ -247,12 +247,12 @@ def side_by_side(*several: Steps) -> Steps:
     going = list(several)
     while going:
         exchanges: list[Exchange] = []
-        for one in list(going):
+        for steps in list(going):
             try:
-                exchanges += next(one)
+                exchanges += next(steps)
             except StopIteration as end:
                 result += end.value
-                going.remove(one)
+                going.remove(steps)
         if going:
             yield exchanges
     return result
@@ -266,24 +266,24 @@ def ring_bytes(message_bytes: int, ranks: int) -> int:
 def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[Count]:
     """Run one piece on virtual ranks in this process, in lock-step; return what each rank's steps returned.
 
-    ``only_first``: once rank 0 has its result, which is everyone's, the others' steps are not finished.
+    ``only_first``: once rank 0 has its result, which is that of all ranks, the other ranks' steps are not finished.
     """
     results: list[Count] = []
     pending: list[Sequence[Exchange]] = []
     while not results:
-        for one in steps:
+        for of_rank in steps:
             if results and only_first:
-                one.close()
+                of_rank.close()
                 continue
             try:
-                pending.append(next(one))
+                pending.append(next(of_rank))
             except StopIteration as end:
                 results.append(end.value)
         for first, exchanges in enumerate(pending):
-            for scope in dict.fromkeys(one.scope for one in exchanges):
+            for scope in dict.fromkeys(exchange.scope for exchange in exchanges):
                 members = scope.members(first, len(pending))
                 if members[0] == first:
-                    theirs = [[one for one in pending[rank] if one.scope == scope] for rank in members]
+                    theirs = [[exchange for exchange in pending[rank] if exchange.scope == scope] for rank in members]
                     for same in zip(*theirs, strict=True):
                         _exchange_virtually(same)
         pending = []
@@ -295,34 +295,34 @@ def _exchange_virtually(exchanges: Sequence[Exchange]) -> None:
     if first.kind == "all_to_all":
         (_exchange_parts if first.splits else _exchange_equal_parts)(exchanges)
     elif first.kind == "all_gather":
-        first.output.copy_(torch.stack([one.input for one in exchanges]).view_as(first.output))
+        first.output.copy_(torch.stack([exchange.input for exchange in exchanges]).view_as(first.output))
         for other in others:  # one copy for all: n of them would take n² memory
             other.output.set_(first.output)  # type: ignore[call-overload]
     else:
-        stacked = torch.stack([one.input for one in exchanges])
+        stacked = torch.stack([exchange.input for exchange in exchanges])
         result = stacked.amax(0) if first.kind == "max" else stacked.sum(0, dtype=stacked.dtype)
-        for one in exchanges:
-            one.output.copy_(result)
+        for exchange in exchanges:
+            exchange.output.copy_(result)
 
 
 def _exchange_equal_parts(exchanges: Sequence[Exchange]) -> None:
     ranks = len(exchanges)
-    sent = torch.stack([one.input.view(ranks, -1) for one in exchanges])
-    for rank, one in enumerate(exchanges):
-        one.output.view(ranks, -1).copy_(sent[:, rank])
+    sent = torch.stack([exchange.input.view(ranks, -1) for exchange in exchanges])
+    for rank, exchange in enumerate(exchanges):
+        exchange.output.view(ranks, -1).copy_(sent[:, rank])
 
 
 def _exchange_parts(exchanges: Sequence[Exchange]) -> None:
-    """Most of n² parts are empty: only the others are touched."""
+    """Exchange parts of unequal sizes. Most of the n² parts are empty, and only the others are touched."""
     sent = {}
-    for source, one in enumerate(exchanges):
-        assert one.splits is not None
-        for rank, start, length in _filled(one.splits[1]):
-            sent[source, rank] = one.input.flatten()[start : start + length].clone()
-    for rank, one in enumerate(exchanges):
-        assert one.splits is not None
-        for source, start, length in _filled(one.splits[0]):
-            one.output.view(-1)[start : start + length] = sent[source, rank]
+    for source, exchange in enumerate(exchanges):
+        assert exchange.splits is not None
+        for rank, start, length in _filled(exchange.splits[1]):
+            sent[source, rank] = exchange.input.flatten()[start : start + length].clone()
+    for rank, exchange in enumerate(exchanges):
+        assert exchange.splits is not None
+        for source, start, length in _filled(exchange.splits[0]):
+            exchange.output.view(-1)[start : start + length] = sent[source, rank]
 
 
 def _filled(split: list[int]) -> list[tuple[int, int, int]]:

@@ -49,11 +49,11 @@ def _automatic(config: GQSGDConfig, codec: Codec, ranks: int) -> str:
 
 def _candidates(config: GQSGDConfig, codec: Codec, ranks: int) -> list[str]:
     """The reducers that "auto" chooses among, all of which send about the same number of bytes."""
-    if config.down is not None:  # only this one has a way back with a memory
+    if config.down is not None:  # only two_shot has a way back with a memory
         return ["two_shot"]
     if config.scale == "global":
         return ["sum"] if codec.adds_as_integers else ["tree"] if codec.adds_in_pairs else ["gather"]
-    if codec.biased_by:  # it would need a memory on the way back
+    if codec.biased_by:  # two_shot would need a memory on the way back
         return ["gather"]
     # At two ranks a gather sends as many bytes as two shots and rounds once less; beyond, it sends more.
     names = ["two_shot"] + (["gather"] if ranks <= 2 else [])

@@ -1,9 +1,9 @@
 """Two levels: the gradient's own precision inside each node, quantised between nodes.
 
-Every rank of a node has a shard: it adds what the ranks of the node have of it, in rank order, averages that with the
-ranks of the same place on the other nodes, by the reducer that "auto" is for so many, and shares the result with its
-node. The links between nodes carry each coordinate once per node, not once per rank, and one rounding of the node's
-mean takes the place of its ranks' roundings.
+Every rank of a node owns a shard. The rank averages the shard over the ranks of its node, in rank order. It then
+averages the result with the ranks of the same place on the other nodes, by the reducer that "auto" chooses for their
+number, and sends it to the ranks of its node. The links between nodes carry each coordinate once per node, not once per
+rank, and one rounding of the node's mean takes the place of its ranks' roundings.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 
 def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
-    """The configuration with the size of its nodes; where they have one rank each, or there is one only, it needs no
-    second level and says so. Other reducers' stay as they are.
+    """The configuration with the size of its nodes.
+
+    Where each node has one rank, or where there is one node only, one level is enough, and the result names a reducer
+    of one level. A configuration with another reducer is returned as it is.
 
     Raises:
         ConfigError: the size of nodes is not known, nodes are of unequal size, or no reducer fits between them.
@@ -59,7 +61,7 @@ def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
 
 
 def between_nodes(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
-    """What the ranks of one place on each node do."""
+    """The configuration for the ranks that have the same place on each node."""
     flat = replace(config, reducer="auto", node_size=0)
     return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
 
@@ -77,13 +79,13 @@ class Hierarchical(Reducer):
         self.node, self.peers = Scope("node", size), Scope("peers", size)
         self.peer_stages = FLAT[config.reducer].stages(config, nodes)
         tables = _divided(table, size)
-        self.numels = [int(one[:, LENGTH].sum()) for one in tables]
+        self.numels = [int(part[:, LENGTH].sum()) for part in tables]
         between = Setting(config, nodes, setting.dtype)
-        self.between = [FLAT[config.reducer](one, between) if len(one) else None for one in tables]
-        some = [one for one in self.between if one is not None]
-        self.message_bytes = sum(one.message_bytes for one in some)
+        self.between = [FLAT[config.reducer](part, between) if len(part) else None for part in tables]
+        not_empty = [reducer for reducer in self.between if reducer is not None]
+        self.message_bytes = sum(reducer.message_bytes for reducer in not_empty)
         inside = 2 * (size - 1) * max(self.numels) * setting.dtype.itemsize
-        self.sent_bytes = inside + max(one.sent_bytes for one in some)
+        self.sent_bytes = inside + max(reducer.sent_bytes for reducer in not_empty)
 
     @staticmethod
     def check(config: GQSGDConfig, codec: Codec) -> None:
@@ -142,7 +144,7 @@ class Hierarchical(Reducer):
                     bad = end.value
                     break
                 stages -= 1
-                yield [one._replace(scope=self.peers) for one in exchanges]
+                yield [exchange._replace(scope=self.peers) for exchange in exchanges]
         for _ in range(stages):
             yield ()
         return bad
@@ -160,8 +162,8 @@ def _divided(table: np.ndarray, shards: int) -> list[np.ndarray]:
     """Block tables of consecutive shards of nearly equal size, each counting from its own start; blocks stay whole."""
     ends = np.cumsum(table[:, LENGTH])
     bounds = np.searchsorted(ends, [ends[-1] * k / shards for k in range(1, shards)], side="left") + 1
-    tables = [one.copy() for one in np.split(table, bounds)]
-    for one in tables:
-        if len(one):
-            one[:, START] -= one[0, START]
+    tables = [part.copy() for part in np.split(table, bounds)]
+    for part in tables:
+        if len(part):
+            part[:, START] -= part[0, START]
     return tables

@@ -129,12 +129,12 @@ class Trace(Protocol):
     """What a sender may have to remember of a step."""
 
     def commit(self, result: Tensor) -> None:
-        """Remember it where the reduced gradient, a flat tensor that counts as the input does, is finite."""
+        """Remember the trace where the reduced gradient is finite; ``result``: a flat tensor, as long as the input."""
         ...
 
 
 class _NoTrace:
-    """Of a sender that remembers nothing."""
+    """The trace of a sender that remembers nothing."""
 
     def commit(self, result: Tensor) -> None:
         """See `Trace.commit`."""

@@ -1,7 +1,8 @@
 """Reduce-scatter: every rank sends each shard's owner its codes, and the owner averages them in rank order.
 
-The first of `two_shot`'s two. Wire: (n-1)/n bits per coordinate. Error: ω/n, of the ranks' roundings. Scales are local
-and travel inside the messages. What belongs to whom is given, not chosen, so that no configuration names this reducer.
+This is the first of the two exchanges of `two_shot`. Wire: (n-1)/n bits per coordinate. Error: ω/n, of the ranks'
+roundings. Scales are local and travel inside the messages. The caller says which rank owns which shard, so no
+configuration names this reducer.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MIN_NUMEL = 1024
 
 
 class Problem(Protocol):
-    """What `simulate.simulate` trains on.
+    """What `virtual.simulate` trains on.
 
     Attributes:
         segments: the parameters in the flat vector x of d coordinates, in order.
@@ -87,10 +87,11 @@ class Quadratic:
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
         """See `Problem.gradients`."""
-        found = (x - self.optimum - self._offset(workers)) * self.eigenvalues
+        gradients = (x - self.optimum - self._offset(workers)) * self.eigenvalues
         if self.noise:
-            found += self.noise * torch.randn(found.shape, generator=_generator(self.seed, 2, step), dtype=self.dtype)
-        return found
+            generator = _generator(self.seed, 2, step)
+            gradients += self.noise * torch.randn(gradients.shape, generator=generator, dtype=self.dtype)
+        return gradients
 
     def loss(self, x: Tensor) -> float:
         """f(x) less its minimum."""
@@ -165,14 +166,14 @@ class _LinearModel:
         if self.batch is None:
             slopes = self._slopes(self.features @ x, self.targets)
             bounds = first.tolist()
-            found = [
+            of_workers = [
                 self.features[lo:hi].T @ slopes[lo:hi] / (hi - lo)
                 for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)
             ]
-            return torch.stack(found) * shares[:, None] + self.regularisation * x
-        some = _drawn(first, self.batch, _generator(self.seed, 1, step))
-        features = self.features[some]
-        slopes = self._slopes(features @ x, self.targets[some])
+            return torch.stack(of_workers) * shares[:, None] + self.regularisation * x
+        rows = _drawn(first, self.batch, _generator(self.seed, 1, step))
+        features = self.features[rows]
+        slopes = self._slopes(features @ x, self.targets[rows])
         means = torch.einsum("nb,nbd->nd", slopes, features) / self.batch
         return means * shares[:, None] + self.regularisation * x
 
@@ -322,10 +323,10 @@ class DigitsMLP:
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
         """See `Problem.gradients`."""
         first = _dealt(len(self._labels), workers)
-        some = _drawn(first, self.batch, _generator(self.seed, 2, step))
+        rows = _drawn(first, self.batch, _generator(self.seed, 2, step))
         each = x.detach().repeat(workers, 1).requires_grad_()
         losses = F.cross_entropy(
-            self._logits(each, self._images[some]).flatten(0, 1), self._labels[some].flatten(), reduction="none"
+            self._logits(each, self._images[rows]).flatten(0, 1), self._labels[rows].flatten(), reduction="none"
         )
         shares = first.diff().to(x) * workers / len(self._labels)
         return torch.autograd.grad((losses.view(workers, -1).mean(1) * shares).sum(), each)[0]
@@ -343,7 +344,7 @@ class DigitsMLP:
     def _logits(self, x: Tensor, images: Tensor) -> Tensor:
         """[workers, samples, 10] of parameters [workers, d] and images [workers, samples, 64]."""
         flat = x.split([segment.numel for segment in self.segments], dim=1)
-        into, bias, out, last = (one.view(-1, *shape) for one, shape in zip(flat, self._shapes, strict=True))
+        into, bias, out, last = (part.view(-1, *shape) for part, shape in zip(flat, self._shapes, strict=True))
         return torch.relu(images @ into + bias[:, None]) @ out + last[:, None]
 
 

@@ -15,7 +15,7 @@ from lightning_gqsgd.config import GQSGDConfig
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A run of `simulate.simulate`: R rows, the first before training.
+    """A run of `virtual.simulate`, in R rows. The first row is from before training.
 
     Attributes:
         name: of the preset.

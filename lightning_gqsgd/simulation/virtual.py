@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import PRESETS, make_config
@@ -70,17 +70,31 @@ class VirtualRanks:
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def average(self, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
-        """What each rank would hold after reducing its gradient; all with the same bits."""
-        results = [one.clone() for one in gradients]
+        """What each rank would hold after reducing its gradient; all with the same bits.
+
+        Raises:
+            ConfigError: the gradients and the segments have different numbers of coordinates.
+        """
+        self._check_sizes(gradients)
+        results = [gradient.clone() for gradient in gradients]
         self.bytes_sent += self._plan.average(results, step, self.stores)
         return results
 
     def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
-        """The same, for one rank only, with less work where nothing is remembered."""
-        results = [one.clone() for one in gradients]
+        """As `average`, for rank 0 only, with less work where nothing is remembered."""
+        self._check_sizes(gradients)
+        results = [gradient.clone() for gradient in gradients]
         only_first = not self.config.remembers
         self.bytes_sent += self._plan.average(results, step, self.stores, only_first=only_first)
         return results[0]
+
+    def _check_sizes(self, gradients: Sequence[Tensor]) -> None:
+        for rank, gradient in enumerate(gradients):
+            if gradient.numel() != self._plan.numel:
+                raise ConfigError(
+                    f"the gradient of rank {rank} has {counted(gradient.numel(), 'coordinate')}, the segments have "
+                    f"{self._plan.numel:,}; give segments whose numel add up to the gradient's"
+                )
 
 
 def average(
@@ -114,7 +128,7 @@ def average(
 
 def relative_error(estimate: Tensor, gradients: Sequence[Tensor]) -> float:
     """Relative L2 error of an estimate against the exact mean of the gradients."""
-    mean = torch.stack([one.double() for one in gradients]).mean(0)
+    mean = torch.stack([gradient.double() for gradient in gradients]).mean(0)
     return float((estimate.double() - mean).norm() / mean.norm())
 
 
@@ -256,12 +270,12 @@ def _bar(label: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]
 def _check(gradients: Sequence[Tensor]) -> None:
     if not gradients:
         raise ConfigError("no gradients were given; give one flat tensor per rank")
-    for rank, one in enumerate(gradients):
-        check_gradient(one, f"the gradient of rank {rank}")
-        kind, expected = ((g.shape, g.dtype, g.device) for g in (one, gradients[0]))
-        if one.ndim != 1 or kind != expected:
+    for rank, gradient in enumerate(gradients):
+        check_gradient(gradient, f"the gradient of rank {rank}")
+        kind, expected = ((g.shape, g.dtype, g.device) for g in (gradient, gradients[0]))
+        if gradient.ndim != 1 or kind != expected:
             raise ConfigError(
-                f"the gradient of rank {rank} is {tuple(one.shape)} {one.dtype} on {one.device}, that of rank 0 "
-                f"{tuple(gradients[0].shape)} {gradients[0].dtype} on {gradients[0].device}; "
+                f"the gradient of rank {rank} is {tuple(gradient.shape)} {gradient.dtype} on {gradient.device}, that "
+                f"of rank 0 {tuple(gradients[0].shape)} {gradients[0].dtype} on {gradients[0].device}; "
                 "give flat tensors of one shape, dtype and device"
             )

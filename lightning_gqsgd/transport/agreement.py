@@ -2,7 +2,8 @@
 
 A `Card` is compared before anything else is sent, because ranks with different facts would send messages of different
 sizes, which aborts Gloo. A `Stamp` has what may differ although ranks have agreed once: one rank may load a state.
-Every step has one, which is compared while the step's messages are under way, so that it takes no time of its own.
+Every step has one, which is compared while the step's messages are under way, so that the comparison takes no time of
+its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -99,14 +100,21 @@ def compared(card: Card, world_size: int, device: torch.device) -> Generator[Seq
 
 
 def _padded(card: Card) -> bytes:
-    """A card on the wire. Of facts that are too long for it, such as long lists of patterns, a digest is compared."""
+    """A card on the wire.
+
+    Of facts that are too long for it, such as long lists of patterns, a digest is compared. An error that is still too
+    long is cut: JSON writes a character that is not ASCII in 6 or 12 bytes.
+    """
     text = card.to_json().encode()
     if len(text) > CARD_BYTES:
         digest = hashlib.sha256(text).hexdigest()
-        text = (
-            Card(card.purpose, {"digest of a long configuration": digest}, card.error, card.is_own).to_json().encode()
-        )
-    return text[:CARD_BYTES].ljust(CARD_BYTES)
+        card = replace(card, facts={"digest of a long configuration": digest})
+        text = card.to_json().encode()
+    length = ERROR_LENGTH
+    while len(text) > CARD_BYTES:
+        length //= 2
+        text = replace(card, error=card.error[:length]).to_json().encode()
+    return text.ljust(CARD_BYTES)
 
 
 class Stamp(NamedTuple):
@@ -115,7 +123,7 @@ class Stamp(NamedTuple):
     Attributes:
         seed: of the dither.
         step: number of the dither.
-        digest: of whatever else there is (see `digest_of`).
+        digest: of all other facts (see `digest_of`).
     """
 
     seed: int
@@ -181,7 +189,7 @@ def _check(everyone: Tensor) -> None:
     for rank, other in enumerate(others, start=1):
         if other != first:
             names = {"seed": "seed", "step": "step", "digest": "digest of the configuration and the parameters"}
-            mine, theirs = ({names[key]: value for key, value in one._asdict().items()} for one in (first, other))
+            mine, theirs = ({names[key]: value for key, value in stamp._asdict().items()} for stamp in (first, other))
             raise ConfigError(
                 f"ranks 0 and {rank} do not agree: {describe_difference(mine, theirs)}. A state was loaded, or "
                 "changed, on some ranks only: register the hook anew, and load the same state on every rank"

@@ -10,9 +10,8 @@ each scope, and a collective starts, on the device, after the latest collective 
 Collectives of other groups over NCCL (SyncBatchNorm's, or those with which DDP finds out which parameters were used)
 need no such order. They are issued on the stream of the backward pass, which waits for each of them. So when ours
 start, those that were issued before are over: our streams wait for the stream of the backward pass first. Of those that
-are issued later, at most one runs beside at most one of ours, on any rank, and the kernels of two NCCL collectives fit
-on a GPU
-together: neither waits for the other's end.
+are issued later, at most one runs beside at most one of ours, on any rank. The kernels of two NCCL collectives fit on a
+GPU together, so neither waits for the other to end.
 
 Stage 0 is for what ranks agree on, and for gathering memories; the other stages are a reducer's. The groups are
 backends made directly, under a key that no other groups have had (see `meeting`): names that `new_group` gives may
@@ -124,7 +123,7 @@ class Communicator:
         """
         if not self._groups:
             raise RuntimeError("the communicator was closed, or belongs to the process that this one was forked from")
-        if self._staging is not None:  # all of them, since they have one order
+        if self._staging is not None:  # also collectives on host tensors, because all have one order
             return self._staging.start(exchange, stage)
         return self._start(exchange, stage)
 
@@ -150,7 +149,7 @@ class Communicator:
             work.wait()
 
     def describe(self, error: BaseException, what: str) -> Exception:
-        """An error of this rank with where it happened and what to do; a ConfigError says so itself."""
+        """A CollectiveError that says where an error happened and what to do; a ConfigError is returned as it is."""
         if isinstance(error, ConfigError):
             return error
         return CollectiveError(
@@ -206,10 +205,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend of ``group`` for tensors on ``device``: NCCL for CUDA, if it has that there; otherwise Gloo.
+    """The backend of ``group`` for tensors on ``device``: NCCL for CUDA tensors if the group has it, and otherwise
+    Gloo.
 
     Raises:
-        ConfigError: the group has neither for that device.
+        ConfigError: the group has neither of the two for that device.
     """
     names = _backends(group)
     if device.type == "cuda" and names.get("cuda") == "nccl":

@@ -106,7 +106,7 @@ class Meeting:
         return keys
 
     def _hold(self, facts: Sequence[Mapping[str, Any]], error: str, patience_s: float) -> tuple[list[str], str]:
-        """Go round all groups, and back, so that what was found in the last one reaches all ranks."""
+        """Go round all groups, and back, so that a problem in the last group reaches all ranks."""
         keys: dict[int, str] = {}
         problem, is_own = error, bool(error)
         there = list(range(len(self._circles)))
@@ -146,8 +146,8 @@ class _Circle:
             waiting = _Waiting(card.purpose, self.rank, self.size, patience_s)
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
-            finally:  # whose nonce is there has come, and has not left
-                self._store.delete_key(f"nonce/{self.rank}")
+            finally:  # a nonce in the store says that its rank has come and has not left; empty, that it has left
+                self._set(f"nonce/{self.rank}", "")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CollectiveError(
                 f"gqsgd: {card.purpose} on rank {self.rank} of {self.size}: the store of torch.distributed is gone "
@@ -194,7 +194,7 @@ class _Circle:
         self._store.set(key, value)
 
     def _get(self, key: str) -> str:
-        """A value; empty if there is none. `Store.get` alone would wait for it."""
+        """A value; empty if there is none. `Store.get` alone would wait for it, so no key is ever deleted."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 

@@ -9,8 +9,8 @@ pieces overlap.
 NCCL: the thread that hands a bucket over issues all its work at once and waits for none; no collective is issued from a
 callback. CUDA tensors over Gloo take the thread, which issues their work on a stream of its own (see `staging`).
 
-A future of a CUDA tensor completes on the host once all work is issued; whoever waits for it lets the current stream
-wait for the work.
+A future of a CUDA tensor completes on the host once all work is issued. Code that waits for the future makes the
+current stream wait for the work.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Job:
                 if error is not None:
                     self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
                 self._count(moment(self.tensor.device))
-        except Exception as cause:  # of a GPU that has failed, for one: a future cannot take its tensor any more
+        except Exception as cause:  # e.g. the GPU has failed: then a future cannot take a tensor on it any more
             self.error = error or cause
             logger.critical("gqsgd: %s: the result on %s cannot be written: %s", self.name, self.tensor.device, cause)
             self._done.set_result(None)
@@ -160,7 +160,7 @@ class _Piece:
         job: the job that it belongs to.
         stage: of the next exchange.
         is_preface: whether it is the job's agreement.
-        blocks: whether it is, and the job's other pieces wait for it.
+        blocks: whether the piece is the agreement, and the job's other pieces wait for it.
         works: the collectives of the latest stage.
         waiting_for: how many of them are still under way.
     """
@@ -183,7 +183,7 @@ class _Piece:
     def _resume(self, communicator: Communicator) -> bool:
         begun = time.perf_counter()
         for work in self.works:
-            work.wait()  # of Gloo complete already, and raises its error; of NCCL, the stream waits
+            work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
         try:
             self._steps = self._steps or self._start()
             exchanges = next(self._steps)
@@ -305,8 +305,8 @@ class Sequencer:
             closed.set()
 
         self._events.put(forget)
-        if threading.current_thread() is self._thread:  # it collected garbage, a model; it cannot wait for itself
-            return
+        if threading.current_thread() is self._thread:
+            return  # this thread has collected a model as garbage, and cannot wait for itself
         if not closed.wait(CLOSE_TIMEOUT_S):
             raise RuntimeError(f"gqsgd: the sequencing thread did not answer within {CLOSE_TIMEOUT_S:.0f} s")
 

@@ -1,8 +1,8 @@
-"""Collectives of CUDA tensors over Gloo, which takes memory of the host only: through pinned copies.
+"""Collectives of CUDA tensors over Gloo, through pinned copies, because Gloo takes memory of the host only.
 
-A collective is asked for while its input is still being computed, and must not start before it is there. One thread per
-communicator waits for that, and starts what was asked for in that order, so that it is the order of every rank. The
-thread that asks waits for nothing.
+A collective is requested while its input is still being computed, and must not start before the input is there. One
+thread per communicator waits for inputs, and starts the collectives in the order of the requests, which is the same on
+every rank. The thread that requests a collective does not wait.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class Staging:
         with self._lock:
             self._closed.set()
             self._asked.put(None)
-        if threading.current_thread() is not self._thread:  # it collected garbage, a model; it cannot wait for itself
+        # The thread may close itself, when it collects a model as garbage; it cannot wait for itself.
+        if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:

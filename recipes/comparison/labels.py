@@ -49,7 +49,7 @@ def place_labels(
 def _candidates(point: Point, size: Point, gap: float) -> list[Rectangle]:
     """Places around a point, near places first; at equal distance, right and left before above and below."""
     places = []
-    angles = sorted((2 * math.pi * turn / DIRECTIONS for turn in range(DIRECTIONS)), key=lambda one: -math.cos(one))
+    angles = sorted((2 * math.pi * turn / DIRECTIONS for turn in range(DIRECTIONS)), key=lambda angle: -math.cos(angle))
     for ring in range(RINGS):
         for angle in angles:
             across, up = math.cos(angle), math.sin(angle)

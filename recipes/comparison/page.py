@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from lightning_gqsgd.errors import counted
 from pictures.style import colours
 from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
 from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
@@ -112,12 +113,16 @@ def _chips(facts: dict[str, object], sections: Sequence[Section]) -> str:
     chips = [
         f"{facts['model']}" + (f", {parameters / 1e6:.2f} M parameters" if isinstance(parameters, int) else ""),
         f"{facts['data']}",
-        f"{facts['processes']} processes on {facts['nodes']} nodes",
+        f"{_processes(facts['processes'])} on {counted(int(str(facts['nodes'])), 'node')}",
         f"{facts['device']}",
         f"{facts['steps']} steps",
         f"{seeds} seeds" if seeds > 1 else "1 seed",
     ]
     return "".join(f"<span>{html.escape(chip)}</span>" for chip in chips)
+
+
+def _processes(number: object) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _section(number: int, section: Section, titled: bool) -> str:
@@ -185,7 +190,6 @@ h2{font-size:20px;margin:0 0 14px}
 h3{font-size:15px;margin:30px 0 8px;color:var(--soft);font-weight:600}
 .facts{margin:0 0 10px;display:flex;flex-wrap:wrap;gap:6px}
 .facts span{background:#f3f4f6;border-radius:999px;padding:2px 12px;font-size:13px;color:#3a414b}
-.note{margin:6px 0;color:var(--soft);max-width:80ch}
 pre{background:#f7f8f9;border:1px solid var(--line);border-radius:8px;padding:10px 14px;font-size:12.5px;
 white-space:pre-wrap;overflow-wrap:anywhere;margin:14px 0 0}
 section{border-top:1px solid var(--line);margin-top:32px;padding-top:28px}

@@ -138,7 +138,9 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     if settings.links:
         passed += _on_unlimited_links(passed, settings.links)
     composed = [(choice, _composed(choice)) for choice in _choices(passed)]
-    folder = Path(settings.output).absolute() / _slug("-".join([experiment, *_hardware([one for _, one in composed])]))
+    folder = Path(settings.output).absolute() / _slug(
+        "-".join([experiment, *_hardware([config for _, config in composed])])
+    )
     cells = [_cell(choice, config, swept, folder) for choice, config in composed]
     _check_distinct(cells)
     _check_target(settings.target, METRICS[cells[0].config["task"]["metric"]])
@@ -166,7 +168,7 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
     probes = []
     for link, cell in itertools.product(settings.links, reversed(first.values())):
         own = {**short, "hardware.rate": link}
-        kept = [one for one in cell.overrides if _key(one) not in own and not _key(one).startswith("logger.")]
+        kept = [text for text in cell.overrides if _key(text) not in own and not _key(text).startswith("logger.")]
         choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
         folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
         probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
@@ -206,8 +208,8 @@ def _experiment(overrides: Sequence[Override]) -> str:
     for override in overrides:
         if override.key_or_group == "exp" and isinstance(override.value(), str):
             return str(override.value())
-    known = ", ".join(sorted(file.stem for file in (CONF / "exp").glob("*.yaml")))
-    raise PlanError(f"name one experiment: +exp=NAME, one of {known}")
+    names = ", ".join(sorted(file.stem for file in (CONF / "exp").glob("*.yaml")))
+    raise PlanError(f"name one experiment: +exp=NAME, one of {names}")
 
 
 def _swept(overrides: Sequence[Override]) -> list[str]:

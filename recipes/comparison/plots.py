@@ -57,7 +57,7 @@ def save_curves(
 
     Args:
         variants: the runs of each variant.
-        axis: key of `AXES`.
+        axis: key of `LABELS`.
         title: heading of the picture.
         file: a path, or an open file, which gets an SVG.
         target: value of the metric that is marked; NaN: none.

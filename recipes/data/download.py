@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import urllib.request
+import uuid
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,8 @@ def download(url: str, sha256: str, target: Path, timeout: float) -> None:
         OSError: the network or the disk fails.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    # Not the number of the process: containers on two machines often have the same one.
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     digest = hashlib.sha256()
     request = urllib.request.Request(url, headers={"User-Agent": USER_AGENT})  # noqa: S310  (callers pass constants)

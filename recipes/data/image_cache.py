@@ -40,7 +40,7 @@ def load_cached(path: Path, cache_dir: Path, name: str, image_size: int, channel
         with np.load(cached, allow_pickle=False) as stored:
             classes = tuple(str(label) for label in stored["classes"])
             return ImageSet(name, **{key: stored[key] for key in _ARRAYS}, classes=classes)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{cached} cannot be read ({error}); delete it, and the next run makes it again") from error
 
 

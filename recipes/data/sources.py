@@ -7,6 +7,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,8 @@ def store_arrays(cached: Path, **arrays: NDArray[Any]) -> None:
     Raises:
         DataError: the file cannot be written.
     """
-    temporary = cached.with_name(f".{cached.name}.{os.getpid()}")
+    # Not the number of the process: containers on two machines often have the same one.
+    temporary = cached.with_name(f".{cached.name}.{uuid.uuid4().hex}")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:

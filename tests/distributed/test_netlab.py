@@ -165,6 +165,23 @@ def test_a_command_that_does_not_exist() -> None:
         lab.popen(0, ["trian.py"])
 
 
+def test_a_process_that_ends_before_it_is_killed_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        output = {"list": "gqsgd-1-h0\n", "pids": "12345\n", "delete": ""}[command[2]]
+        return subprocess.CompletedProcess(command, 0, output, "")
+
+    def kill(pid: int, number: int) -> None:
+        raise ProcessLookupError(pid)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(os, "kill", kill)
+    netlab.lab._remove_namespaces("gqsgd-1")
+    assert commands[-1] == ["ip", "netns", "delete", "gqsgd-1-h0"]
+
+
 @needs_root
 def test_nothing_is_left_after_an_exception() -> None:
     processes = []

@@ -222,8 +222,11 @@ def several_models(rank: int, folder: Path) -> None:
     accelerator.free_memory()
     assert len(resumed.state_dict()["states"]) == 1
 
-    with pytest.raises(ConfigError, match="of 1 models' hooks, and 2 models are prepared"):
+    with pytest.raises(ConfigError, match="of 1 hook, and 2 models prepared"):
         handler.load_state_dict({"states": saved["states"][:1]})
+    for foreign in ({"scale": 65536.0}, [1, 2], {"states": None}):
+        with pytest.raises(ConfigError, match="is a dictionary with the key 'states'.*in the same order"):
+            handler.load_state_dict(foreign)
     with pytest.warns(UserWarning, match="written without gqsgd's hook, which starts anew"):
         handler.load_state_dict({"states": []})
     del first, second, third
@@ -307,7 +310,7 @@ def alone(_: int) -> None:
         enable(accelerator, bits=5)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(mlp())
-    with pytest.raises(ConfigError, match="has prepared 1 models already"):
+    with pytest.raises(ConfigError, match="has prepared 1 model already"):
         enable(accelerator)
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = "FSDP"

@@ -160,7 +160,7 @@ def refuses(rank: int, folder: Path) -> list[str]:
 def test_what_cannot_be_saved_or_restored_is_said(tmp_path: Path) -> None:
     for messages in run(refuses, 2, tmp_path, tmp_path, initialise=False):
         assert "the key 'gqsgd' of a checkpoint is the strategy's" in messages[0]
-        assert "has the hook's state of 1 models, this run has set up 2" in messages[1]
+        assert "has the hook's state of 1 model, this run has set up 2" in messages[1]
     assert "gqsgd" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
 
 

@@ -211,7 +211,7 @@ def mistakes(rank: int, folder: Path) -> None:
 
     trainer = trainer_of(folder)
     trainer.train()
-    with pytest.raises(ConfigError, match="has prepared 1 models already, without gqsgd"):
+    with pytest.raises(ConfigError, match="has prepared 1 model already, without gqsgd"):
         enable(trainer)
 
     trainer = trainer_of(folder)

@@ -210,10 +210,11 @@ def test_images_of_another_size_are_resized(pictures: Path, tmp_path: Path) -> N
     assert _ready(_cifar(tmp_path, root=str(pictures), channels=1)).test_images.shape == (12, 32, 32, 1)
 
 
-def test_damaged_cache_names_the_remedy(archive: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 1000])
+def test_damaged_cache_names_the_remedy(archive: Path, tmp_path: Path, kept: int) -> None:
     _ready(_cifar(tmp_path, root=str(archive)))
     (cached,) = (tmp_path / "cache").glob("*.npz")
-    cached.write_bytes(cached.read_bytes()[:1000])
+    cached.write_bytes(cached.read_bytes()[:kept])
     with pytest.raises(DataError, match="delete it"):
         _ready(_cifar(tmp_path, root=str(archive)))
 

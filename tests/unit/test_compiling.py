@@ -95,7 +95,7 @@ def test_kernels_are_compiled_for_the_configuration_as_it_is(fields: dict, monke
 def test_warmup_fills_the_cache_and_names_its_folder(folder: Path) -> None:
     result = CliRunner().invoke(app, ["warmup", "topk_ef"])
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"CPU kernels of 1 presets are in {folder} (")
+    assert result.stdout.startswith(f"CPU kernels of 1 preset are in {folder} (")
     files = set(folder.iterdir())
     assert any("top_k" in file.name for file in files)
     forget()

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.simulation import average, relative_error, simulate
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
 from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem, Quadratic
 from lightning_gqsgd.simulation.record import Record
 
@@ -28,6 +29,14 @@ def test_every_virtual_rank_gets_the_same_mean_and_gradients_stay_as_they_are() 
     assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))
     assert 0.05 < relative_error(results[0], gradients) < 0.2
     assert not torch.equal(results[0], average(gradients, preset="gqsgd_4bit", block_size=64, step=1)[0])
+
+
+def test_segments_that_do_not_cover_the_gradients_are_refused() -> None:
+    gradients = [torch.ones(100)] * 2
+    with pytest.raises(ConfigError, match="rank 0 has 100 coordinates, the segments have 64; give segments"):
+        average(gradients, segments=[Segment(0, 64, raw=False)])
+    with pytest.raises(ConfigError, match="rank 0 has 100 coordinates, the segments have 128"):
+        VirtualRanks(2, [Segment(0, 128, raw=False)]).mean(gradients, step=0)
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,11 @@ class KernelCache(_Cache):
     """The cache of one kernel, in the form that Numba's dispatchers expect.
 
     Args:
-        function: the kernel's Python function.
         name: the kernel's name.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self._function, self._name = function, name
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     @property
     def cache_path(self) -> str | None:
@@ -144,7 +143,7 @@ class KernelCache(_Cache):
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a compiled kernel, and remove those of older sources."""
+        """Keep a compiled kernel, and remove the files of the same kernel from older sources."""
         folder = writable_folder()
         if folder is None:
             return  # `load_overload` has told so

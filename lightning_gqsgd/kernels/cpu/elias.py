@@ -64,9 +64,9 @@ def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
 
 
 def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> Tensor:
-    """The message of ``message_bytes`` bytes that `compress` made ``stream``, uint8 [bytes], of.
+    """The message behind ``stream``, uint8 [bytes], which `compress` has made; the message has ``message_bytes`` bytes.
 
-    Equal to it byte for byte, except that all padding within code records is zero.
+    It is the message that was compressed, byte for byte, except that all padding within code records is zero.
 
     Raises:
         ValueError: ``stream`` is too short or too long, or has a count, gap or level out of range (other corruption

@@ -77,7 +77,8 @@ def _read_dense(words, at, end, t, codes):
         level = k - 1
         if level > t.zero:
             return _LEVEL
-        negative = (window >> (_WINDOW - 1 - length)) & 1  # of level 0, this is the next code's bit, and no matter
+        # At level 0 this is the first bit of the next code, and is multiplied by 0 below.
+        negative = (window >> (_WINDOW - 1 - length)) & 1
         codes[j] = uint8(t.zero + level - 2 * level * negative)
         at += length + int64(level > 0)
         if at > end:

@@ -40,7 +40,7 @@ def kernel(name: str) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         function.__qualname__ = name
         compiled = njit(**_OPTIONS)(function)
-        compiled._cache = KernelCache(function, name)
+        compiled._cache = KernelCache(name)
         return compiled
 
     return decorate
