@@ -2,6 +2,9 @@
 
 import os
 
+# Tests run in as many processes as there are cores, and most of them start more: threads would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 from tests.touched import (  # noqa: F401

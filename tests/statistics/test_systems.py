@@ -7,7 +7,7 @@ objects of the product have to give the same relations, and orders of magnitude.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,15 +20,6 @@ from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
 from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
 from lightning_gqsgd.simulation.record import Record
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: more threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(seed: int, numel: int) -> Tensor:

@@ -173,6 +173,7 @@ print(len(compilations))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
     def counts(*dtypes: str) -> list[int]:
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
