@@ -27,7 +27,7 @@ def other_codecs() -> list[Quantiser]:
     codecs: list[Codec] = [SignCodec(), TopKCodec(0.01), TopKCodec(0.3), LinearCodec(3, "nearest")]
     codecs += [ExponentialCodec(bits, mantissa) for bits in (2, 4, 5, 8) for mantissa in (0, 1, 3)]
     codecs += [ExponentialCodec(5, 0, most=8), LinearCodec(4, "stochastic", most=4)]
-    codecs += [CompandedCodec(2), CompandedCodec(4), CompandedCodec(8, "subtractive")]
+    codecs.append(CompandedCodec(4))
     return [codec.quantiser(64) for codec in codecs]
 
 
