@@ -18,21 +18,22 @@ from torch import Tensor
 from benchmarks import gpu_kernels
 from benchmarks.report import Report, present
 from benchmarks.timing import Case, Spread, in_turns, ratio
-from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import Segment, cut, pieces, place
 
 #: Options that belong to one device, with their defaults.
 OF_DEVICE = {
-    "cpu": {"numel": [6_553_600], "bits": [8, 4, 2], "block_size": [256], "dither": ["adaptive"]},
+    "cpu": {"numel": [6_553_600], "bits": [8, 4, 2], "block_size": [256], "codec": ["linear"], "dither": ["adaptive"]},
     "cuda": {"megabytes": gpu_kernels.MEGABYTES, "ranks": 8},
 }
 
 
-def codec_cases(x: Tensor, bits: int, block_size: int, dither: str) -> tuple[Case, Case]:
+def codec_cases(x: Tensor, codec: Codec, block_size: int) -> tuple[Case, Case]:
     """Encoding and decoding of a tensor as one rank does them, piece by piece, into buffers that already exist."""
-    form, quantiser = scale_format(x.dtype), LinearCodec(bits, dither).quantiser(block_size)
+    form, quantiser = scale_format(x.dtype), codec.quantiser(block_size)
     tables = pieces(cut([Segment(0, x.numel(), raw=False)], block_size))
     layouts = [place(t, quantiser, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes) for t in tables]
     messages = [torch.zeros(layout.message_bytes, dtype=torch.uint8) for layout in layouts]
@@ -96,15 +97,23 @@ def measure_on_cpu(options: argparse.Namespace) -> Report:
         for numel in options.numel:
             x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
             pairs = {
-                f"{bits} bit, blocks of {block}, {dither}": codec_cases(x, bits, block, dither)
+                _name(codec, bits, block, dither): codec_cases(
+                    x, codec_of(GQSGDConfig(codec=codec, bits=bits, dither=dither)), block
+                )
                 for bits in options.bits
                 for block in options.block_size
+                for codec in options.codec
                 for dither in options.dither
             }
             if dtype == torch.float32:
                 pairs = {"cast to bf16": cast_cases(x), **pairs}
             _measure_one(x, pairs, options.rounds, report)
     return report
+
+
+def _name(codec: str, bits: int, block_size: int, dither: str) -> str:
+    """How a row is called; linear codes go without saying."""
+    return f"{bits} bit, blocks of {block_size}, {'' if codec == 'linear' else codec + ', '}{dither}"
 
 
 def _measure_one(x: Tensor, pairs: dict[str, tuple[Case, Case]], rounds: int, report: Report) -> None:
@@ -139,6 +148,7 @@ def main() -> None:
     cpu.add_argument("--numel", type=int, nargs="+", help="sizes (default 6553600, 25 MiB)")
     cpu.add_argument("--bits", type=int, nargs="+", help="default 8 4 2")
     cpu.add_argument("--block-size", type=int, nargs="+", help="default 256")
+    cpu.add_argument("--codec", nargs="+", choices=["linear", "companded"], help="default linear")
     cpu.add_argument("--dither", nargs="+", choices=["adaptive", "subtractive", "stochastic"], help="default adaptive")
     cuda = parser.add_argument_group("with --device cuda")
     cuda.add_argument("--megabytes", type=float, nargs="+", help="of gradient (default 1 25 100 1000)")

@@ -33,12 +33,15 @@ class GQSGDConfig:
 
     Attributes:
         codec: ``"linear"``, uniform levels with dither (QSGD, arXiv 1610.02132; Global-QSGD, arXiv 2305.18627);
-            ``"exponential"``, powers of two with ``mantissa`` bits in between (natural compression, arXiv 1905.10988);
+            ``"companded"``, levels that lie denser near zero, with subtractive dither: unbiased, a smaller error at the
+            same bits, but no sums of codes; ``"exponential"``, powers of two with ``mantissa`` bits in between (natural
+            compression, arXiv 1905.10988);
             ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest coordinates of each block. The
             last two are biased, so they need a memory.
-        bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of an
-            exponential one. None: the codec's own number, which is 8 for these two, 1 for sign, and 32 for top_k, which
-            sends whole what it keeps. 1 excludes stochastic rounding. The field itself holds the number.
+        bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
+            companded or an exponential one. None: the codec's own number, which is 8 for these three, 1 for sign, and
+            32 for top_k, which sends whole what it keeps. 1 excludes stochastic rounding. The field itself holds the
+            number.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
             many as fit.
         mantissa: bits between two powers of two of an exponential code, 0 to 3.
@@ -53,9 +56,10 @@ class GQSGDConfig:
         scale_per: ``"block"`` or ``"parameter"``: which coordinates a norm is computed from.
         dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12), ``"stochastic"``
             (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (in each block the one with the
-            smaller error: stochastic where more than about half is zero; with the reducer ``"sum"``, subtractive; other
-            codecs than linear have their own dither under this name) or ``"nearest"`` (no dither: biased, so it needs a
-            memory).
+            smaller error: stochastic where more than about half is zero, and with companded codes more than about nine
+            tenths; with the reducer ``"sum"``, subtractive; exponential, sign and top_k codecs have their own dither
+            under this name) or ``"nearest"`` (no dither: biased, so it needs a memory). Companded codes take the first
+            or the third.
         rotation: turn each block by a random Hadamard matrix first, which spreads large coordinates over all.
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),

@@ -19,12 +19,15 @@ from lightning_gqsgd.codecs.variance import (
     best_alpha,
     check_count,
     check_number,
+    mean_variance_companded,
+    omega_companded,
     omega_exponential,
     omega_linear,
     omega_subtractive,
     relative_variance,
     smallest_level,
     stability,
+    variance_companded,
 )
 from lightning_gqsgd.errors import ConfigError
 
@@ -46,11 +49,14 @@ __all__ = [
     "theta_two_shot",
     "tree_second_moment",
     "best_alpha",
+    "mean_variance_companded",
+    "omega_companded",
     "omega_exponential",
     "omega_linear",
     "omega_subtractive",
     "smallest_level",
     "stability",
+    "variance_companded",
 ]
 
 

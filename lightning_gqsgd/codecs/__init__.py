@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.companded import CompandedCodec
 from lightning_gqsgd.codecs.exponential import ExponentialCodec
 from lightning_gqsgd.codecs.linear import LinearCodec
 from lightning_gqsgd.codecs.sign import SignCodec
@@ -18,10 +19,11 @@ from lightning_gqsgd.codecs.top_k import TopKCodec
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
 
-__all__ = ["CODECS", "Codec", "ExponentialCodec", "LinearCodec", "SignCodec", "TopKCodec", "codec_of"]
+__all__ = ["CODECS", "Codec", "CompandedCodec", "ExponentialCodec", "LinearCodec", "SignCodec", "TopKCodec", "codec_of"]
 
 CODECS: dict[str, type[Codec]] = {
     "linear": LinearCodec,
+    "companded": CompandedCodec,
     "exponential": ExponentialCodec,
     "sign": SignCodec,
     "top_k": TopKCodec,

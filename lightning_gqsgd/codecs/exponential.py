@@ -85,7 +85,7 @@ class ExponentialQuantiser:
         return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """See `kernels.protocol.ScaledQuantiser.decode_sum`; the sums are codes, see `combine`."""
+        """See `kernels.protocol.SummableQuantiser.decode_sum`; the sums are codes, see `combine`."""
         share = 2.0**self.headroom / len(uniforms)
         return self.decode(codes, scales * share, torch.zeros_like(scales).bool(), uniforms[0])
 

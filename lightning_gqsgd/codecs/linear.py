@@ -75,13 +75,10 @@ class LinearQuantiser:
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """See `kernels.protocol.ScaledQuantiser.encode`; a block's flag says that it is rounded stochastically."""
-        stochastic = self._rounds_stochastically(values, lengths)
+        stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
         middle, zero = ((levels - 1) / 2).to(scales.dtype), levels // 2
-        inverse = middle / scales
-        # The largest coordinate is to reach the last level.
-        inverse = torch.where(scales * inverse < middle, inverse * _up(scales.dtype), inverse)
-        y = (values * inverse[:, None]).clamp(-middle[:, None], middle[:, None])
+        y = (values * levels_per_unit(scales, middle)[:, None]).clamp(-middle[:, None], middle[:, None])
         if self.nearest:  # were zeros always rounded to the same side, the errors of all ranks would add up
             uniform = torch.where(values == 0, uniform, 0.5)
         shifted = y + (uniform.to(y.dtype) - (zero - middle)[:, None])
@@ -92,37 +89,59 @@ class LinearQuantiser:
         middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
         dither = torch.zeros_like(uniform) if self.nearest else uniform - 0.5
         offset = middle[:, None] + torch.where(flags[:, None], 0, dither)
-        return _values(codes, offset, middle, scales, flags)
+        return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, flags)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """See `kernels.protocol.ScaledQuantiser.decode_sum`: the dither of all ranks is taken off the sum."""
+        """See `kernels.protocol.SummableQuantiser.decode_sum`: the dither of all ranks is taken off the sum."""
         middle = torch.full(scales.shape, len(uniforms) * (self.levels - 1) / 2, device=scales.device)
         offset = middle[:, None].repeat(1, codes.shape[1])
         for uniform in () if self.always_stochastic else uniforms:
             offset += uniform - 0.5
-        return _values(codes, offset, middle, scales, torch.full_like(scales, self.always_stochastic).bool())
-
-    def _rounds_stochastically(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Whether a block has so many zeros: bool [B]."""
-        inside = torch.arange(values.shape[1], device=values.device)[None] < lengths[:, None]
-        zeros = ((values == 0) & inside).sum(dim=1)
-        share = torch.tensor(self.stochastic_from, dtype=values.dtype, device=values.device)
-        return zeros > share.double() * lengths
+        stochastic = torch.full_like(scales, self.always_stochastic).bool()
+        return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, stochastic)
 
 
-def _values(codes: Tensor, offset: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
-    """Coordinates that codes, or sums of codes, stand for.
+def are_stochastic(values: Tensor, lengths: Tensor, stochastic_from: float) -> Tensor:
+    """Whether more than the share ``stochastic_from`` of each block is zero: bool [B].
 
     Args:
+        values: coordinates in the compute dtype, [B, width].
+        lengths: number of coordinates of each block, int64 [B].
+        stochastic_from: a share, which is rounded to the compute dtype.
+    """
+    inside = torch.arange(values.shape[1], device=values.device)[None] < lengths[:, None]
+    zeros = ((values == 0) & inside).sum(dim=1)
+    share = torch.tensor(stochastic_from, dtype=values.dtype, device=values.device)
+    return zeros > share.double() * lengths
+
+
+def levels_per_unit(scales: Tensor, middle: Tensor) -> Tensor:
+    """1/Δ of each block, so large that a coordinate at the scale reaches the last level: [B].
+
+    Args:
+        scales: the blocks' scales, [B].
+        middle: (K-1)/2 of each block, in the same dtype, [B].
+    """
+    inverse = middle / scales
+    return torch.where(scales * inverse < middle, inverse * _up(scales.dtype), inverse)
+
+
+def coordinates(y: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
+    """Coordinates that numbers of levels, counted from zero, stand for: [B, width].
+
+    Args:
+        y: numbers of levels without dither, in the compute dtype, [B, width].
         middle: the code that stands for zero, [B].
-        offset: the same with the dither of each coordinate, [B, width].
+        scales: the blocks' scales, [B].
+        stochastic: whether each block was rounded stochastically, bool [B]; what stands for its levels is at most the
+            scale.
     """
     middle = middle.to(scales.dtype)
     step = scales / middle
     # The last level is to stand for the scale, exactly, where levels are what is decoded.
     step = torch.where(stochastic & (step * middle < scales), step * _up(scales.dtype), step)
     limit = torch.where(stochastic, scales, torch.finfo(scales.dtype).max)[:, None]
-    return ((codes.float() - offset).to(scales.dtype) * step[:, None]).clamp(-limit, limit)
+    return (y * step[:, None]).clamp(-limit, limit)
 
 
 def _up(dtype: torch.dtype) -> float:

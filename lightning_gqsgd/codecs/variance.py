@@ -50,6 +50,82 @@ def omega_subtractive(dimension: int, levels: int) -> float:
     return dimension * (2 / (levels - 1)) ** 2 / 12
 
 
+def variance_companded(magnitude: float, levels: int, slope: float) -> float:
+    """Mean square error of companded subtractive dither for a coordinate |x| under the scale 1, see `codecs.companded`.
+
+    Let y >= 0 be the coordinate on the companded axis, (s y + y²/m)/(1+s) = m |x| with m = (K-1)/2, and e uniform on
+    [-1/2, 1/2]. The error is that of d(y + e) about its mean, times 1/m. The decoder d is straight with the slope
+    p/(1+s), p = s + 2r/m, around y, and its slope changes by 2/(m (1+s)) at the one number r ± 1/2 within the box, with
+    r = floor(y + 1/2). With f = |y - r|, the variance of this broken line is (up to the factor (1+s)^-2)
+
+        p²/12 ± p f² (1 - 2f/3)/m + f³ (4/3 - f)/m²,    + for y >= r, and - for y < r.
+
+    On average over y from k - 1/2 to k + 1/2, k >= 1, that is the average of (s + 2y/m)²/12, and 1/(720 m²) more. So
+    the error is about Δ²/12 (b² + 4 |x|/(1+s)), Δ = 1/m and b = s/(1+s): linear in |x|, and known from the mean
+    magnitude. For blocks of gradients that is within 1 % at 3 bits and more, and within 10 % at 2 bits.
+
+    Args:
+        magnitude: |x| in units of the scale, 0 to 1.
+        levels: K, 4 or more.
+        slope: s, above 0.
+
+    Raises:
+        ConfigError: an argument that is out of range.
+    """
+    check_number(magnitude=magnitude)
+    check_number(above=True, slope=slope)
+    check_count(4, levels=levels)
+    middle = (levels - 1) / 2
+    y = middle * (math.sqrt(slope * slope / 4 + (1 + slope) * magnitude) - slope / 2)
+    nearest = math.floor(y + 0.5)
+    f, sign, p = abs(y - nearest), math.copysign(1, y - nearest), slope + 2 * nearest / middle
+    squared = p * p / 12 + sign * p * f * f * (1 - 2 * f / 3) / middle + f**3 * (4 / 3 - f) / middle**2
+    return squared / (middle * (1 + slope)) ** 2
+
+
+def mean_variance_companded(mean_magnitude: float, levels: int, slope: float) -> float:
+    """About the mean of `variance_companded` over coordinates with this mean magnitude: Δ²/12 (b² + 4 |x|/(1+s)).
+
+    Args:
+        mean_magnitude: mean of |x| in units of the scale, 0 to 1.
+        levels: K, 4 or more.
+        slope: s, above 0.
+
+    Raises:
+        ConfigError: an argument that is out of range.
+    """
+    check_number(mean_magnitude=mean_magnitude)
+    check_number(above=True, slope=slope)
+    check_count(4, levels=levels)
+    return (2 / (levels - 1)) ** 2 / 12 * ((slope / (1 + slope)) ** 2 + 4 * mean_magnitude / (1 + slope))
+
+
+def omega_companded(dimension: int, levels: int, slope: float) -> float:
+    """ω of companded subtractive dither under the maximum norm: Δ²/24 (A + sqrt(A² + k² (d-1))), A = d b² + k.
+
+    Here k = 16/(3 (1+s)) and b = s/(1+s). On average over neighbours, a coordinate's error is Δ²/12 (b² + 4 |x|/(1+s)),
+    see `variance_companded`. A single coordinate's error is at most that with 16/3 in place of 4: the factor 4/3 is
+    reached for s = 0 at 2 bits, and is smaller for other slopes (1.2 for s = 3/4) and more bits. Hence k. With the
+    scale 1 and one coordinate at it, the others contribute most to the ratio Σ (b² + k |x|) / Σ x² if all of them are
+    equal, t. The largest value of (A + k (d-1) t)/(1 + (d-1) t²) is k/(2t) at the t where the derivative is zero, which
+    is the bound.
+
+    Args:
+        dimension: coordinates d that share a scale.
+        levels: K, 4 or more.
+        slope: s, above 0.
+
+    Raises:
+        ConfigError: an argument that is out of range.
+    """
+    check_count(dimension=dimension)
+    check_count(4, levels=levels)
+    check_number(above=True, slope=slope)
+    linear = 16 / 3 / (1 + slope)
+    total = dimension * (slope / (1 + slope)) ** 2 + linear
+    return (2 / (levels - 1)) ** 2 / 24 * (total + math.hypot(total, linear * math.sqrt(dimension - 1)))
+
+
 def smallest_level(levels: int, mantissa: int = 0) -> float:
     """The smallest of S = ``levels`` magnitudes 2^-k (1 + j/2^m) that go down from 1, in units of the scale.
 
@@ -151,6 +227,9 @@ def check_number(*, above: bool = False, **values: float) -> None:
 _MEANINGS = {
     "dimension": "the number of coordinates that share a scale",
     "levels": "the number of levels (of stochastic rounding: on one side, without zero)",
+    "slope": "the slope of the decoder at zero",
+    "magnitude": "a coordinate's magnitude in units of the scale",
+    "mean_magnitude": "the mean magnitude of coordinates in units of the scale",
     "mantissa": "the number of bits between two powers of two",
     "ranks": "the number of ranks",
     "omega": "the ω of an unbiased quantiser",

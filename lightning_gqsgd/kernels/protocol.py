@@ -40,6 +40,7 @@ class Kind(IntEnum):
     LINEAR = 0  # numbers of equidistant levels
     EXPONENTIAL = 1  # sign, exponent and mantissa, from the highest bit downwards
     TOP_K = 2  # coordinates as they are, and their places
+    COMPANDED = 3  # numbers of levels that lie denser near zero
 
 
 class Quantiser(Protocol):
@@ -96,12 +97,16 @@ class ScaledQuantiser(Quantiser, Protocol):
         """Coordinates that codes stand for, [B, width]; the arguments are those of `encode` and what it returned."""
         ...
 
+
+class SummableQuantiser(ScaledQuantiser, Protocol):
+    """A quantiser whose codes can be added."""
+
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
         """The mean that the sums of all ranks' codes stand for, [B, width]; ``uniforms``: the dither of each rank."""
         ...
 
 
-class PairwiseQuantiser(ScaledQuantiser, Protocol):
+class PairwiseQuantiser(SummableQuantiser, Protocol):
     """A quantiser whose codes can be added in pairs."""
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.dither import uniform, words
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, unpack, unpack_raw
-from lightning_gqsgd.kernels.protocol import PairwiseQuantiser, Quantiser, ScaledQuantiser, WholeQuantiser
+from lightning_gqsgd.kernels.protocol import (
+    PairwiseQuantiser,
+    Quantiser,
+    ScaledQuantiser,
+    SummableQuantiser,
+    WholeQuantiser,
+)
 from lightning_gqsgd.kernels.rotation import turned
 from lightning_gqsgd.kernels.wire import (
     COMPUTE_DTYPES,
@@ -110,7 +116,7 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
     values, finite = SCALE_FORMATS[COMPUTE_DTYPES[x.dtype]].scales(scales)
     codes = unpack(wire, blocks, q.bits, q.block_size, summable=q.summable)
     uniforms = [uniform(blocks, key, q.block_size) for key in keys]
-    mean = cast(ScaledQuantiser, q).decode_sum(codes, values, uniforms)
+    mean = cast(SummableQuantiser, q).decode_sum(codes, values, uniforms)
     mean[~finite] = torch.nan
     return _scatter(in_finite_range(mean, x.dtype), blocks, x)
 

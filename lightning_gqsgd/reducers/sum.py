@@ -59,7 +59,7 @@ class Sum(Reducer):
     def check(config: GQSGDConfig, codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: codes have to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
-            others = "'two_shot' or 'gather'" if codec.biased_by else "'tree' or 'two_shot'"
+            others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
             raise ConfigError(f"reducer='sum' cannot add codes of codec={config.codec!r}; take reducer={others}")
         if not codec.leaves_room_for_sums:
             raise ConfigError(

@@ -1,4 +1,5 @@
-"""What every configuration makes of given gradients, as digests: `golden.json` has those of version 0.1.
+"""What every configuration makes of given gradients, as digests: `golden.json` has those of version 0.1, and
+those of later codecs as they began.
 
 The gradients come from integer arithmetic, so they are the same on every machine and under every version of torch.
 ``python -m tests.golden.cases`` writes the file anew; do that only where results are meant to change, and say why in
@@ -84,6 +85,17 @@ def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
                 **{"rotation": True, "dither": "stochastic"},
             },
         )
+    for bits in range(2, 9):
+        for dither in ("adaptive", "subtractive"):
+            for reducer in ("two_shot", "gather"):
+                fields = {"codec": "companded", "bits": bits, "dither": dither, "reducer": reducer, "block_size": 64}
+                yield f"companded {bits} {dither} {reducer}", 3, fields
+    for dtype in DTYPES:
+        fields = {"codec": "companded", "bits": 3, "block_size": 128, "dtype": DTYPES[dtype]}
+        yield f"companded {dtype}", 5, fields
+    fields = {"codec": "companded", "bits": 4, "reducer": "gather", "scale": "global", "norm": "l2", "clip": 2.0}
+    yield "companded, shared scale", 3, fields
+    yield "companded, hierarchical", 4, {"codec": "companded", "bits": 4, "reducer": "hierarchical", "node_size": 2}
     yield "native", 3, {"reducer": "native"}
 
 

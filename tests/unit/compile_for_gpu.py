@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec, TopKCodec
+from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants
@@ -56,6 +56,7 @@ class Compiler:
             "v4 loads": len(re.findall(r"ld\.global\.v4", ptx)),
             "v4 stores": len(re.findall(r"st\.global\.v4", ptx)),
             "inexact divisions": ptx.count("div.full") + ptx.count("div.approx"),
+            "inexact roots": ptx.count("sqrt.approx"),
             # Decoding has contracted products on purpose, which are exact: of the dither and the level at zero.
             "contracted": ptx.count("fma.rn") if "encode" in kernel.fn.__name__ else 0,
         }
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[Codec, torch.dtype, Key | None]] = {
     "8 bit, fp32": (LinearCodec(8, "adaptive"), torch.float32, None),
     "exponential, fp16": (ExponentialCodec(8), torch.float16, None),
     "4 bit, bf16": (LinearCodec(4, "adaptive"), torch.bfloat16, None),
+    "4 bit, companded, bf16": (CompandedCodec(4), torch.bfloat16, None),
     "3 bit, fp32": (LinearCodec(3, "stochastic"), torch.float32, None),
     "8 bit, fp32, rotated": (LinearCodec(8, "adaptive"), torch.float32, (1, 2)),
     "top-k, bf16": (TopKCodec(0.01), torch.bfloat16, None),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gqsgd import kernels
-from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.layout import Segment
@@ -82,10 +82,30 @@ def test_other_codes(number: int, q: plain.Quantiser) -> None:
     plain.check_messages(*plain.drawn(case), q, plain.norms if number % 2 else None, PAIR)
 
 
+#: One number of bits with each dither by default; the others take as long.
+COMPANDED = [
+    pytest.param(
+        bits, dither, marks=() if (bits, dither) in ((2, "adaptive"), (5, "subtractive")) else pytest.mark.slow
+    )
+    for bits in range(2, 9)
+    for dither in ("adaptive", "subtractive")
+]
+
+
+@pytest.mark.parametrize(("bits", "dither"), COMPANDED)
+def test_companded_codes(bits: int, dither: str) -> None:
+    """Under scales that are given or not, of blocks that are turned or not, in turns."""
+    case = case_of(bits, bits)
+    turn = {"rotation": (3, 4)} if bits % 3 == 0 else {}
+    q, scales = CompandedCodec(bits, dither).quantiser(case["block"]), plain.norms if bits % 2 else None
+    plain.check_messages(*plain.drawn(case), q, scales, PAIR, **turn)
+
+
 @pytest.mark.parametrize(
     "codec",
     [
         *(LinearCodec(bits, "adaptive") for bits in range(1, 9)),
+        CompandedCodec(4),
         ExponentialCodec(6, 1),
         ExponentialCodec(8),
         SignCodec(),
@@ -280,7 +300,7 @@ def test_compiled_kernels_move_16_bytes_at_a_time(cases: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     for name, counts in json.loads(done.stdout.splitlines()[-1]).items():
-        assert counts["inexact divisions"] == 0, name
+        assert counts["inexact divisions"] == counts["inexact roots"] == 0, name
         assert counts["contracted"] == 0, name
         if "top-k" not in name and "sums" not in name:  # whose accesses are gathered, or in lanes of words
             assert counts["v4 loads"] > 0, name

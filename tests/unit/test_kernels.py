@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.codecs.variance import smallest_level
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
@@ -27,6 +27,7 @@ def other_codecs() -> list[Quantiser]:
     codecs: list[Codec] = [SignCodec(), TopKCodec(0.01), TopKCodec(0.3), LinearCodec(3, "nearest")]
     codecs += [ExponentialCodec(bits, mantissa) for bits in (2, 4, 5, 8) for mantissa in (0, 1, 3)]
     codecs += [ExponentialCodec(5, 0, most=8), LinearCodec(4, "stochastic", most=4)]
+    codecs.append(CompandedCodec(4))
     return [codec.quantiser(64) for codec in codecs]
 
 

@@ -91,6 +91,45 @@ def test_subtractive_omega_is_the_error_of_a_spike() -> None:
     assert theory.omega_subtractive(256, 256) == pytest.approx(256 * (2 / 255) ** 2 / 12)
 
 
+def round_companded(x: Array, levels: int, slope: float, draws: Array) -> Array:
+    """Companded codes under the scale 1, there and back; ``draws``: the dither, uniform on [-1/2, 1/2)."""
+    m = (levels - 1) / 2
+    y = np.sign(x) * m * (np.sqrt(slope**2 / 4 + (1 + slope) * np.abs(x)) - slope / 2)
+    z = np.rint(y + draws) - draws
+    knots = np.floor(z) + (z - np.floor(z) >= 0.5) - 0.5  # d is straight between numbers k + 1/2
+
+    def curve(at: Array) -> Array:
+        return (slope * at + np.sign(at) * (at * at - 0.25) / m) / (1 + slope) / m
+
+    return curve(knots) + (z - knots) * (curve(knots + 1) - curve(knots))
+
+
+@pytest.mark.parametrize("levels", [4, 7, 16, 256])
+@pytest.mark.parametrize("slope", [0.25, 0.75, 2.0])
+def test_companded_error_is_that_of_theory_and_without_bias(levels: int, slope: float) -> None:
+    x = np.linspace(0, 1, 100)[:, None]
+    draws = (np.arange(20000) + 0.5) / 20000 - 0.5
+    errors = round_companded(x, levels, slope, draws) - x
+    variances = np.array([theory.variance_companded(float(one), levels, slope) for one in x[:, 0]])
+    step = 2 / (levels - 1)
+    assert np.abs(errors.mean(1)).max() < 2e-4 * step
+    assert np.allclose((errors**2).mean(1), variances, rtol=0.002)
+    assert variances.mean() == pytest.approx(theory.mean_variance_companded(0.5, levels, slope), rel=0.03)
+    bounds = step**2 / 12 * ((slope / (1 + slope)) ** 2 + 16 / 3 / (1 + slope) * x[:, 0])
+    assert (variances <= bounds * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("dimension", [1, 2, 64, 4096])
+def test_companded_variance_is_within_omega(dimension: int) -> None:
+    for levels, slope in ((4, 0.75), (16, 0.25), (256, 0.75)):
+        omega = theory.omega_companded(dimension, levels, slope)
+        rng = np.random.default_rng(0)
+        for x in [*vectors(rng, max(dimension, 2)), *(np.eye(dimension)[0] + t for t in (1e-3, 0.01, 0.1))]:
+            ratios = (np.abs(x) / np.abs(x).max())[:dimension]
+            variance = sum(theory.variance_companded(float(ratio), levels, slope) for ratio in ratios)
+            assert variance <= omega * (ratios @ ratios) * (1 + 1e-9) or ratios.max() < 1
+
+
 @pytest.mark.parametrize("mantissa", [0, 1, 2, 3])
 def test_smallest_level_is_the_last_of_the_list(mantissa: int) -> None:
     for levels in range(1, 30):
@@ -475,6 +514,9 @@ def test_constants_move_in_the_right_direction() -> None:
         (lambda: theory.omega_linear(8, 1.5), "levels=1.5 must be an integer"),
         (lambda: theory.omega_linear(8, True), "levels=True must be an integer"),
         (lambda: theory.omega_linear(2**63, 1), "dimension=9223372036854775808 must be an integer from 1 to"),
+        (lambda: theory.omega_companded(8, 3, 0.5), "levels=3 must be an integer from 4"),
+        (lambda: theory.variance_companded(0.5, 4, 0.0), "slope=0.0 must be a finite number above 0"),
+        (lambda: theory.mean_variance_companded(-0.5, 4, 1.0), "mean_magnitude=-0.5 must be a finite number of at"),
         (lambda: theory.omega_subtractive(8, 1), "levels=1 must be an integer from 2"),
         (lambda: theory.omega_exponential(8, 3, 53), "mantissa=53 must be an integer from 0 to 52"),
         (lambda: theory.smallest_level(3, -1), "mantissa=-1"),

@@ -8,6 +8,7 @@ does not matter.
 
 from __future__ import annotations
 
+from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
@@ -87,6 +88,18 @@ def clamped(typing_context, value, limit):
         negative = builder.fneg(limit)
         value = builder.select(builder.fcmp_ordered("<", value, negative), negative, value)
         return builder.select(builder.fcmp_ordered(">", value, limit), limit, value)
+
+    return value(value, value), generate
+
+
+@intrinsic
+def with_sign_of(typing_context, value, sign):
+    """A float with the sign of another float of the same type."""
+
+    def generate(context, builder, signature, arguments):
+        kind = context.get_value_type(signature.return_type)
+        function = ir.FunctionType(kind, [kind, kind])
+        return builder.call(builder.module.declare_intrinsic("llvm.copysign", [kind], function), arguments)
 
     return value(value, value), generate
 

@@ -97,7 +97,7 @@ def _has_lanes(q: LinearQuantiser) -> bool:
 @lru_cache
 def _codec(*, lanes: bool) -> Any:
     """See `codec`; ``lanes``: see `_has_lanes`."""
-    write = record_writer(_is_stochastic, _encode, pack_lanes if lanes else pack_planes)
+    write = record_writer(is_stochastic, _encode, pack_lanes if lanes else pack_planes)
     read = record_reader(_decode, unpack_lanes if lanes else unpack_planes)
     return codec_kernel("linear_lanes" if lanes else "linear", write, read)
 
@@ -110,9 +110,33 @@ def _summed(*, lanes: bool) -> Any:
 
 
 @inlined
-def _is_stochastic(zeros, n, c):
+def is_stochastic(zeros, n, c):
     """The flag of a block: whether it has so many zeros that it is rounded stochastically."""
     return zeros > c.stochastic_from * n
+
+
+@inlined
+def levels_per_unit(scale, middle, up):
+    """1/Δ, so large that a coordinate at the scale reaches the last level.
+
+    Args:
+        scale: the block's scale.
+        middle: (K - 1) / 2.
+        up: 1 + 2 ulp.
+    """
+    inverse = middle / scale
+    if scale * inverse < middle:
+        inverse = inverse * up
+    return inverse
+
+
+@inlined
+def step_of(scale, middle, stochastic, up):
+    """Δ; in a block that was rounded stochastically, the last level is to stand for the scale, exactly."""
+    step = scale / middle
+    if stochastic and step * middle < scale:
+        step = step * up
+    return step
 
 
 @inlined
@@ -120,14 +144,12 @@ def _encode(values, scale, stochastic, block, key, c, s):
     """Write codes into ``s.codes``."""
     middle = c.odd_middle if stochastic else c.middle
     zero = c.odd_zero if stochastic else c.zero
-    inverse = middle / scale
-    if scale * inverse < middle:  # the largest coordinate is to reach the last level
-        inverse = inverse * c.up
+    inverse = levels_per_unit(scale, middle, c.up)
     first = FIRST - float32(zero - middle)
     dither(key, block, values.size, FIRST if c.nearest else first, s.u)
     if c.nearest:
         _keep_dither_of_zeros(values, float32(zero - middle), s.u)
-    _quantise(values, inverse, middle, s.u, zero, s.codes)
+    quantise(values, inverse, middle, s.u, zero, s.codes)
 
 
 @loop
@@ -138,7 +160,7 @@ def _keep_dither_of_zeros(values, less, u):
 
 
 @loop
-def _quantise(values, inverse, middle, u, zero, codes):
+def quantise(values, inverse, middle, u, zero, codes):
     """Write the numbers of levels. ``inverse``: 1/Δ; ``zero``: the number of the level at zero."""
     for j in range(values.size):
         y = clamped(values[j] * inverse, middle)
@@ -183,17 +205,12 @@ def _decode_block(scale, middle, stochastic, c, s, add, out):
         add: whether to add to ``out``.
         out: coordinates.
     """
-    step = scale / middle
-    limit = c.form.largest
-    if stochastic:  # the last level is to stand for the scale, exactly
-        limit = scale
-        if step * middle < scale:
-            step = step * c.up
-    _dequantise(s.codes, s.u, step, limit, add, out)
+    limit = scale if stochastic else c.form.largest
+    dequantise(s.codes, s.u, step_of(scale, middle, stochastic, c.up), limit, add, out)
 
 
 @loop
-def _dequantise(codes, u, step, limit, add, out):
+def dequantise(codes, u, step, limit, add, out):
     """Set or add the coordinates of codes. ``u``: the code that stands for zero, with dither; ``step``: Δ."""
     if add:
         for j in range(out.size):

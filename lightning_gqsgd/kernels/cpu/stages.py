@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.cpu import exponential, linear, top_k
+from lightning_gqsgd.kernels.cpu import companded, exponential, linear, top_k
 from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
@@ -23,7 +23,12 @@ from lightning_gqsgd.kernels.protocol import Kind, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 from lightning_gqsgd.layout import LENGTH, START
 
-_FAMILIES: dict[Kind, ModuleType] = {Kind.LINEAR: linear, Kind.EXPONENTIAL: exponential, Kind.TOP_K: top_k}
+_FAMILIES: dict[Kind, ModuleType] = {
+    Kind.LINEAR: linear,
+    Kind.EXPONENTIAL: exponential,
+    Kind.TOP_K: top_k,
+    Kind.COMPANDED: companded,
+}
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:

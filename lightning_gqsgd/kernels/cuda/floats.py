@@ -32,6 +32,12 @@ def divided(x, y, c: tl.constexpr):
 
 
 @triton.jit
+def root(x, c: tl.constexpr):
+    """The square root, rounded correctly."""
+    return tl.sqrt(x) if c.number.compute == tl.float64 else tl.sqrt_rn(x)
+
+
+@triton.jit
 def magnitudes(v, c: tl.constexpr):
     """Magnitudes as integers, which are ordered like them."""
     return v.to(c.number.integer, bitcast=True) & c.number.mask

@@ -54,7 +54,7 @@ def levels_of(q: Any, dtype: torch.dtype) -> Levels:
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """See `ScaledFamily.to_codes`; a block's flag says that it is rounded stochastically."""
-    stochastic = _is_stochastic(a, b, t.n, c)
+    stochastic = is_stochastic(a, b, t.n, c)
     send_scales(scales, stochastic, c)
     draw_a, draw_b = draws(t, key, KIND, c)
     return _codes(a, draw_a, scales, stochastic, c), _codes(b, draw_b, scales, stochastic, c)
@@ -63,7 +63,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
     """See `ScaledFamily.to_values`."""
-    middle = _middle_of(flag, c)
+    middle = middle_of(flag, c)
     offset_a = middle.to(tl.float32)[:, None]
     offset_b = offset_a
     if not (c.family.always_stochastic or c.family.nearest):
@@ -96,7 +96,7 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
 
 
 @triton.jit
-def _is_stochastic(a, b, n, c: tl.constexpr):
+def is_stochastic(a, b, n, c: tl.constexpr):
     """Which blocks are rounded stochastically."""
     if c.family.adaptive:
         others_a, others_b = tl.minimum(magnitudes(a, c), 1), tl.minimum(magnitudes(b, c), 1)
@@ -108,21 +108,25 @@ def _is_stochastic(a, b, n, c: tl.constexpr):
 
 
 @triton.jit
-def _middle_of(stochastic, c: tl.constexpr):
+def middle_of(stochastic, c: tl.constexpr):
     """The code for zero, as a number that need not be whole."""
     return tl.where(stochastic, (c.family.odd_levels - 1) * 0.5, (c.family.levels - 1) * 0.5)
+
+
+@triton.jit
+def levels_per_unit(scale, middle, c: tl.constexpr):
+    """1/Δ of each block, so large that a coordinate at the scale reaches the last level, [rows]."""
+    inverse = divided(middle, scale, c)
+    return tl.where(scale * inverse < middle, inverse * tl.full((), c.number.up, c.number.compute), inverse)
 
 
 @triton.jit
 def _codes(v, draw, scales, stochastic, c: tl.constexpr):
     """The codes of one half."""
     zero = tl.where(stochastic, c.family.odd_levels // 2, c.family.levels // 2)
-    less = zero.to(tl.float32) - _middle_of(stochastic, c).to(tl.float32)
-    middle = _middle_of(stochastic, c).to(c.number.compute)
-    inverse = divided(middle, scales.value, c)
-    # The largest coordinate is to reach the last level.
-    inverse = tl.where(scales.value * inverse < middle, inverse * tl.full((), c.number.up, c.number.compute), inverse)
-    y = clamped(v * inverse[:, None], middle[:, None])
+    less = zero.to(tl.float32) - middle_of(stochastic, c).to(tl.float32)
+    middle = middle_of(stochastic, c).to(c.number.compute)
+    y = clamped(v * levels_per_unit(scales.value, middle, c)[:, None], middle[:, None])
     if c.family.nearest:
         u = tl.where(v == 0, one_and(draw) + (_FIRST - 1), 0.5) - less[:, None]
     else:
@@ -145,12 +149,25 @@ def _values(code, offset, scale, middle, stochastic, c: tl.constexpr):
         middle: the code for zero, [rows].
         stochastic: which blocks are rounded stochastically, [rows].
     """
+    return coordinates((byte_as_float(code) - offset).to(c.number.compute), scale, middle, stochastic, c)
+
+
+@triton.jit
+def coordinates(y, scale, middle, stochastic, c: tl.constexpr):
+    """The coordinates of one half that numbers of levels, counted from zero, stand for.
+
+    Args:
+        y: numbers of levels without dither, [rows, half].
+        scale: scales, [rows].
+        middle: the code for zero, [rows].
+        stochastic: which blocks are rounded stochastically, [rows].
+    """
     step = divided(scale, middle, c)
     is_short = stochastic & (step * middle < scale)  # the last level is to stand for the scale, exactly
     step = tl.where(is_short, step * tl.full((), c.number.up, c.number.compute), step)
     limit = tl.full((), c.mean.limit, c.number.compute)
     limit = tl.where(stochastic, tl.minimum(scale, limit), limit)
-    return clamped((byte_as_float(code) - offset).to(c.number.compute) * step[:, None], limit[:, None])
+    return clamped(y * step[:, None], limit[:, None])
 
 
 FAMILY = ScaledFamily(levels_of, _to_codes, _to_values, _sums_to_values)

@@ -222,7 +222,8 @@ class ScaledFamily(Family):
         to_values: ``(code_a, code_b, t, key, scale, flag, KIND, c)`` to the coordinates of both halves, clamped to the
             magnitude ``c.mean.limit``. ``key`` is a pointer to the source's key.
         sums_to_values: ``(code_a, code_b, t, keys, ranks, scale, KIND, c)`` to the mean that sums of the codes of so
-            many ranks stand for, clamped in the same way. ``keys`` is a pointer to the ranks' keys.
+            many ranks stand for, clamped in the same way. ``keys`` is a pointer to the ranks' keys. None: codes cannot
+            be added.
         pairs_to_codes: ``(code, other, word, c)`` to the codes of sums of two numbers, in one half; ``word`` are
             uniform 32-bit integers. None: codes cannot be added in pairs.
     """
@@ -230,7 +231,7 @@ class ScaledFamily(Family):
     numbers: Callable[[Any, torch.dtype], Any]
     to_codes: Any
     to_values: Any
-    sums_to_values: Any
+    sums_to_values: Any = None
     pairs_to_codes: Any = None
 
     def encode(

@@ -1,0 +1,192 @@
+"""Companded codes: what their curves promise, what a configuration may ask of them, and what becomes of odd input."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gqsgd.codecs import CompandedCodec
+from lightning_gqsgd.codecs.companded import SLOPE, CompandedQuantiser, Curve
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.packing import unpack
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.reducers import choose_reducer
+from lightning_gqsgd.simulation import average
+from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message
+
+WIDTHS = range(2, 9)
+
+
+def there_and_back(kernels, x: Tensor, q: CompandedQuantiser, key: tuple[int, int] = (1, 2)) -> tuple[Tensor, int]:
+    """A gradient after encoding and decoding, and the number of blocks that are not finite."""
+    layout = layout_of([Segment(0, len(x), False)], q, x.dtype)
+    y = torch.full_like(x, 7)
+    bad = kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
+    return y, int(bad)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_the_box_mean_of_the_decoder_is_the_curve_of_the_encoder(bits: int) -> None:
+    q, curve = CompandedCodec(bits).quantiser(64), Curve.of(2**bits)
+    y = torch.linspace(-curve.middle, curve.middle, 501, dtype=torch.float64)
+    e = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096 - 0.5
+    mean = q._expanded(y[:, None] + e).mean(1)
+    expected = (SLOPE * y + y * y.abs() / curve.middle) / (1 + SLOPE)
+    assert torch.allclose(mean, expected, rtol=0, atol=1e-6)
+    assert torch.allclose(q._compressed(expected), y, rtol=1e-12, atol=1e-12)
+    z = torch.linspace(-curve.middle - 0.5, curve.middle + 0.5, 10001, dtype=torch.float64)
+    assert (q._expanded(z).diff() > 0).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(DTYPES),
+    bits=st.sampled_from(WIDTHS),
+    dither=st.sampled_from(["adaptive", "subtractive"]),
+    block=st.sampled_from([16, 40, 64, 256]),
+    rows=st.lists(st.tuples(st.integers(0, 300), st.booleans()), min_size=1, max_size=3),
+)
+def test_both_kernels_give_the_same_bits(seed, dtype, bits, dither, block, rows) -> None:
+    segments, xs = drawn({"seed": seed, "dtype": dtype, "ranks": 3, "rows": rows})
+    check_messages(segments, xs, CompandedCodec(bits, dither).quantiser(block))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(WIDTHS), st.sampled_from([1.0, 3.1415, 1e-30, 1.5e38, 1e-40, 6e-8]))
+def test_an_error_is_within_the_curves_slope(seed: int, bits: int, largest: float) -> None:
+    """A decoded number and its mean lie in the decoder's range over a box, which is as long as the curve is steep."""
+    codec = CompandedCodec(bits, "subtractive")
+    x = (torch.rand(512, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * largest
+    scale, middle = max(float(x.abs().max()), 2.0**-118) * (1 + 2**-7), (2**bits - 1) / 2
+    root = (SLOPE**2 + 4 * (1 + SLOPE) * x.double().abs() / scale).sqrt()  # SLOPE + 2 |y|/m
+    y, bad = there_and_back(cpu, x, codec.quantiser(512), (seed % 2**32, 5))
+    assert bad == 0
+    assert ((y.double() - x.double()).abs() <= scale / middle / (1 + SLOPE) * root * (1 + 1e-4) + 1e-45).all()
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), [(reference, torch.float32), (cpu, torch.float32), (cpu, torch.float64)])
+def test_all_codes_are_used_and_none_is_passed(kernels, dtype: torch.dtype) -> None:
+    for bits in WIDTHS:
+        q = CompandedCodec(bits).quantiser(64)
+        x = torch.tensor([1.0, -1.0] * 2000, dtype=dtype)
+        layout = layout_of([Segment(0, 4000, False)], q, dtype)
+        codes = unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, bits, 64, summable=False)
+        assert set(codes.flatten()[:4000].tolist()) == {0, 2**bits - 1}
+        q = CompandedCodec(bits).quantiser(4096)
+        x = torch.linspace(-1, 1, 4096).to(dtype)
+        layout = layout_of([Segment(0, 4096, False)], q, dtype)
+        codes = unpack(message(kernels, x, layout, (1, 2), q), layout.blocks, bits, 4096, summable=False)
+        assert len(codes.unique()) == 2**bits
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dtype: torch.dtype, bad: float) -> None:
+    x = torch.randn(200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[70] = bad
+    y, count = there_and_back(kernels, x, CompandedCodec(4).quantiser(64))
+    assert count == 1
+    assert y[64:128].isnan().all()
+    assert y[:64].isfinite().all()
+    assert y[128:].isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_stay_zeros_where_nearly_all_are(kernels, dtype: torch.dtype) -> None:
+    x = torch.zeros(256, dtype=dtype)
+    x[130], x[150] = 1.0, -0.3
+    y, _ = there_and_back(kernels, x, CompandedCodec(4).quantiser(64))
+    assert (y[x == 0] == 0).all()
+    assert float(y[130]) == 1.0
+    dense, _ = there_and_back(kernels, x, CompandedCodec(4, "subtractive").quantiser(64))
+    assert (dense[:128] == 0).all()  # a block of zeros stays one under any dither
+    assert (dense[128:192] != 0).all()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_finite_stays_finite_at_both_ends_of_a_dtype(kernels, dtype: torch.dtype) -> None:
+    for size in (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal):
+        x = (torch.linspace(-1, 1, 512, dtype=torch.float64) * size).to(dtype)
+        for bits in WIDTHS:
+            y, bad = there_and_back(kernels, x, CompandedCodec(bits).quantiser(256))
+            assert bad == 0
+            assert y.isfinite().all()
+
+
+def test_results_depend_on_seed_and_step_alone() -> None:
+    gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    fields = {"codec": "companded", "bits": 3, "reducer": "two_shot"}
+    first, again = (average(gradients, step=4, seed=9, **fields)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, average(gradients, step=5, seed=9, **fields)[0])
+    assert not torch.equal(first, average(gradients, step=4, seed=8, **fields)[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reducer": "two_shot"},
+        {"reducer": "gather"},
+        {"reducer": "gather", "scale": "global"},
+        {"reducer": "gather", "norm": "l2", "clip": 2.5, "scale_per": "parameter"},
+        {"reducer": "hierarchical", "node_size": 2},
+        {"reducer": "two_shot", "memory": "diana", "memory_down": "none"},
+    ],
+)
+def test_all_ranks_hold_the_same_bits_with_every_reducer_that_fits(fields: dict) -> None:
+    gradients = [torch.randn(2000, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    means = average(gradients, codec="companded", bits=6, block_size=64, **fields)
+    assert all(torch.equal(means[0], mean) for mean in means[1:])
+    exact = torch.stack(gradients).mean(0)
+    assert float((means[0] - exact).norm() / exact.norm()) < (0.5 if "clip" in fields else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bits": 1}, ["bits=2 to 8, not 1", "codec='linear'"]),
+        ({"bits": 9}, ["bits=9", "1 to 8"]),
+        ({"dither": "stochastic"}, ["dither='stochastic'", "'adaptive' or 'subtractive'", "codec='linear'"]),
+        ({"dither": "nearest"}, ["dither='nearest'", "'adaptive' or 'subtractive'"]),
+        ({"levels": 3}, ["levels=3", "leave it out"]),
+        ({"mantissa": 1}, ["mantissa=1", "leave it out"]),
+        ({"reducer": "sum"}, ["reducer='sum'", "codec='companded'", "'two_shot' or 'gather'"]),
+        ({"reducer": "tree"}, ["reducer='tree'", "codec='exponential'"]),
+        ({"reducer": "gather", "coder": "elias"}, ["coder='elias'", "codec='linear'"]),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_the_remedy(fields: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        GQSGDConfig(codec="companded", **fields)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_codes_are_never_added() -> None:
+    with pytest.raises(ConfigError, match="cannot be added over 4 ranks.*two_shot"):
+        CompandedCodec(4).quantiser(64, summed=4)
+    q = CompandedCodec(4).quantiser(64)
+    blocks = layout_of([Segment(0, 64, False)], q, torch.float32).blocks
+    with pytest.raises(NotImplementedError, match="cannot be added up"):
+        cpu.decode_sum(torch.zeros(64, dtype=torch.uint8), torch.ones(1), blocks, torch.zeros(64), q, [(1, 2)])
+
+
+def test_auto_takes_a_reducer_that_adds_no_codes() -> None:
+    assert choose_reducer(GQSGDConfig(codec="companded"), 2) == "gather"
+    assert choose_reducer(GQSGDConfig(codec="companded"), 8) == "two_shot"
+    assert choose_reducer(GQSGDConfig(codec="companded", scale="global"), 8) == "gather"
+
+
+def test_a_description_names_codec_and_dither() -> None:
+    assert GQSGDConfig(codec="companded", bits=3).describe() == "3 bits (companded, adaptive dither, blocks of 256)"
+
+
+def test_the_reference_is_what_other_devices_run() -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    q = CompandedCodec(4).quantiser(64)
+    assert torch.equal(there_and_back(reference, x, q)[0], there_and_back(cpu, x, q)[0])
