@@ -288,6 +288,7 @@ def _compiled(_: int) -> list[list[list[Any]]]:
     return results
 
 
+@pytest.mark.slow
 def test_compiled_modules(tmp_path: Path) -> None:
     first, second = run(_compiled, 2, tmp_path, initialise=False)
     for one, other in zip(first, second, strict=True):

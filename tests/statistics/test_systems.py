@@ -245,6 +245,7 @@ def test_ceo_rate_of_the_example() -> None:
 REGRESSION = LeastSquares(dimension=256, rows=10_000, batch=64, noise=0.1, scale=0.25)
 
 
+@pytest.mark.slow
 def test_ecq_sgd_is_as_good_as_no_compression() -> None:
     """Least squares, d = 256, 4 workers, batches of 64, s = 4. |w - w*|² found before: .00547 without, .00746 QSGD,
     .00548 ECQ(.2, 1), .00579 ECQ(.2, .9)."""
@@ -267,6 +268,7 @@ def test_classic_error_feedback_diverges_with_an_unbiased_codec_of_large_varianc
     assert run.last() == math.inf
 
 
+@pytest.mark.slow
 def test_memory_takes_away_what_differs_between_workers() -> None:
     """Least squares, d = 20, 10 workers with a truth of their own each, full gradients, s = 1. The loss goes to 0 with
     memory (DIANA, Artemis, DORE), and stalls without: found before, .17 for QSGD and .84 for Bi-QSGD."""

@@ -291,7 +291,8 @@ def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch
     assert 0 < float((y - x).abs().max()) < float(x.abs().max()) / 4
 
 
-@pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["few", "all"])
 def test_compiled_kernels_move_16_bytes_at_a_time(cases: str) -> None:
     """For Hopper, without a GPU: what the interpreter runs is no proof that it compiles, or to what."""
     script = Path(__file__).with_name("compile_for_gpu.py")
