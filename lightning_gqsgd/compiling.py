@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,8 +52,6 @@ def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, r
     """
     count = max(2, ranks // max(1, config.node_size)) if device.type == "cuda" else 2
     between = between_nodes(config, ranks) if config.node_size else config
-    if REDUCERS[between.reducer].adds_codes:  # two ranks may need more bits than the configuration has
-        between = replace(between, bits=max(between.num_bits, 2))
     settings = [Setting(between, count, dtype)]
     if config.warmup_steps:
         settings.append(setting_for(settings[0], compressed=False))

@@ -34,9 +34,15 @@ def listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def counted(number: int, noun: str) -> str:
-    """A number and its noun, in the plural unless the number is one: ``1 tensor``, ``2,000 tensors``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number and its noun, in the plural unless the number is one: ``1 tensor``, ``2,000 tensors``.
+
+    Args:
+        number: the number.
+        noun: the noun in the singular.
+        plural: the noun in the plural, if that is not the singular and an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:

@@ -132,31 +132,8 @@ class WholeQuantiser(Quantiser, Protocol):
         ...
 
 
-class Kernels(Protocol):
-    """The functions of a set of kernels; the module's docstring says what their arguments are."""
-
-    def block_maxima(self, x: Tensor, blocks: Tensor) -> Tensor:
-        """Largest magnitude of each block, as ``scales`` are: int32 or int64 [B].
-
-        NaN and infinity come out larger than every finite number, so that an integer MAX over ranks keeps them.
-        """
-        ...
-
-    def block_moments(self, x: Tensor, blocks: Tensor) -> Tensor:
-        """The sums Σ x, Σ |x| and Σ x² of each block, fp64 [B, 3].
-
-        Coordinates l, l + 16, l + 32, ... are added up in lane l, and then the 16 lanes in order. All kernels add in
-        this order, so they give the same bits.
-        """
-        ...
-
-    def rotate(self, x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-        """Turn each block that is not raw by H D, in place, or back by D H.
-
-        D has random signs from ``key``, and H is the orthonormal Hadamard matrix. A block whose length is no power of
-        two is turned in parts, of which the largest power of two comes first. ``x`` is fp32 or fp64.
-        """
-        ...
+class CodecKernels(Protocol):
+    """The functions that every family of codes has; the module's docstring says what their arguments are."""
 
     def encode(
         self,
@@ -212,6 +189,33 @@ class Kernels(Protocol):
 
         Args:
             rotation: key by which the mean is turned back. None: no rotation.
+        """
+        ...
+
+
+class Kernels(CodecKernels, Protocol):
+    """The functions of a set of kernels."""
+
+    def block_maxima(self, x: Tensor, blocks: Tensor) -> Tensor:
+        """Largest magnitude of each block, as ``scales`` are: int32 or int64 [B].
+
+        NaN and infinity come out larger than every finite number, so that an integer MAX over ranks keeps them.
+        """
+        ...
+
+    def block_moments(self, x: Tensor, blocks: Tensor) -> Tensor:
+        """The sums Σ x, Σ |x| and Σ x² of each block, fp64 [B, 3].
+
+        Coordinates l, l + 16, l + 32, ... are added up in lane l, and then the 16 lanes in order. All kernels add in
+        this order, so they give the same bits.
+        """
+        ...
+
+    def rotate(self, x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
+        """Turn each block that is not raw by H D, in place, or back by D H.
+
+        D has random signs from ``key``, and H is the orthonormal Hadamard matrix. A block whose length is no power of
+        two is turned in parts, of which the largest power of two comes first. ``x`` is fp32 or fp64.
         """
         ...
 

@@ -110,19 +110,16 @@ def _faster(ratio: float, timed: bool) -> str:
 def _chips(facts: dict[str, object], sections: Sequence[Section]) -> str:
     seeds = max(len(runs) for section in sections for runs in section.variants.values())
     parameters = facts.get("parameters")
+    nodes = counted(int(str(facts["nodes"])), "node")
     chips = [
         f"{facts['model']}" + (f", {parameters / 1e6:.2f} M parameters" if isinstance(parameters, int) else ""),
         f"{facts['data']}",
-        f"{_processes(facts['processes'])} on {counted(int(str(facts['nodes'])), 'node')}",
+        f"{counted(int(str(facts['processes'])), 'process', 'processes')} on {nodes}",
         f"{facts['device']}",
         f"{facts['steps']} steps",
         f"{seeds} seeds" if seeds > 1 else "1 seed",
     ]
     return "".join(f"<span>{html.escape(chip)}</span>" for chip in chips)
-
-
-def _processes(number: object) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
 
 
 def _section(number: int, section: Section, titled: bool) -> str:

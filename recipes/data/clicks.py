@@ -168,10 +168,6 @@ class ClickData(TaskData):
         """Batches of the test split."""
         return self._loader(self.clicks.test_ids, self.clicks.test_labels, train=False)
 
-    def test_dataloader(self) -> DataLoader[ClickBatch]:
-        """Batches of the test split."""
-        return self.val_dataloader()
-
     def _load(self) -> tuple[str, ClickLog]:
         if self._root is not None:
             return self.data_name, criteo.load_log(_file(self._root), self._cache, self._max_rows)

@@ -224,10 +224,6 @@ class ImageFolderData(TaskData):
         """Batches of the split that is evaluated."""
         return self._loader(self._test, train=False)
 
-    def test_dataloader(self) -> DataLoader[Sample]:
-        """Batches of the split that is evaluated."""
-        return self.val_dataloader()
-
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalised images, see the class, and labels."""
         images, labels = batch

@@ -118,10 +118,6 @@ class ImageDataModule(TaskData):
         """Batches of the test split."""
         return self._loader(self.images.test_images, self.images.test_labels, train=False)
 
-    def test_dataloader(self) -> DataLoader[IndexedBatch]:
-        """Batches of the test split."""
-        return self.val_dataloader()
-
     def on_after_batch_transfer(self, batch: IndexedBatch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Float images (N, C, H, W) in channels-last memory, and labels; augmented in training."""
         images, labels, indices = batch

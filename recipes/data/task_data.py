@@ -39,6 +39,10 @@ class TaskData(LightningDataModule):
         """Number of training samples, after `setup`."""
         raise NotImplementedError
 
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Batches of the split that validation has."""
+        return self.val_dataloader()
+
     def check_fills_a_step(self) -> None:
         """Check that the training samples make at least one step of all processes.
 
@@ -48,8 +52,9 @@ class TaskData(LightningDataModule):
         processes = self.trainer.world_size if self.trainer else 1
         if self.train_count < self.batch_size * processes:
             raise DataError(
-                f"{counted(self.train_count, 'training sample')} cannot fill one step of {_processes(processes)} with "
-                f"data.batch_size={self.batch_size}; lower data.batch_size or raise data.train_samples"
+                f"{counted(self.train_count, 'training sample')} cannot fill one step of "
+                f"{counted(processes, 'process', 'processes')} with data.batch_size={self.batch_size}; lower "
+                "data.batch_size or raise data.train_samples"
             )
 
     def check_same_everywhere(self, loaded: tuple[str | int, ...]) -> None:
@@ -69,10 +74,6 @@ class TaskData(LightningDataModule):
                 f"process {self.trainer.global_rank} has found {loaded} (name, training and test samples), "
                 f"process 0 {first}; put the same data at data.root on every machine"
             )
-
-
-def _processes(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
 
 
 def whole_batches(rows: Any, size: int, train: bool) -> DataLoader[Any]:

@@ -140,10 +140,6 @@ class TextDataModule(TaskData):
         """Batches of the validation text."""
         return self._loader(self.text.valid, train=False)
 
-    def test_dataloader(self) -> DataLoader[TextBatch]:
-        """Batches of the validation text."""
-        return self.val_dataloader()
-
     def _part(self, ids: Ids, count: int | None, split: str) -> Ids:
         windows = len(self._windows(ids))
         if not windows:

@@ -50,6 +50,19 @@ def train(model: nn.Module, rank: int, steps: range, lr: float = 0.1) -> list[fl
     return losses
 
 
+class Branches(nn.Module):
+    """Two layers, of which each batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(32, 64) for _ in range(2)])
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor, use: int) -> torch.Tensor:
+        return self.head(self.layers[use](x))
+
+
 def fingerprint(model: nn.Module) -> str:
     """Hash of all parameters' bits."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

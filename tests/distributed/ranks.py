@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.ports import free_port
 
 #: Forked from a server that has imported everything, and has no threads: 10 ms instead of 3 s per process.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -88,14 +89,11 @@ def _check(processes: list[Any], results: dict[int, Any], deadline: float) -> No
 
 
 def _torchrun(ranks: int) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     return {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "test",
     }

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.hook import register_gqsgd
-from tests.distributed.models import batch, fingerprint, finish, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, fingerprint, finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 QUANTISING = ["sum", "two_shot", "gather"]
@@ -156,21 +156,8 @@ def test_no_sync_accumulates_without_the_hook(tmp_path: Path) -> None:
         assert equal
 
 
-class _Branches(nn.Module):
-    """Uses one of two layers in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(32, 64) for _ in range(2)])
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor, use: int) -> torch.Tensor:
-        return self.head(self.layers[use](x))
-
-
 def _unused(rank: int) -> str:
-    model, state = wrapped({"find_unused_parameters": True}, {}, _Branches())
+    model, state = wrapped({"find_unused_parameters": True}, {}, Branches())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         x, y = batch(rank, step)

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_gqsgd import functional
 from lightning_gqsgd.functional import MAX_PLAN_BYTES, all_reduce, close
-from tests.distributed.models import batch, finish, mlp, train, wrapped
+from tests.distributed.models import Branches, batch, finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -126,21 +126,8 @@ def test_what_is_finite_stays_finite_in_16_bits(tmp_path: Path) -> None:
         assert {name for name, count in found.items() if count} == set()
 
 
-class _Branches(nn.Module):
-    """Two layers, of which each batch uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(32, 64) for _ in range(2)])
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor, use: int) -> torch.Tensor:
-        return self.head(self.layers[use](x))
-
-
 def _unused(rank: int, hook: dict[str, Any]) -> list[Any]:
-    model, state = wrapped({"find_unused_parameters": True}, {"min_numel": 0, **hook}, _Branches())
+    model, state = wrapped({"find_unused_parameters": True}, {"min_numel": 0, **hook}, Branches())
     number = [name for name, _ in model.module.named_parameters()].index("layers.1.weight")
 
     def step(number: int, use: int) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import subprocess
 import sys
 import tarfile
@@ -22,6 +21,7 @@ from PIL import Image
 from recipes import run
 from recipes.comparison.results import Run
 from recipes.configuration import compose_configuration
+from tests.ports import free_port
 from tests.recipes.made_up_runs import made_up_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,9 +182,7 @@ def run_ranks(
         timeout: in seconds.
         **environment: what they have in common, apart from the rendezvous.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    common = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **environment}
+    common = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.cpu.elias_reader import MOST, REASONS, read_records
 from lightning_gqsgd.kernels.cpu.elias_tables import levels_of, tables_of
-from lightning_gqsgd.kernels.cpu.elias_writer import count_bits, write_records
+from lightning_gqsgd.kernels.cpu.elias_writer import write_records
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.layout import ALIGNMENT, CODES, LENGTH, RAW
@@ -35,12 +35,8 @@ def compressed_bits(message: Tensor, blocks: Tensor, q: Quantiser) -> int:
     Raises:
         ValueError: as `compress`.
     """
-    tables = tables_of(levels_of(q))
-    table = blocks.numpy()
-    _rest(table, message.numel(), q.bits)
-    codes, positions = _scratch(table)
-    source = np.ascontiguousarray(message.numpy())
-    return _checked(count_bits(source, table, q.bits, tables, codes, positions), q)
+    _, _, bits = _parts(message, blocks, q)
+    return bits
 
 
 def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
@@ -50,17 +46,8 @@ def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
         ValueError: ``q`` has an even K, more levels than codes, or codes that are summable or not linear; code records
             overlap or leave the message; a code is K or larger.
     """
-    tables = tables_of(levels_of(q))
-    table = blocks.numpy()
-    rest = _rest(table, message.numel(), q.bits)
-    codes, positions = _scratch(table)
-    coded = table[table[:, RAW] != 1, LENGTH]
-    most = len(coded) * 2 + int(coded.sum()) * int(tables.dense_length.max())
-    words = np.empty(most // 32 + 2, np.uint32)
-    source = np.ascontiguousarray(message.numpy())
-    bits = _checked(write_records(source, table, q.bits, tables, codes, positions, words), q)
-    records = words[: -(-bits // 32)].astype(">u4").view(np.uint8)[: -(-bits // 8)]
-    return torch.from_numpy(np.concatenate([*(source[lo:hi] for lo, hi in rest), records]))
+    rest, records, _ = _parts(message, blocks, q)
+    return torch.from_numpy(np.concatenate([*rest, records]))
 
 
 def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> Tensor:
@@ -98,6 +85,26 @@ def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> 
     return torch.from_numpy(message)
 
 
+def _parts(message: Tensor, blocks: Tensor, q: Quantiser) -> tuple[list[np.ndarray], np.ndarray, int]:
+    """The parts of a stream: what belongs to no code record, the records, and the number of their bits.
+
+    Raises:
+        ValueError: as `compress`.
+    """
+    tables, table = tables_of(levels_of(q)), blocks.numpy()
+    rest = _rest(table, message.numel(), q.bits)
+    codes, positions = _scratch(table)
+    coded = table[table[:, RAW] != 1, LENGTH]
+    most = len(coded) * 2 + int(coded.sum()) * int(tables.dense_length.max())
+    words = np.empty(most // 32 + 2, np.uint32)
+    source = np.ascontiguousarray(message.numpy())
+    bits = write_records(source, table, q.bits, tables, codes, positions, words)
+    if bits < 0:
+        raise ValueError(f"the message has a code beyond the {levels_of(q)} levels of its quantiser")
+    records = words[: -(-bits // 32)].astype(">u4").view(np.uint8)[: -(-bits // 8)]
+    return [source[lo:hi] for lo, hi in rest], records, bits
+
+
 def _rest(table: np.ndarray, message_bytes: int, bits: int) -> list[tuple[int, int]]:
     """The byte ranges of a message that belong to no code record, in order.
 
@@ -119,14 +126,3 @@ def _scratch(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Space for the codes of one block, and for the positions of its non-zeros."""
     size = int(table[:, LENGTH].max()) + 1 if len(table) else 1  # positions are written one beyond the last
     return np.empty(size, np.uint8), np.empty(size, np.int32)
-
-
-def _checked(bits: int, q: Quantiser) -> int:
-    """The number of bits that a kernel returned.
-
-    Raises:
-        ValueError: the message has a code out of range.
-    """
-    if bits < 0:
-        raise ValueError(f"the message has a code beyond the {levels_of(q)} levels of its quantiser")
-    return bits

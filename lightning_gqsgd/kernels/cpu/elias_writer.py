@@ -112,21 +112,6 @@ def _plan(codes, t, positions):
     return sparse, dense, count
 
 
-@kernel("elias_count")
-def count_bits(message, blocks, width, t, codes, positions):
-    """Bits of all records, or `BAD_CODE`; ``width``: the bits of a code in the message."""
-    total = 0
-    for k in range(blocks.shape[0]):
-        if blocks[k, RAW] != 1:
-            n = blocks[k, LENGTH]
-            unpack_planes(message, blocks[k, CODES], n, width, codes)
-            sparse, dense, count = _plan(part(codes, 0, n), t, positions)
-            if count == -1:
-                return BAD_CODE
-            total += min(sparse, dense)
-    return total
-
-
 @kernel("elias_compress")
 def write_records(message, blocks, width, t, codes, positions, words):
     """Write all records; return their bits, or `BAD_CODE`. ``width``: the bits of a code in the message."""

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.cuda import companded, exponential, launch, linear, top_k
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
-from lightning_gqsgd.kernels.cuda.family import Family
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.rotation import rotate_kernel
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
-from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Kind, Quantiser
 from lightning_gqsgd.kernels.wire import Key, scale_format
 
-FAMILIES: dict[Kind, Family] = {
+FAMILIES: dict[Kind, CodecKernels] = {
     Kind.LINEAR: linear.FAMILY,
     Kind.EXPONENTIAL: exponential.FAMILY,
     Kind.TOP_K: top_k.FAMILY,
@@ -94,7 +93,7 @@ def decode(
     q: Quantiser,
     keys: Sequence[Key],
     rotation: Key | None = None,
-) -> Tensor:
+) -> Count:
     """See `protocol.Kernels.decode`; the number is a tensor on the device, int32 []."""
     return FAMILIES[q.kind].decode(wires, blocks, x, q, keys, rotation)
 

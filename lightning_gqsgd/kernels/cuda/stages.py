@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, codes_of, mean_of, number_of, shape_of
-from lightning_gqsgd.kernels.cuda.family import Family
 from lightning_gqsgd.kernels.cuda.floats import in_finite_range
 from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
@@ -207,7 +206,7 @@ def combine_kernel(mine, theirs, table, count, key: tl.int64, pairs_to_codes: tl
 
 
 @dataclass(frozen=True)
-class ScaledFamily(Family):
+class ScaledFamily:
     """A family of codes whose records are a scale and codes of a fixed width, by its functions in Triton.
 
     Codes are int32 [rows, half], in the two halves of the tile ``t``; ``scale`` are the blocks' scales, [rows], in the

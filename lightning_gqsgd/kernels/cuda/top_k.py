@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, mean_of, number_of, shape_of
-from lightning_gqsgd.kernels.cuda.family import Family
 from lightning_gqsgd.kernels.cuda.floats import divided, in_finite_range, is_finite, magnitudes
 from lightning_gqsgd.kernels.cuda.tiles import CODES, column, count_rows, record, tile_of
 from lightning_gqsgd.kernels.protocol import Quantiser
@@ -129,7 +128,7 @@ def _mean_of_largest(wires, stride, messages, t, c: tl.constexpr):
     return total, bad
 
 
-class TopKFamily(Family):
+class TopKFamily:
     """The family, whose records have no scale and take no dither."""
 
     def encode(
