@@ -21,6 +21,7 @@ class Codec(ABC):
         default_bits: ``bits`` of a configuration that leaves it out.
         has_scale: whether each block has a scale.
         takes_norm: whether the scale is what the fields ``norm``, ``clip`` and ``scale_per`` say.
+        quantiser_finds_scale: whether the quantiser computes each block's scale while it encodes the block.
         adds_as_integers: whether an integer sum of codes stands for the sum of the numbers, under a shared scale.
         bits: bits of one code on the wire.
     """
@@ -29,6 +30,7 @@ class Codec(ABC):
     default_bits: ClassVar[int] = 8
     has_scale: ClassVar[bool] = True
     takes_norm: ClassVar[bool] = True
+    quantiser_finds_scale: ClassVar[bool] = False
     adds_as_integers: ClassVar[bool] = False
     bits: int
 

@@ -56,12 +56,14 @@ class Scratch(NamedTuple):
         other: dither of another rank, fp32.
         codes: codes, uint8.
         mean: coordinates, in the compute dtype.
+        turned: turned coordinates, in the compute dtype.
     """
 
     u: np.ndarray
     other: np.ndarray
     codes: np.ndarray
     mean: np.ndarray
+    turned: np.ndarray
 
 
 def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Any:

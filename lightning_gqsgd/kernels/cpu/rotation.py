@@ -21,7 +21,7 @@ class Turn(NamedTuple):
 
     Attributes:
         key: the two keys of the random signs, uint32 [2].
-        roots: 2^(-e/2) for each exponent e of a power of two that fits into a block, in the compute dtype.
+        roots: see `roots_of`.
     """
 
     key: np.ndarray
@@ -30,8 +30,12 @@ class Turn(NamedTuple):
     @classmethod
     def of(cls, key: Key, block_size: int, dtype: torch.dtype) -> Turn:
         """The rotation with a key, for blocks of at most ``block_size`` coordinates of a gradient dtype."""
-        roots = (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(float_type(dtype))
-        return cls(np.array(key, dtype=np.uint32), roots)
+        return cls(np.array(key, dtype=np.uint32), roots_of(block_size, dtype))
+
+
+def roots_of(block_size: int, dtype: torch.dtype) -> np.ndarray:
+    """2^(-e/2) for each exponent e of a power of two up to ``block_size``, in the compute dtype of a gradient dtype."""
+    return (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(float_type(dtype))
 
 
 @loop
@@ -56,7 +60,7 @@ def _butterflies(left, right):
 
 
 @inlined
-def _hadamard(values, root):
+def hadamard(values, root):
     """Hadamard transform of a power of two of values, in place; ``root``: the factor that makes it orthonormal."""
     n, half = values.size, 1
     if n >= 8:
@@ -94,7 +98,7 @@ def turn_block(values, block, turn, inverse, u):
     start = 0
     for exponent in range(turn.roots.size - 1, -1, -1):
         if values.size & (1 << exponent):
-            _hadamard(part(values, start, 1 << exponent), turn.roots[exponent])
+            hadamard(part(values, start, 1 << exponent), turn.roots[exponent])
             start += 1 << exponent
     if inverse:
         _flip(values, u)
