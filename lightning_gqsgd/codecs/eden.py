@@ -1,8 +1,8 @@
 """EDEN: turned coordinates, rounded to the best levels for Gaussian numbers, under a scale that removes the bias.
 
-A block x of m coordinates is turned by R = H D1 H D2. H is the orthonormal Hadamard matrix, D1 and D2 have random signs.
-The coordinates of z = R x are nearly Gaussian, whatever x is, so they are rounded to the Lloyd-Max levels of the normal
-distribution, in units of their root mean square σ = |z|/sqrt(m):
+A block x of m coordinates is turned by R = H D1 H D2. H is the orthonormal Hadamard matrix, and D1 and D2 have
+random signs. The coordinates of z = R x are nearly Gaussian, whatever x is, so they are rounded to the Lloyd-Max levels
+of the normal distribution, in units of their root mean square σ = |z|/sqrt(m):
 
     q_j     = sign(z_j) L_k,   k the number of the level L_k nearest to |z_j|/σ
     S       = |z|²/<z, q>
@@ -89,7 +89,7 @@ class EdenQuantiser:
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
         """See `kernels.protocol.WholeQuantiser.write`."""
         form, whole = SCALE_FORMATS[values.dtype], self._whole(blocks)
-        largest = magnitudes(values).amax(dim=1).long()
+        largest = form.rounded_up(magnitudes(values).amax(dim=1).long())
         finite = largest < form.infinity
         down, up = powers_of_two(largest, form)
         values = torch.where(finite[:, None], values, 0) * down[:, None]
@@ -154,7 +154,7 @@ def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:
     larger or smaller ones.
 
     Args:
-        largest: bits of the largest magnitudes, int64 [B].
+        largest: bits of the largest magnitudes, rounded up to the wire's format, int64 [B].
         form: the number format.
     """
     infinity = form.infinity >> form.mantissa

@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import fill, maximum
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.rotation import hadamard, roots_of
-from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, received, sent
+from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, received, rounded_up, sent
 from lightning_gqsgd.kernels.rotation import SHORTEST
 from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, scale_format
 from lightning_gqsgd.layout import CODES, SCALE
@@ -106,14 +106,11 @@ def _exponent_of(length):
 @inlined
 def _write(values, given, block, key, c, s, wire):
     """Write a block's record and its scale."""
-    largest = int64(maximum(numbers(values, 0, values.size, c.form.mask), c.form.mask))
     exponent = _exponent_of(values.size)
     size = 1 << exponent
-    scale_bits = int64(0)
-    if largest >= c.form.infinity:
-        scale_bits = int64(c.form.infinity)
-    elif largest > 0:
-        scale_bits = _encode(values, largest, exponent, block, key, c, s)
+    scale_bits = rounded_up(int64(maximum(numbers(values, 0, values.size, c.form.mask), c.form.mask)), c.form)
+    if 0 < scale_bits < c.form.infinity:
+        scale_bits = _encode(values, scale_bits, exponent, block, key, c, s)
     if scale_bits == 0 or scale_bits == c.form.infinity:  # codes have no meaning in such a block
         fill(part(s.codes, 0, size), 0)
     if block[SCALE] >= 0:
@@ -127,7 +124,7 @@ def _encode(values, largest, exponent, block, key, c, s):
 
     Args:
         values: the coordinates. They may lie in ``s.mean``, which is overwritten.
-        largest: bits of the largest magnitude.
+        largest: bits of the largest magnitude, rounded up to the wire's format.
         exponent: log2 of the number of turned coordinates.
         block: the block's row of the table.
         key: the two keys of the message.
@@ -202,12 +199,8 @@ def _signs(key, block, n, first, second):
     """Write the diagonals of D2 and of D1 for ``n`` coordinates, 1 or -1 in fp32, see `codecs.eden.signs`."""
     a, b = block_keys(key, block)
     half = n // 2
-    first0, first1, second0, second1 = (
-        part(first, 0, half),
-        part(first, half, half),
-        part(second, 0, half),
-        part(second, half, half),
-    )
+    first0, first1 = part(first, 0, half), part(first, half, half)
+    second0, second1 = part(second, 0, half), part(second, half, half)
     for p in range(half):
         h = word(p, a, b)
         first0[p] = float32(int32(uint32((h >> uint32(14)) & uint32(2)))) - float32(1)

@@ -15,7 +15,7 @@ from lightning_gqsgd import layout
 from lightning_gqsgd.kernels.cuda.floats import divided
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
 from lightning_gqsgd.kernels.cuda.scales import received_scale, scales_of, value_of
-from lightning_gqsgd.kernels.cuda.tiles import CODES, RAGGED, column, load_raw, store_raw, within
+from lightning_gqsgd.kernels.cuda.tiles import CODES, RAGGED, coded, column, load_raw, store_raw, within
 
 _SCALE = tl.constexpr(layout.SCALE)
 
@@ -53,6 +53,7 @@ def write_records(a, b, t, wire, given, key, to_codes: tl.constexpr, KIND: tl.co
     at = column(t, CODES)
     if KIND == RAGGED:
         store_raw(a, b, wire, at, t, c)
+    t = coded(t, KIND, c)
     code_a, code_b = to_codes(a, b, t, key, scales_of(a, b, t, wire, given, c), KIND, c)
     pack(code_a, code_b, t.n, t.inside & (t.raw == 0), wire, at, KIND, c)
 
@@ -64,10 +65,10 @@ def mean_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
     HALF: tl.constexpr = c.shape.half
     at = column(t, CODES)
     place = column(t, _SCALE)
-    coded = t.inside & (t.raw == 0)
+    has_codes, whole = t.inside & (t.raw == 0), coded(t, KIND, c)
     first = tl.zeros((ROWS,), c.number.compute)  # of all sums of a row: NaN, if a message's scale is not finite
     for source in range(m.ranks):
-        code = received_scale(m.wires + source * m.stride, place, coded, c)
+        code = received_scale(m.wires + source * m.stride, place, has_codes, c)
         first = tl.where((code >> 1) > (c.number.infinity >> c.number.shift), float("nan"), first)
     a = tl.zeros((ROWS, HALF), c.number.compute) + first[:, None]
     b = a
@@ -77,12 +78,12 @@ def mean_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
             raw_a, raw_b = load_raw(wire, at, t, c)
             a += raw_a * c.mean.each
             b += raw_b * c.mean.each
-        code = received_scale(wire, place, coded, c)
+        code = received_scale(wire, place, has_codes, c)
         bits = (code >> 1) << c.number.shift
         used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
         scale = tl.where(used, value_of(bits, c) * c.mean.each, 0)
-        code_a, code_b = unpack(wire, at, t.n, used, KIND, c)
-        value_a, value_b = m.to_values(code_a, code_b, t, m.keys + source, scale, (code & 1) == 1, KIND, c)
+        code_a, code_b = unpack(wire, at, whole.n, used, KIND, c)
+        value_a, value_b = m.to_values(code_a, code_b, whole, m.keys + source, scale, (code & 1) == 1, KIND, c)
         a += value_a
         b += value_b
     if c.mean.rest != 1:
