@@ -200,6 +200,7 @@ def test_exact_sums_of_powers_of_two_against_a_tree(ranks: int, tree: float, exa
 CODECS: list[tuple[str, dict[str, Any]]] = [
     *((preset, {}) for preset in ("gqsgd", "gqsgd_4bit", "gqsgd_sum", "gqsgd_exponential", "gqsgd_exponential_tree")),
     *((preset, {}) for preset in ("qsgd", "terngrad", "natural_compression", "natural_dithering", "dq_psgd")),
+    *((preset, {}) for preset in ("drive", "eden")),
     *(("gqsgd", {"bits": bits, "reducer": "gather"}) for bits in range(1, 7)),
     *(("qsgd_elias", {"bits": bits, "norm": norm}) for bits in range(2, 6) for norm in ("l2", "max")),
     ("comp_ams", {"memory": "none"}),

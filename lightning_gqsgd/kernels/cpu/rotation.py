@@ -48,9 +48,9 @@ _WIDTH = 8
 def _transform_eight(typing_context, values, first):
     """Replace eight values, from number ``first`` on, by the butterflies of distance 1, 2 and 4.
 
-    Loops that short are not vectorised by LLVM, so this function makes vectors itself. In a butterfly, the sum takes the
-    place of the value on the left, and the difference takes that of the value on the right: both are the other value of
-    the pair, plus the value times 1 or -1.
+    LLVM does not vectorise loops that short, so this function makes vectors itself. In a butterfly, the sum takes the
+    place of the value on the left, and the difference takes that of the value on the right. Both are the other value
+    of the pair, plus the value times 1 or -1.
     """
 
     def generate(context, builder, signature, arguments):
