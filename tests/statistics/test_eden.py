@@ -35,8 +35,8 @@ def worst_z(y: Tensor, x: Tensor) -> float:
     """The largest bias of a coordinate in standard errors, where coordinates of equal value count as one."""
     worst = 0.0
     for value in x.unique():
-        found = y[:, x == value].mean(1)
-        worst = max(worst, abs(float(found.mean() - value)) / float(found.std()) * math.sqrt(len(y)))
+        mean = y[:, x == value].mean(1)
+        worst = max(worst, abs(float(mean.mean() - value)) / (float(mean.std()) + 1e-12) * math.sqrt(len(y)))
     return worst
 
 
@@ -83,7 +83,7 @@ def test_one_round_of_signs_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> No
     is_done = itertools.cycle([False, True, True, False])  # two times while encoding, and two while decoding
     monkeypatch.setattr(eden, "transformed", lambda v, blocks: transformed(v, blocks) if next(is_done) else v)
     y = decoded(x, 2, 500, reference)
-    assert y.mean(0)[200] / x[200] == pytest.approx(1, abs=10)  # the inverse is that of one round
+    assert float(y[:, 200].mean() / x[200]) > 1.4  # and not 1
     assert worst_z(y, x) > 100
 
 
@@ -142,17 +142,20 @@ def gradients_of(kind: str, numel: int, ranks: int) -> list[Tensor]:
     return listed
 
 
-#: rel-L2 of the mean of 8 ranks in per cent, at most, for two_shot: sqrt(ω + ω (1 + ω)/8) and 1 % more.
-WIDTHS = {1: 92, 2: 39.5, 3: 20.4, 4: 10.5}
-
-
 @pytest.mark.parametrize("kind", ["gaussian", "heavy", "language"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_the_error_of_the_mean_does_not_depend_on_the_gradients(kind: str, bits: int) -> None:
-    gradients = gradients_of(kind, 1 << 15, 8)
-    error = 100 * relative_error(average(gradients, codec="eden", bits=bits, reducer="two_shot")[0], gradients)
-    print(f"{kind} {bits} bits: {error:.1f} %")
-    assert error > 0
+    """Relative L2 error of `two_shot` at 8 ranks, whose gradients are independent, so that the squared norm of their
+    mean is an eighth of a gradient's.
+
+    Seven messages are decoded, with errors ω/8 of that of the mean's squared norm each, and the mean is quantised.
+    """
+    gradients, omega, ranks = gradients_of(kind, 1 << 16, 8), EdenCodec(bits).omega(BLOCK), 8
+    error = relative_error(average(gradients, codec="eden", bits=bits, reducer="two_shot")[0], gradients)
+    up = omega * (ranks - 1) / ranks
+    assert error == pytest.approx(math.sqrt(up + omega * (1 + up)), rel=0.03)
+    if bits == 2:
+        assert error <= 0.53
 
 
 @pytest.mark.parametrize(

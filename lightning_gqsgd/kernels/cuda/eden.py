@@ -1,6 +1,6 @@
 """EDEN codes in Triton: turned coordinates at the best levels for Gaussian numbers, see `codecs.eden`.
 
-The tile ``t`` has the number of turned coordinates for the length of each block, see `tiles.coded`.
+The tile ``t`` has the number of turned coordinates for the length of each block, see `tiles.coded_tile`.
 """
 
 from __future__ import annotations

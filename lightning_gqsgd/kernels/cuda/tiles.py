@@ -72,7 +72,7 @@ def tile_of(table, count, c: tl.constexpr):
 
 
 @triton.jit
-def coded(t, KIND: tl.constexpr, c: tl.constexpr):
+def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
     """The tile with as many coordinates in each block as its record has codes, see `constants.Codes`."""
     if c.codes.padded and KIND == RAGGED:
         n = tl.where(t.n > 0, _SHORTEST, 0)
