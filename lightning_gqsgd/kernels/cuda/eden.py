@@ -66,15 +66,13 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
     """See `ScaledFamily.to_values`."""
-    first_a, first_b, second_a, second_b = _signs(t, tl.load(key), KIND, c)
     a, b = _levels(code_a, c), _levels(code_b, c)
     if KIND == RAGGED:
         p = tl.arange(0, c.shape.half)[None, :]
         a, b = tl.where(p < t.n[:, None], a, 0), tl.where(p + c.shape.half < t.n[:, None], b, 0)
-    a, b = transformed(a, b, t.n, KIND, c)
-    a, b = transformed(a * second_a, b * second_b, t.n, KIND, c)
+    a, b = _turned_back(a, b, t, tl.load(key), KIND, c)
     limit = tl.full((1, 1), c.mean.limit, c.number.compute)
-    return clamped(a * first_a * scale[:, None], limit), clamped(b * first_b * scale[:, None], limit)
+    return clamped(a * scale[:, None], limit), clamped(b * scale[:, None], limit)
 
 
 @triton.jit
@@ -89,21 +87,31 @@ def _powers_of_two(largest, c: tl.constexpr):
 
 
 @triton.jit
-def _signs(t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """The signs of both halves in the first round, and then those in the second round, see `codecs.eden.signs`."""
+def _turned(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves after two rounds of signs and Hadamard transforms, see `codecs.eden.signs`.
+
+    The rounds are a loop that is not unrolled, because the transforms take long to compile.
+    """
     draw_a, draw_b = draws(t, key, KIND, c)
-    first_a, first_b = tl.where(draw_a < 32768, -1.0, 1.0), tl.where(draw_b < 32768, -1.0, 1.0)
-    second_a = tl.where((draw_a & 16384) == 0, -1.0, 1.0)
-    second_b = tl.where((draw_b & 16384) == 0, -1.0, 1.0)
-    return first_a, first_b, second_a, second_b
+    for number in range(2):
+        a, b = transformed(a * _signs(draw_a, 15 - number), b * _signs(draw_b, 15 - number), t.n, KIND, c)
+    return a, b
 
 
 @triton.jit
-def _turned(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves after two rounds of signs and Hadamard transforms."""
-    first_a, first_b, second_a, second_b = _signs(t, key, KIND, c)
-    a, b = transformed(a * first_a, b * first_b, t.n, KIND, c)
-    return transformed(a * second_a, b * second_b, t.n, KIND, c)
+def _turned_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves after the inverse of `_turned`."""
+    draw_a, draw_b = draws(t, key, KIND, c)
+    for number in range(2):
+        a, b = transformed(a, b, t.n, KIND, c)
+        a, b = a * _signs(draw_a, 14 + number), b * _signs(draw_b, 14 + number)
+    return a, b
+
+
+@triton.jit
+def _signs(draw, bit):
+    """1 or -1 for each coordinate of one half, by a bit of its dither."""
+    return tl.where(((draw >> bit) & 1) == 0, -1.0, 1.0)
 
 
 @triton.jit
