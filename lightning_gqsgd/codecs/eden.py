@@ -187,6 +187,7 @@ class EdenCodec(Codec):
     default_bits: ClassVar[int] = 2
     takes_norm: ClassVar[bool] = False
     quantiser_finds_scale: ClassVar[bool] = True
+    unbiased_over: ClassVar[str] = "rotations"
 
     @classmethod
     def of(cls, config: GQSGDConfig) -> EdenCodec:

@@ -61,8 +61,8 @@ def test_no_warning_reaches_the_output() -> None:
         ("diana", 2.0625, 2.0625 * 8 / 64, "gather", 2, "unbiased", 16, None),
         ("dore", 2.0625, 2.0625 / 32, "two_shot", 1 + 2 / 8, "unbiased", 16, None),
         ("cd_adam", 1.0625, 1.0625 / 32, "two_shot", 2 + 1 / 8, "biased, memory corrects", None, 1 / 256),
-        ("drive", 1 + 1 / 256, (1 + 1 / 256) * 8 / 64, "gather", 0, "unbiased", math.pi / 2 - 1, None),
-        ("eden", 2 + 1 / 256, (2 + 1 / 256) * 8 / 64, "gather", 0, "unbiased", 0.1331212, None),
+        ("drive", 1 + 1 / 256, (1 + 1 / 256) * 8 / 64, "gather", 0, "unbiased over rotations", math.pi / 2 - 1, None),
+        ("eden", 2 + 1 / 256, (2 + 1 / 256) * 8 / 64, "gather", 0, "unbiased over rotations", 0.1331212, None),
         ("topk_ef", 0.5, 0.5 * 8 / 64, "gather", 1, "biased, memory corrects", None, 41 / 4096),
     ],
 )
