@@ -252,7 +252,7 @@ def omega_eden(bits: int) -> float:
     With z = R x, levels q in units of σ = |x|/sqrt(m), and the scale S = |x|²/<z, q>, the decoded block has
     <x̂, x> = |x|², so |x̂ - x|² = S² |q|² - |x|². For Gaussian z, <z, q> is near m σ (1-D) and |q|² near m (1-D), so that
     the error is |x|² (1/(1-D) - 1). That is π/2 - 1 at 1 bit (DRIVE, arXiv 2105.08339, section 4; EDEN,
-    arXiv 2108.08842, theorem 2.3). In blocks of 128 coordinates, it is within 3 % of the error.
+    arXiv 2108.08842, theorem 2.3). In blocks of 128 coordinates, it is within 5 % of the error.
 
     Args:
         bits: bits of a code, 1 to 4.

@@ -53,11 +53,11 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     number_b, level_b = _nearest(b, deviation, c)
     products = _folded(tl.abs(a) * level_a + tl.abs(b) * level_b, c)
 
-    found = scales.used > 0
-    scale = tl.where(found, divided(squares, tl.where(found, products, 1), c) * up, 0)
+    is_coded = scales.used > 0
+    scale = tl.where(is_coded, divided(squares, tl.where(is_coded, products, 1), c) * up, 0)
     word_a, word_b = block_keys(t, key)
     random = tl.sum(words(tl.full((1, 1), _SCALE_PLACE, tl.uint32), word_a, word_b), axis=1)
-    bits = tl.where(found, _rounded_at_random(scale, random, c), scales.bits)
+    bits = tl.where(is_coded, _rounded_at_random(scale, random, c), scales.bits)
     used = scales.used & (bits > 0).to(tl.int32)
     send_scales(Scales(scale, used, bits, scales.places, scales.sent), t.row < 0, c)
     return _with_sign(number_a, a, used, c), _with_sign(number_b, b, used, c)
