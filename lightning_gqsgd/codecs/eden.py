@@ -124,7 +124,7 @@ class EdenQuantiser:
 
         first, second = signs(whole, key, levels)
         turned_back = transformed(transformed(levels, whole) * second, whole) * first
-        limit = torch.finfo(dtype).max
+        limit = torch.finfo(dtype).max * factor  # the sum of all messages stays finite
         values = (turned_back * (scales * factor)[:, None]).clamp(-limit, limit)
         values[~finite] = torch.nan
         return values

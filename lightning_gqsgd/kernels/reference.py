@@ -203,6 +203,8 @@ def _read_scaled(
     scales, finite = form.scales(bits)
     codes = unpack(wire, blocks, q.bits, q.block_size, summable=q.summable)
     values = q.decode(codes, scales * factor, flags, uniform(blocks, key, q.block_size))
+    limit = torch.finfo(compute).max * factor  # the sum of all messages stays finite
+    values = values.clamp(-limit, limit)
     values[~finite] = torch.nan
     return values
 

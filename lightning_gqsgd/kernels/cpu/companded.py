@@ -148,8 +148,9 @@ def _dequantise(codes, u, step, c, add, out):
     if not add:
         for j in range(out.size):
             out[j] = 0
+    limit = c.form.largest * c.each  # the sum of all messages stays finite
     for j in range(out.size):
         z = float32(int32(codes[j])) - u[j]
         r = np.floor(z + c.half)
         value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink
-        out[j] += clamped(value * step, c.form.largest)
+        out[j] += clamped(value * step, limit)

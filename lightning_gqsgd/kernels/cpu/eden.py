@@ -189,7 +189,7 @@ def _read(wire, at, block, key, c, s, add, out):
         hadamard(z, c.roots[exponent])
         _multiply(z, s.other)
         hadamard(z, c.roots[exponent])
-        _add_turned_back(z, s.u, float_of(scale_bits, c.form.zero) * c.each, c.form.largest, add, out)
+        _add_turned_back(z, s.u, float_of(scale_bits, c.form.zero) * c.each, c.form.largest * c.each, add, out)
     elif scale_bits > 0 or not add:
         fill(out, np.nan if scale_bits > 0 else 0.0)
 

@@ -176,7 +176,8 @@ def _decode(scale, stochastic, block, key, c, s, add, out):
         fill(part(s.u, 0, out.size), c.middle)
     else:
         dither(key, block, out.size, float32(c.middle) + (FIRST - float32(0.5)), s.u)
-    _decode_block(scale, c.odd_middle if stochastic else c.middle, stochastic, c, s, add, out)
+    limit = scale if stochastic else c.form.largest * c.each  # the sum of all messages stays finite
+    _decode_block(scale, c.odd_middle if stochastic else c.middle, stochastic, limit, c, s, add, out)
 
 
 @inlined
@@ -189,23 +190,23 @@ def _decode_sum(scale, block, keys, c, s, out):
         for rank in range(keys.shape[0]):
             dither(keys[rank], block, out.size, FIRST - float32(0.5), s.other)
             add_scaled(part(s.other, 0, out.size), float32(1), True, u)
-    _decode_block(scale, c.sum_middle, stochastic, c, s, False, out)
+    _decode_block(scale, c.sum_middle, stochastic, scale if stochastic else c.form.largest, c, s, False, out)
 
 
 @inlined
-def _decode_block(scale, middle, stochastic, c, s, add, out):
+def _decode_block(scale, middle, stochastic, limit, c, s, add, out):
     """Decode ``s.codes`` under a scale.
 
     Args:
         scale: the scale times what the coordinates are multiplied by.
         middle: the code that stands for zero. ``s.u`` has the same with the dither of each coordinate.
         stochastic: whether the codes were rounded stochastically.
+        limit: coordinates are clamped to this magnitude.
         c: constants.
         s: scratch space.
         add: whether to add to ``out``.
         out: coordinates.
     """
-    limit = scale if stochastic else c.form.largest
     dequantise(s.codes, s.u, step_of(scale, middle, stochastic, c.up), limit, add, out)
 
 

@@ -89,7 +89,7 @@ class Mean(NamedTuple):
         ranks: number of messages, or of ranks whose codes were added up in one message.
         each: factor of every message, see `wire.Share`.
         rest: what the sum is divided by, see `wire.Share`.
-        limit: coordinates of a message are clamped to this magnitude.
+        limit: coordinates of a message are clamped to this magnitude, so that the sum of all messages stays finite.
         is_clamped: whether the mean is clamped once more, to the finite numbers of the gradient's dtype.
         has_own: whether one source's coordinates are given, so that its message is not decoded.
     """
@@ -191,7 +191,7 @@ def mean_of(
         ranks=ranks,
         each=share.each,
         rest=share.rest,
-        limit=torch.finfo(dtype if straight else compute).max,
+        limit=torch.finfo(dtype if straight else compute).max * (1.0 if summed else share.each),
         is_clamped=dtype != compute and not encoded and not straight,
         has_own=has_own,
     )
