@@ -1,0 +1,313 @@
+"""Measures what the model needs to know of a device and of the network between ranks: `measure`, a collective.
+
+Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
+sends for the time per byte. The latter is measured twice: one collective at a time, and several at once, which fill
+each other's pauses. Kernels are timed in seconds of the thread's own processor time, so that other programs of the
+machine do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd.codecs import codec_of
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.meta import codec_name
+from lightning_gqsgd.kernels.wire import scale_format
+from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.performance.costs import KINDS, Collective, Costs, Gamma
+from lightning_gqsgd.performance.profile import Message, message_of
+from lightning_gqsgd.performance.timeline import Timeline
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.transport.communicator import Communicator
+
+#: Version of the file that a probe is kept in.
+VERSION = 1
+
+#: Collectives that are under way at once where they are to fill the link.
+AT_ONCE = 4
+#: Bytes of the short message.
+SHORT_BYTES = 4096
+#: The longest messages: those of pieces, and those of DDP's buckets, which sums take whole.
+LONG_BYTES = {"all_to_all": 1 << 20, "all_gather": 1 << 19, "max": 1 << 16, "sum/uint8": 1 << 20}
+LONG_SUM_BYTES = 1 << 24
+#: Seconds after which a message counts as long enough, whatever its length.
+LONG_ENOUGH_S = 0.08
+#: Seconds of repetitions of one message length, about.
+PATIENCE_S = 0.4
+
+#: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
+CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
+_SOURCES = 4
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured.
+
+    Attributes:
+        costs: the constants, for `ranks` ranks.
+        ranks: number of ranks.
+        per_node: ranks of each node.
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: name of the device that computes.
+        seconds: how long the measurements took.
+        timelines: of models, if any were measured.
+    """
+
+    costs: Costs
+    ranks: int
+    per_node: int
+    backend: str
+    device: str
+    seconds: float
+    timelines: tuple[Timeline, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write the probe as JSON."""
+        values = {**asdict(replace(self, timelines=())), "timelines": [line.to_dict() for line in self.timelines]}
+        path.write_text(json.dumps({"version": VERSION, **values}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Probe:
+        """Read a probe that `save` wrote.
+
+        Raises:
+            ConfigError: there is no such file, or it is no probe of this version.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
+        except ValueError:
+            raise ConfigError(f"{path} is no JSON: run `gqsgd probe --output {path}` again") from None
+        version = values.pop("version", None) if isinstance(values, dict) else None
+        if version != VERSION:
+            raise ConfigError(
+                f"{path} is no probe of version {VERSION} (its version: {version}): run `gqsgd probe --output {path}` "
+                "again"
+            )
+        costs = values.pop("costs")
+        costs["collectives"] = {key: Collective(**cost) for key, cost in costs["collectives"].items()}
+        costs["gammas"] = {key: Gamma(**gamma) for key, gamma in costs["gammas"].items()}
+        timelines = tuple(map(Timeline.from_dict, values.pop("timelines")))
+        return cls(**values, costs=Costs(**{**costs, "source": str(path)}), timelines=timelines)
+
+
+def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), per_node: int = 1) -> Probe:
+    """Measure this device and the network between the ranks of the default process group. A collective.
+
+    Args:
+        device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
+        key: a name that no other probe of this process group has had.
+        bits: the widths of linear codes whose kernels are timed.
+        per_node: ranks of each node.
+
+    Raises:
+        ConfigError: there is one rank only, or ranks do not make nodes of this size.
+    """
+    assert dist.group.WORLD is not None
+    ranks = dist.get_world_size()
+    if ranks < 2:
+        raise ConfigError("one process has nobody to send to: start at least two, e.g. `gqsgd probe --procs 2`")
+    if ranks % per_node:
+        raise ConfigError(f"{ranks} ranks do not make nodes of {per_node}; start as many on every node")
+    begun = time.perf_counter()
+    communicator = Communicator(device, dist.group.WORLD, key)
+    scopes = (ALL, Scope("node", per_node), Scope("peers", per_node)) if 1 < per_node < ranks else (ALL,)
+    communicator.extend([scopes] * AT_ONCE)
+    try:
+        clock = _Stopwatch(communicator)
+        collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
+        on_streams = communicator.backend == "nccl"
+        cores = 1.0 if on_streams else _cores(communicator)
+        gammas = {_name(width): _gamma(device, width) for width in bits}
+        costs = Costs(collectives, gammas, *_copying(device), cores, on_streams, source="measured")
+    finally:
+        communicator.close()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return Probe(costs, ranks, per_node, communicator.backend, name, time.perf_counter() - begun)
+
+
+class _Stopwatch:
+    """Times collectives; a length that ranks do not agree on is that of the slowest."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._everyone = list(range(communicator.size))
+
+    def collective(self, kind: str, scope: Scope) -> Collective:
+        """The constants of one kind of collective."""
+        members = len(scope.members(self._communicator.rank, self._communicator.size))
+        short, short_sent = self._exchange(kind, SHORT_BYTES, scope)
+        alpha_s, cpu_s, _ = self._time([short])
+        nbytes, longest = 1 << 16, LONG_BYTES.get(kind, LONG_SUM_BYTES) * (1 if kind != "all_to_all" else members)
+        while True:
+            nbytes = min(nbytes, longest)
+            exchange, sent = self._exchange(kind, nbytes, scope)
+            once_s, once_cpu_s, _ = self._time([exchange], repeat=1)
+            if nbytes == longest or once_s > LONG_ENOUGH_S:
+                break
+            nbytes *= 4
+        alone_s, _, _ = self._time([exchange])
+        several = [self._exchange(kind, nbytes, scope)[0] for _ in range(AT_ONCE)]
+        together_s, cpu_beta_s, _ = self._time(several)
+        beta_s = max(0.0, together_s - alpha_s) / (AT_ONCE * sent)
+        alone_beta_s = max(0.0, alone_s - alpha_s) / sent
+        per_byte_s = max(0.0, cpu_beta_s - AT_ONCE * cpu_s) / (AT_ONCE * sent)
+        beta_s = min(beta_s, alone_beta_s) if beta_s else alone_beta_s
+        del short_sent, once_cpu_s
+        return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, per_byte_s)
+
+    def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
+        """A collective of messages of about this length, and the bytes that a rank sends in it."""
+        rank, size, device = self._communicator.rank, self._communicator.size, self._communicator.device
+        members = len(scope.members(rank, size))
+        name, _, dtype = kind.partition("/")
+        if name == "all_to_all":
+            tensor = torch.zeros(-(-nbytes // members) * members, dtype=torch.uint8, device=device)
+            exchange = Exchange(name, torch.empty_like(tensor), tensor, scope=scope)
+        elif name == "all_gather":
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            everyone = torch.empty(members, nbytes, dtype=torch.uint8, device=device)
+            exchange = Exchange(name, everyone, tensor, scope=scope)
+        else:
+            of = _DTYPES[dtype] if dtype else torch.int32
+            tensor = torch.zeros(max(1, nbytes // of.itemsize), dtype=of, device=device)
+            exchange = Exchange(name, tensor, tensor, scope=scope)
+        message: Message = message_of(exchange, rank, size)
+        return exchange, message.sent_bytes
+
+    def _time(self, exchanges: Sequence[Exchange], repeat: int = 0) -> tuple[float, float, int]:
+        """Median seconds until collectives that start together are through, mean processor-seconds, and repetitions.
+
+        All ranks get the same numbers, and repeat equally often.
+        """
+        walls: list[float] = []
+        cpu_s, spent_s = 0.0, 0.0
+        while not walls or (not repeat and len(walls) < 15 and (len(walls) < 3 or spent_s < PATIENCE_S)):
+            dist.barrier()
+            cpu, begun = time.process_time(), time.perf_counter()
+            for work in [self._communicator.start(one, 1 + number) for number, one in enumerate(exchanges)]:
+                work.wait()
+            if exchanges[0].input.is_cuda:
+                torch.cuda.synchronize()
+            times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
+            times = slowest(times, self._communicator.device)
+            walls.append(float(times[0]))
+            cpu_s += float(times[1])
+            spent_s += walls[-1]
+        return median(walls), cpu_s / len(walls), len(walls)
+
+
+def slowest(values: Tensor, device: torch.device) -> Tensor:
+    """Element-wise maximum over the ranks of the default process group, on the host."""
+    moved = values.to(device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    return moved.cpu()
+
+
+def _cores(communicator: Communicator) -> float:
+    """Processors that this rank gets while all ranks want as many as they can have: the smallest of all ranks."""
+    count, until = os.cpu_count() or 1, 0.3
+    data = bytes(1 << 20)
+
+    def work(deadline: float) -> None:
+        while time.perf_counter() < deadline:
+            hashlib.blake2b(data).digest()  # lets other threads run
+
+    dist.barrier()
+    cpu, begun = time.process_time(), time.perf_counter()
+    threads = [threading.Thread(target=work, args=(begun + until,)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    mine = (time.process_time() - cpu) / (time.perf_counter() - begun)
+    return -float(slowest(torch.tensor([-mine], dtype=torch.float64), communicator.device)[0])
+
+
+def _name(bits: int) -> str:
+    q = codec_of(GQSGDConfig(bits=bits)).quantiser(GQSGDConfig().block_size)
+    return codec_name(q.kind, q.bits)
+
+
+def _gamma(device: torch.device, bits: int) -> Gamma:
+    """Seconds of a codec's kernels for each coordinate."""
+    config, numel = GQSGDConfig(bits=bits), CODEC_NUMEL[device.type]
+    q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    layout = place(
+        cut([Segment(0, numel, raw=False)], config.block_size),
+        q,
+        shards=1,
+        scale_bytes=form.nbytes,
+        raw_bytes=form.raw_bytes,
+    ).on(device)
+    kernels, key = kernels_for(device), (1, 2)
+    wires = torch.zeros(_SOURCES, layout.message_bytes, dtype=torch.uint8, device=device)
+    keys = tuple((number, 2) for number in range(_SOURCES))
+    encode_s = _seconds(lambda: kernels.encode(x, layout.blocks, wires[0], q, key), device)
+    for number, source_key in enumerate(keys):
+        kernels.encode(x, layout.blocks, wires[number], q, source_key)
+    decode_s = _seconds(lambda: kernels.decode(wires[:1], layout.blocks, x, q, keys[:1]), device)
+    several_s = _seconds(lambda: kernels.decode(wires, layout.blocks, x, q, keys), device)
+    return Gamma(encode_s / numel, decode_s / numel, max(0.0, several_s / _SOURCES) / numel)
+
+
+def _copying(device: torch.device) -> tuple[float, float]:
+    """Seconds for each byte that a copy reads or writes, and seconds to start an operation."""
+    x = torch.zeros(1 << 22, device=device)
+    y, small = torch.empty_like(x), torch.zeros(16, device=device)
+    launch_s = _seconds(lambda: small.mul_(1.0), device)
+    return max(0.0, _seconds(lambda: y.copy_(x), device) - launch_s) / (2 * x.nbytes), launch_s
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeat: int = 12) -> float:
+    """Median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time."""
+    call()
+    times = []
+    for _ in range(repeat):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            call()
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begun)
+        else:
+            begun = time.thread_time()
+            call()
+            times.append(time.thread_time() - begun)
+    return median(times)
+
+
+def to_rows(probe: Probe) -> list[dict[str, Any]]:
+    """The constants of collectives as rows of a table, in µs and ns."""
+    return [
+        {
+            "collective": key,
+            "α (µs)": 1e6 * cost.alpha_s,
+            "β (ns/B)": 1e9 * cost.beta_s,
+            "Gbit/s": 8e-9 / cost.beta_s if cost.beta_s else float("inf"),
+            "alone (ns/B)": 1e9 * (cost.beta_s + cost.alone_s),
+            "processor (µs)": 1e6 * cost.cpu_s,
+            "processor (ns/B)": 1e9 * cost.cpu_beta_s,
+        }
+        for key, cost in probe.costs.collectives.items()
+    ]
