@@ -67,6 +67,10 @@ class Recorder:
         ready = [at - forward for at, _ in self._buckets]
         self._rows.append([forward - begun, backward - forward, self._now() - backward, *ready])
 
+    def forget(self) -> None:
+        """Leave the steps so far out of the timeline: those that warm up."""
+        self._rows = []
+
     def timeline(self) -> Timeline:
         """Medians over the steps so far with the latest buckets, of the slowest rank.
 
