@@ -23,8 +23,8 @@ FEWEST_BITS = 4
 WORTH = 0.05
 #: Predictions that differ by less are taken as equal, and the more exact candidate is recommended.
 CLOSE = 0.03
-#: The most nodes of a sweep, and the factors by which a sweep changes the rate of links.
-MOST_NODES = 1024
+#: The numbers of nodes of a sweep, and the factors by which a sweep changes the rate of links.
+SWEEP_NODES = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 RATE_FACTORS = tuple(10 ** (step / 8) for step in range(-16, 17))
 
 
@@ -112,12 +112,12 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
     return costs_at
 
 
-def methods(cluster: Cluster, nodes: int, costs: Costs) -> dict[str, GQSGDConfig | str]:
+def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = BITS) -> dict[str, GQSGDConfig | str]:
     """The candidates for a number of nodes, by name, most exact ones first."""
     found: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
     if cluster.timeline.dtype == torch.float32:
         found["bf16"] = BF16
-    for bits in BITS:
+    for bits in widths:
         if f"linear/{bits}" not in costs.gammas:
             continue
         found[f"{bits} bit"] = GQSGDConfig(bits=bits, sample_every=0)
@@ -127,12 +127,21 @@ def methods(cluster: Cluster, nodes: int, costs: Costs) -> dict[str, GQSGDConfig
     return found
 
 
-def candidates(cluster: Cluster, *, nodes: int | None = None, factor: float = 1.0) -> list[Candidate]:
-    """Predictions of all candidates, on another number of nodes or on links of another rate, if given."""
+def candidates(
+    cluster: Cluster, *, nodes: int | None = None, factor: float = 1.0, widths: Sequence[int] = BITS
+) -> list[Candidate]:
+    """Predictions of all candidates, on another number of nodes or on links of another rate, if given.
+
+    Args:
+        cluster: the cluster.
+        nodes: number of nodes; None: the cluster's.
+        factor: by which the rate of the links changes.
+        widths: bits of the codes that are compared.
+    """
     nodes = cluster.nodes if nodes is None else nodes
     costs = cluster.costs_at(nodes, factor)
     make = partial(predict, cluster.timeline, costs, nodes * cluster.per_node)
-    return [Candidate(name, method, make(method)) for name, method in methods(cluster, nodes, costs).items()]
+    return [Candidate(name, method, make(method)) for name, method in methods(cluster, nodes, costs, widths).items()]
 
 
 def recommendable(found: Sequence[Candidate]) -> list[Candidate]:
@@ -178,9 +187,10 @@ def recommendation(found: Sequence[Candidate]) -> str:
 
 
 def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
-    """Candidates over the number of nodes, in powers of two up to `MOST_NODES`."""
-    counts = [1 << power for power in range(MOST_NODES.bit_length()) if (1 << power) * cluster.per_node > 1]
-    return {nodes: candidates(cluster, nodes=nodes) for nodes in counts}
+    """Candidates that can be recommended over numbers of nodes; those with fewer bits take as long to predict."""
+    counts = [nodes for nodes in SWEEP_NODES if nodes * cluster.per_node > 1]
+    widths = [bits for bits in BITS if bits >= FEWEST_BITS]
+    return {nodes: candidates(cluster, nodes=nodes, widths=widths) for nodes in counts}
 
 
 def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:

@@ -250,32 +250,46 @@ def _name(bits: int) -> str:
 
 def _gamma(device: torch.device, bits: int) -> Gamma:
     """Seconds of a codec's kernels for each coordinate."""
-    config, numel = GQSGDConfig(bits=bits), CODEC_NUMEL[device.type]
-    q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
-    layout = place(
-        cut([Segment(0, numel, raw=False)], config.block_size),
-        q,
-        shards=1,
-        scale_bytes=form.nbytes,
-        raw_bytes=form.raw_bytes,
-    ).on(device)
-    kernels, key = kernels_for(device), (1, 2)
-    wires = torch.zeros(_SOURCES, layout.message_bytes, dtype=torch.uint8, device=device)
-    keys = tuple((number, 2) for number in range(_SOURCES))
-    encode_s = _seconds(lambda: kernels.encode(x, layout.blocks, wires[0], q, key), device)
-    for number, source_key in enumerate(keys):
-        kernels.encode(x, layout.blocks, wires[number], q, source_key)
-    decode_s = _seconds(lambda: kernels.decode(wires[:1], layout.blocks, x, q, keys[:1]), device)
-    several_s = _seconds(lambda: kernels.decode(wires, layout.blocks, x, q, keys), device)
-    return Gamma(encode_s / numel, decode_s / numel, max(0.0, several_s / _SOURCES) / numel)
+    numel = CODEC_NUMEL[device.type]
+    codec = _Codec(device, bits, numel)
+    encode_s, decode_s = _seconds(codec.encode, device), _seconds(codec.decode, device)
+    return Gamma(encode_s / numel, decode_s / numel, _seconds(codec.add, device) / _SOURCES / numel)
+
+
+class _Codec:
+    """A tensor, messages of several sources, and what is done with them."""
+
+    def __init__(self, device: torch.device, bits: int, numel: int) -> None:
+        config = GQSGDConfig(bits=bits)
+        self._q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
+        self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+        table = cut([Segment(0, numel, raw=False)], config.block_size)
+        sizes = {"scale_bytes": form.nbytes, "raw_bytes": form.raw_bytes}
+        self._layout = place(table, self._q, shards=1, **sizes).on(device)
+        self._kernels = kernels_for(device)
+        self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
+        self._keys = tuple((number, 2) for number in range(_SOURCES))
+        for number in range(_SOURCES):
+            self.encode(number)
+
+    def encode(self, source: int = 0) -> None:
+        """Write the message of a source."""
+        self._kernels.encode(self._x, self._layout.blocks, self._wires[source], self._q, self._keys[source])
+
+    def decode(self) -> None:
+        """Decode the message of one source."""
+        self._kernels.decode(self._wires[:1], self._layout.blocks, self._x, self._q, self._keys[:1])
+
+    def add(self) -> None:
+        """Decode the mean of the messages of all sources."""
+        self._kernels.decode(self._wires, self._layout.blocks, self._x, self._q, self._keys)
 
 
 def _copying(device: torch.device) -> tuple[float, float]:
-    """Seconds for each byte that a copy reads or writes, and seconds to start an operation."""
+    """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
     x = torch.zeros(1 << 22, device=device)
-    y, small = torch.empty_like(x), torch.zeros(16, device=device)
-    launch_s = _seconds(lambda: small.mul_(1.0), device)
+    y, config = torch.empty_like(x), GQSGDConfig()
+    launch_s = _seconds(_Codec(device, config.num_bits, config.block_size).encode, device)
     return max(0.0, _seconds(lambda: y.copy_(x), device) - launch_s) / (2 * x.nbytes), launch_s
 
 
