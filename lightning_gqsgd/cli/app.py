@@ -134,21 +134,26 @@ def advise(
     forward: Annotated[str | None, typer.Option(help="Length of the forward pass.  [default: half of it]")] = None,
     codec: Annotated[str | None, typer.Option(help="Speed of the codec: h100, a100, cpu or measured.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it over nodes and over the link's rate.")] = None,
+    gantt: Annotated[Path | None, typer.Option(help="Draw what happens in a step: fp32, bf16, 8 and 4 bits.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
     from lightning_gqsgd.cli import advising, tables
     from lightning_gqsgd.errors import ConfigError
-    from lightning_gqsgd.performance.advice import candidates
+    from lightning_gqsgd.performance.advice import candidates, recommendable
 
     places = (nodes, gpus_per_node, backward, forward, codec)
     try:
         cluster = advising.Question(model, batch, probe, link, latency, intra, *places).cluster()
         found = candidates(cluster)
-        if plot is not None:
-            from lightning_gqsgd.performance.pictures import draw_sweeps
+        if plot is not None or gantt is not None:
+            from lightning_gqsgd.performance import pictures
 
-            draw_sweeps(cluster, plot)
+            if plot is not None:
+                pictures.draw_sweeps(cluster, plot)
+            if gantt is not None:
+                steps = {candidate.name: candidate.prediction for candidate in recommendable(found)}
+                pictures.draw_steps(steps, gantt)
     except ConfigError as error:
         typer.echo(f"gqsgd: {error}", err=True)
         raise typer.Exit(2) from None

@@ -161,9 +161,8 @@ def best_of(found: Sequence[Candidate]) -> Candidate:
     """
     found = recommendable(found)
     shortest = min(candidate.prediction.step_s for candidate in found)
-    if shortest > found[0].prediction.step_s * (1 - WORTH):
-        return found[0]
-    return next(candidate for candidate in found if candidate.prediction.step_s <= shortest * (1 + CLOSE))
+    limit = min(shortest * (1 + CLOSE), found[0].prediction.step_s * (1 - WORTH))
+    return next((candidate for candidate in found if candidate.prediction.step_s <= limit), found[0])
 
 
 def recommendation(found: Sequence[Candidate]) -> str:

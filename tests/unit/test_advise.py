@@ -111,11 +111,12 @@ def test_a_link_takes_the_place_of_the_one_that_was_measured(tmp_path: Path) -> 
     assert slow["candidates"][0]["step_s"] > 10
 
 
-def test_sweeps_are_drawn_with_their_break_even_line(tmp_path: Path) -> None:
-    picture = tmp_path / "sweep.png"
-    result = _run(*USUAL, "--link", "10gbit", "--plot", str(picture))
+def test_sweeps_and_steps_are_drawn(tmp_path: Path) -> None:
+    sweep, gantt = tmp_path / "sweep.png", tmp_path / "gantt.png"
+    result = _run(*USUAL, "--link", "10gbit", "--plot", str(sweep), "--gantt", str(gantt))
     assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    for picture in (sweep, gantt):
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
