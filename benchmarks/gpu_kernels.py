@@ -26,7 +26,8 @@ from benchmarks.roofline import Fact, save_figure
 from benchmarks.timing import Case, Clock, EventClock, Spread, in_turns, ratio
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place
+from lightning_gqsgd.kernels.protocol import Own
+from lightning_gqsgd.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place_by_owner
 from lightning_gqsgd.reducers import Setting, StepKeys
 from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL
 
@@ -109,7 +110,7 @@ class Bucket:
     """
 
     def __init__(self, x: Tensor, out: Tensor, layouts: Sequence[tuple[slice, Layout]], setting: Setting) -> None:
-        self._x, self._out, self._dtype = x, out, setting.dtype
+        self._x, self._out = x, out
         self._kernels, self._keys = kernels_for(x.device), StepKeys.of(setting.config, 0, setting.ranks)
         self._q = setting.codec.quantiser(setting.config.block_size)
         # Encoding and decoding rotate on the way where the configuration rotates; only then do they need this key.
@@ -124,8 +125,8 @@ class Bucket:
     def reduce(self) -> None:
         """Reduce one shard of each piece."""
         for piece in self._pieces:
-            keys, down = self._keys.up, self._keys.down
-            self._kernels.reduce(piece.received, piece.owned, piece.shard, self._q, keys, down, self._dtype)
+            keys, down, own = self._keys.up, self._keys.down, Own(0, self._x[piece.part], **self._rotation)
+            self._kernels.reduce(piece.received, piece.owned, piece.shard, self._q, keys, down, own)
 
     def decode(self) -> None:
         """Decode the whole tensor."""
@@ -160,18 +161,22 @@ def layouts_of(numel: int, setting: Setting) -> list[tuple[slice, Layout]]:
         part = slice(start, start + int(table[:, LENGTH].sum()))
         table[:, START] -= start
         sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
-        placed.append((part, place(table, q, shards=setting.ranks, **sizes)))
+        placed.append((part, place_by_owner(table, q, shards=setting.ranks, **sizes, striped=False)))
     return placed
 
 
 def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[str, int]:
-    """Bytes that each stage has to move, by stage: gradients, messages and block tables, read or written once."""
+    """Bytes that each stage has to move, by stage: gradients, messages and block tables, read or written once.
+
+    A reduction reads the coordinates of its own shard, and the messages of the other ranks.
+    """
     gradient = sum(int(layout.blocks[:, LENGTH].sum()) for layout in layouts) * itemsize
     message = sum(layout.message_bytes for layout in layouts)
     row = 8 * COLUMNS
     whole = gradient + message + row * sum(len(layout.blocks) for layout in layouts)
-    shards = sum((ranks + 1) * layout.shard_bytes + row * len(layout.shard(0).table) for layout in layouts)
-    return {"encode": whole, "reduce": shards, "decode": whole}
+    shards = [(layout.shard_bytes, layout.shard(0).table) for layout in layouts]
+    reduced = sum(ranks * nbytes + itemsize * int(t[:, LENGTH].sum()) + row * len(t) for nbytes, t in shards)
+    return {"encode": whole, "reduce": reduced, "decode": whole}
 
 
 def cast_bytes(itemsize: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_gqsgd import memory as memories
 from lightning_gqsgd.codecs import CODECS, codec_of, scales
+from lightning_gqsgd.codecs.companded import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.exponential import MAX_MANTISSA
 from lightning_gqsgd.codecs.linear import DITHERS
 from lightning_gqsgd.errors import (
@@ -37,7 +38,9 @@ class GQSGDConfig:
             same bits, but no sums of codes; ``"exponential"``, powers of two with ``mantissa`` bits in between (natural
             compression, arXiv 1905.10988);
             ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest coordinates of each block. The
-            last two are biased, so they need a memory.
+            last two are biased, so they need a memory. ``"auto"``: companded, or linear where another field asks for
+            what only linear codes have: sums of codes, global scales, Elias codes, a dither that is not taken off,
+            ``levels``, or one bit. The field itself holds the name of the codec.
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
             companded or an exponential one. None: the codec's own number, which is 8 for these three, 1 for sign, and
             32 for top_k, which sends whole what it keeps. 1 excludes stochastic rounding. The field itself holds the
@@ -46,7 +49,8 @@ class GQSGDConfig:
             many as fit.
         mantissa: bits between two powers of two of an exponential code, 0 to 3.
         density: share of coordinates that top_k keeps, of each block rounded up.
-        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536.
+        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536. 0: the codec's
+            own number, which is 128 for companded and 256 for all others; the field itself holds the number.
         norm: what the scale is: ``"max"``, the largest magnitude; ``"l2"``; ``"power_of_two"``, the largest magnitude
             rounded up to one.
         clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv
@@ -80,12 +84,12 @@ class GQSGDConfig:
         ConfigError: a value out of its range, or a combination that cannot work.
     """
 
-    codec: str = "linear"
+    codec: str = "auto"
     bits: int | None = None
     levels: int | None = None
     mantissa: int = 0
     density: float = 0.01
-    block_size: int = 256
+    block_size: int = 0
     norm: str = "max"
     clip: float = 0.0
     scale: str = "auto"
@@ -137,7 +141,7 @@ class GQSGDConfig:
         return self.up is not None or self.down is not None
 
     def describe(self) -> str:
-        """Bits per coordinate and what they are, e.g. ``8 bits (linear, adaptive dither, blocks of 256)``."""
+        """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
         bits, what = codec_of(self).describe()
         what += ["rotated"] if self.rotation else []
         what += ["Elias codes"] if self.coder == "elias" else []
@@ -178,14 +182,18 @@ class GQSGDConfig:
 
     def _check_values(self) -> None:
         """Check the fields one by one, and bring those with several spellings into one."""
-        check_one_of("codec", self.codec, CODECS)
+        check_one_of("codec", self.codec, ("auto", *CODECS))
         check_one_of("dither", self.dither, DITHERS)
         check_one_of("coder", self.coder, CODERS)
         check_one_of("reducer", self.reducer, ("auto", *REDUCERS))
+        if self.codec == "auto":
+            object.__setattr__(self, "codec", "linear" if self._needs_linear_codes() else "companded")
+        if isinstance(self.block_size, int) and not self.block_size:
+            object.__setattr__(self, "block_size", CODECS[self.codec].default_block_size)
         check_integer("mantissa", self.mantissa, 0, MAX_MANTISSA)
         check_integer("block_size", self.block_size, 16, 65536)
         if self.block_size % 8:
-            raise ConfigError(f"block_size={self.block_size} is not a multiple of 8; take e.g. 256")
+            raise ConfigError(f"block_size={self.block_size} is not a multiple of 8; take e.g. 128 or 256")
         for name in ("min_numel", "warmup_steps", "seed", "sample_every"):
             check_integer(name, getattr(self, name), 0, _LARGEST)
         check_integer("node_size", self.node_size, 0, 2**20)
@@ -203,6 +211,12 @@ class GQSGDConfig:
             object.__setattr__(self, "bits", CODECS[self.codec].default_bits)
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
             raise ConfigError(f"bits={self.bits!r} must be an integer")
+
+    def _needs_linear_codes(self) -> bool:
+        """Whether a field asks for what companded codes do not have, and linear ones do."""
+        sums = self.reducer != "auto" and REDUCERS[self.reducer].adds_codes
+        rounds = self.levels is not None or self.dither not in COMPANDED_DITHERS
+        return sums or rounds or self.scale == "global" or self.coder == "elias" or self.bits == 1
 
     def _check_codec(self) -> None:
         """Check what belongs to the codec and to its scales, and that nothing of another codec is set."""

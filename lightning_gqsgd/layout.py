@@ -232,22 +232,39 @@ def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: in
     return _placed(table, _records(table, q, raw_bytes), first, scale_bytes, q.block_size)
 
 
-def place_by_owner(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
+def place_by_owner(
+    table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int, striped: bool
+) -> Layout:
     """As `place`, with shards that depend on a block's number and its parameter's only, not on the rest of the table.
 
-    What an owner remembers of its blocks then stays valid however parameters are put into buckets and pieces.
+    Results that depend on a block's owner then do not depend on how parameters are put into buckets and pieces, and
+    what an owner remembers of its blocks stays valid.
+
+    Args:
+        table, q, shards, scale_bytes, raw_bytes: see `place`.
+        striped: see `owners`.
     """
-    owner = owners(table, shards)
+    owner = owners(table, shards, striped=striped)
     table = table[np.argsort(owner, kind="stable")]
     first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
     return _placed(table, _records(table, q, raw_bytes), first, scale_bytes, q.block_size)
 
 
-def owners(table: np.ndarray, shards: int) -> np.ndarray:
-    """The shard of each block: they take turns, a stripe of a parameter's blocks each, and begin where multiples of the
-    golden ratio say, so that small parameters spread evenly."""
+def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
+    """The shard of each block, int64 [blocks].
+
+    The shards take turns at a parameter's blocks. The first one follows from a multiple of the golden ratio, so that
+    small parameters spread evenly.
+
+    Args:
+        table: block table, [blocks, COLUMNS].
+        shards: number of shards.
+        striped: whether a turn is a stripe of blocks (see `stripe`), for owners that remember. Turns of one block make
+            shards of more equal size.
+    """
     first = table[:, PARAMETER] * 40503 % 65536 * shards // 65536
-    return (table[:, INDEX] // stripe(table[:, BLOCKS], shards) + first) % shards
+    turn = table[:, INDEX] // stripe(table[:, BLOCKS], shards) if striped else table[:, INDEX]
+    return (turn + first) % shards
 
 
 def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:

@@ -54,8 +54,9 @@ _GLOBAL = "Xin et al. 2023, arXiv 2305.18627"
 _TERNARY = {"bits": 2, "levels": 1, "norm": "l2"}
 
 PRESETS: dict[str, Preset] = {
-    "gqsgd": Preset({}, _GLOBAL, "block scales, subtractive dither, 8 bits"),
+    "gqsgd": Preset({}, _GLOBAL, "block scales, companded levels, subtractive dither, 8 bits"),
     "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
+    "gqsgd_3bit": Preset({"bits": 3}, _GLOBAL, "the same at 3 bits"),
     "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
     "gqsgd_exponential": Preset(
         _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums"

@@ -129,6 +129,9 @@ def theta_two_shot(omega_up: float, omega_down: float, ranks: int) -> float:
 
         E|Q(m) - x̄|² <= (1 + ω_down) (ω_up/n) A + ω_down |x̄|².
 
+    A rank that averages a shard has its own gradient exactly. The bound leaves that out; where all ranks' gradients are
+    of one size, it makes (n-1)/n of the first term.
+
     |x̄|² <= A gives θ. It is attained only where |x̄|² = A, so for gradients that are alike; of independent ones with
     mean zero, |x̄|² is about A/n, and the whole error is of the order of A/n. For n to infinity, θ tends to ω_down.
 

@@ -19,6 +19,7 @@ class Codec(ABC):
     Attributes:
         fields: the fields of a configuration that are this codec's own affair; other codecs leave them alone.
         default_bits: ``bits`` of a configuration that leaves it out.
+        default_block_size: ``block_size`` of a configuration that leaves it out.
         has_scale: whether each block has a scale.
         takes_norm: whether the scale is what the fields ``norm``, ``clip`` and ``scale_per`` say.
         adds_as_integers: whether an integer sum of codes stands for the sum of the numbers, under a shared scale.
@@ -27,6 +28,7 @@ class Codec(ABC):
 
     fields: ClassVar[frozenset[str]] = frozenset()
     default_bits: ClassVar[int] = 8
+    default_block_size: ClassVar[int] = 256
     has_scale: ClassVar[bool] = True
     takes_norm: ClassVar[bool] = True
     adds_as_integers: ClassVar[bool] = False

@@ -171,6 +171,7 @@ class CompandedCodec(Codec):
     dither: str = "adaptive"
 
     fields: ClassVar[frozenset[str]] = frozenset({"dither"})
+    default_block_size: ClassVar[int] = 128
 
     @classmethod
     def of(cls, config: GQSGDConfig) -> CompandedCodec:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -132,6 +132,22 @@ class WholeQuantiser(Quantiser, Protocol):
         ...
 
 
+class Own(NamedTuple):
+    """The source that averages messages itself. It has its coordinates, so its message is not decoded.
+
+    That concerns coded blocks only. Raw blocks lose nothing on their way, and are added up in the order of the sources.
+
+    Attributes:
+        source: number of the source.
+        x: flat gradient, [numel].
+        rotation: key by which blocks are turned first, as the other sources' were. None: no rotation.
+    """
+
+    source: int
+    x: Tensor
+    rotation: Key | None = None
+
+
 class CodecKernels(Protocol):
     """The functions that every family of codes has; the module's docstring says what their arguments are."""
 
@@ -163,14 +179,17 @@ class CodecKernels(Protocol):
         q: Quantiser,
         keys: Sequence[Key],
         out_key: Key,
-        dtype: torch.dtype,
+        own: Own,
     ) -> None:
-        """Decode one shard's messages of all ranks, average them in rank order, and encode the mean into ``out``.
+        """Decode one shard's messages, add them up in rank order and then the coordinates of this rank, and encode the
+        mean into ``out``.
+
+        A coded block with a coordinate that is not finite becomes NaN as a whole.
 
         Args:
             out: the mean's message, uint8 [bytes].
             out_key: dither keys of the mean's codes.
-            dtype: dtype of the gradients.
+            own: this rank's coordinates.
         """
         ...
 
@@ -182,13 +201,17 @@ class CodecKernels(Protocol):
         q: Quantiser,
         keys: Sequence[Key],
         rotation: Key | None = None,
+        own: int | None = None,
     ) -> Count:
         """Write the mean of the decoded messages into ``x``; return the number of blocks that are not finite.
 
         What is finite stays finite: in a 16-bit dtype, the mean of compressed blocks is clamped to the largest number.
 
         Args:
-            rotation: key by which the mean is turned back. None: no rotation.
+            rotation: key by which what was decoded is turned back. None: no rotation.
+            own: number of the source whose coordinates ``x`` holds before the call, not turned; see `Own`. They are
+                added last, and a block of theirs that is not finite becomes NaN as a whole. None: all messages are
+                decoded.
         """
         ...
 

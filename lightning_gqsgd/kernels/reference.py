@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_gqsgd.kernels.dither import uniform, words
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, unpack, unpack_raw
 from lightning_gqsgd.kernels.protocol import (
+    Own,
     PairwiseQuantiser,
     Quantiser,
     ScaledQuantiser,
@@ -88,10 +89,16 @@ def reduce(
     q: Quantiser,
     keys: Sequence[Key],
     out_key: Key,
-    dtype: torch.dtype,
+    own: Own,
 ) -> None:
     """See `protocol.Kernels.reduce`."""
-    _write(_mean(wires, blocks, q, keys, COMPUTE_DTYPES[dtype]), blocks, out, q, out_key, None)
+    coded = blocks[:, RAW] == 0
+    total = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[own.x.dtype], own.source)
+    mine = _gather(own.x, blocks[coded], q.block_size)
+    if own.rotation is not None:
+        mine = turned(mine, blocks[coded], own.rotation)
+    total[coded] = _with_own(total[coded], mine, len(keys))
+    _write(_divided(total, len(keys)), blocks, out, q, out_key, None)
 
 
 def decode(
@@ -101,12 +108,18 @@ def decode(
     q: Quantiser,
     keys: Sequence[Key],
     rotation: Key | None = None,
+    own: int | None = None,
 ) -> int:
     """See `protocol.Kernels.decode`."""
-    mean = _mean(wires, blocks, q, keys, COMPUTE_DTYPES[x.dtype])
     coded = blocks[:, RAW] == 0
+    mean = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[x.dtype], own)
+    if own is None:
+        mean = _divided(mean, len(keys))
     if rotation is not None:
         mean[coded] = turned(mean[coded], blocks[coded], rotation, inverse=True)
+    if own is not None:
+        mean[coded] = _with_own(mean[coded], _gather(x, blocks[coded], q.block_size), len(keys))
+        mean = _divided(mean, len(keys))
     mean[coded] = in_finite_range(mean[coded], x.dtype)
     return _scatter(mean, blocks, x)
 
@@ -163,21 +176,38 @@ def _read_scales(wire: Tensor, blocks: Tensor, form: ScaleFormat) -> Tensor:
     return scale_codes
 
 
-def _mean(wires: Tensor, blocks: Tensor, q: Quantiser, keys: Sequence[Key], compute: torch.dtype) -> Tensor:
-    """Mean of the decoded messages, added up in order, in the compute dtype: [B, block_size]."""
-    share = Share.of(len(keys))
+def _sum(
+    wires: Tensor, blocks: Tensor, q: Quantiser, keys: Sequence[Key], compute: torch.dtype, own: int | None
+) -> Tensor:
+    """Sum of the decoded messages times ``Share.each``, added up in order, in the compute dtype: [B, block_size].
+
+    The message of source ``own`` counts in raw blocks only.
+    """
+    each = Share.of(len(keys)).each
     raw = blocks[:, RAW] == 1
     coded = blocks[~raw]
-    mean = torch.zeros(len(blocks), q.block_size, dtype=compute, device=wires.device)
-    for wire, key in zip(wires, keys, strict=True):
-        mean[raw] += unpack_raw(wire, blocks[raw], compute, q.block_size) * share.each
-        if len(coded) and q.has_scale:
-            mean[~raw] += _read_scaled(wire, coded, cast(ScaledQuantiser, q), key, compute, share.each)
-        elif len(coded):
-            mean[~raw] += cast(WholeQuantiser, q).read(wire, coded, compute) * share.each
-    mean = mean / torch.full_like(mean, share.rest)
-    mean[~positions(blocks, q.block_size)[1]] = 0
-    return mean
+    total = torch.zeros(len(blocks), q.block_size, dtype=compute, device=wires.device)
+    for source, (wire, key) in enumerate(zip(wires, keys, strict=True)):
+        total[raw] += unpack_raw(wire, blocks[raw], compute, q.block_size) * each
+        if source == own or not len(coded):
+            continue
+        if q.has_scale:
+            total[~raw] += _read_scaled(wire, coded, cast(ScaledQuantiser, q), key, compute, each)
+        else:
+            total[~raw] += cast(WholeQuantiser, q).read(wire, coded, compute) * each
+    total[~positions(blocks, q.block_size)[1]] = 0
+    return total
+
+
+def _with_own(total: Tensor, mine: Tensor, sources: int) -> Tensor:
+    """What `_sum` returned for coded blocks, and one more source's coordinates; NaN where a block is not finite."""
+    finite = mine.isfinite().all(dim=1, keepdim=True)
+    return torch.where(finite, total + mine * Share.of(sources).each, torch.nan)
+
+
+def _divided(total: Tensor, sources: int) -> Tensor:
+    """The mean that belongs to a sum over so many sources."""
+    return total / torch.full_like(total, Share.of(sources).rest)
 
 
 def _read_scaled(

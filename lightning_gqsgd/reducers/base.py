@@ -107,11 +107,13 @@ class Setting:
 def uncompressed(setting: Setting) -> Setting:
     """The setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the buckets.
 
-    No coordinate is quantised, so the fields about the codec are left at their defaults.
+    No coordinate is quantised, so the fields about the codec are left at their defaults. The codec itself stays, so
+    that no other kernel has to be compiled; a biased one would have to have a memory.
     """
     config = setting.config
     kept = {name: getattr(config, name) for name in ("block_size", "seed", "sample_every")}
-    return replace(setting, config=type(config)(reducer="two_shot", **kept))
+    codec = "auto" if config.biased else config.codec
+    return replace(setting, config=type(config)(reducer="two_shot", codec=codec, **kept))
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ class Link:
         return self.recursion is None and self.kernels_find_scales
 
     @property
+    def remembers(self) -> bool:
+        """Whether a sender remembers what its messages lose."""
+        return self.recursion is not None
+
+    @property
     def fuses(self) -> bool:
         """Whether a rotation is part of encoding and decoding: where nothing else needs the turned coordinates."""
         return self.config.rotation and self.plain and self.scales_travel and self.config.scale != "global"
@@ -75,7 +80,7 @@ class Link:
     @property
     def needs_copy(self) -> bool:
         """Whether a sender changes its input, in the compute dtype."""
-        return self.recursion is not None or self.turns
+        return self.remembers or self.turns
 
     def outgoing(self, x: Tensor, part: Part, rotation: Key, store: MemoryStore) -> Outgoing:
         """What one sender sends in one step.
@@ -91,7 +96,14 @@ class Link:
         return _Remembering(self, self.recursion, x, part, rotation, store)
 
     def decode(
-        self, wires: Tensor, part: Part, x: Tensor, keys: Sequence[Key], rotation: Key, store: MemoryStore
+        self,
+        wires: Tensor,
+        part: Part,
+        x: Tensor,
+        keys: Sequence[Key],
+        rotation: Key,
+        store: MemoryStore,
+        own: int | None = None,
     ) -> Count:
         """Write the mean that messages stand for into ``x``; return the number of blocks that are not finite.
 
@@ -101,9 +113,12 @@ class Link:
             x: flat output.
             keys: dither keys of the sources.
             rotation, store: see `outgoing`.
+            own: number of the source whose coordinates ``x`` holds, as `outgoing` left them: they are exact, and its
+                message is not. A sender that remembers takes its message all the same, because its memory holds what
+                the message has lost. None: no source's.
         """
-        turn = rotation if self.fuses else None
-        bad = kernels_for(x.device).decode(wires, part.blocks, x, self.quantiser, keys, turn)
+        turn, own = (rotation if self.fuses else None), (None if self.remembers else own)
+        bad = kernels_for(x.device).decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad

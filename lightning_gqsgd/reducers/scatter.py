@@ -1,8 +1,8 @@
 """Reduce-scatter: every rank sends each shard's owner its codes, and the owner averages them in rank order.
 
-This is the first of the two exchanges of `two_shot`. Wire: (n-1)/n bits per coordinate. Error: ω/n, of the ranks'
-roundings. Scales are local and travel inside the messages. The caller says which rank owns which shard, so no
-configuration names this reducer.
+This is the first of the two exchanges of `two_shot`. Wire: (n-1)/n bits per coordinate. Error: ω (n-1)/n², of the other
+ranks' roundings, because an owner has its own gradient exactly. Scales are local and travel inside the messages. The
+caller says which rank owns which shard, so no configuration names this reducer.
 """
 
 from __future__ import annotations
@@ -43,4 +43,4 @@ class Scatter:
         yield (Exchange("all_to_all", received, sent),)
 
         messages = received.view(self.ranks, -1)
-        return self.link.decode(messages, layout.shard(rank), x, keys.up, keys.rotation, store)
+        return self.link.decode(messages, layout.shard(rank), x, keys.up, keys.rotation, store, own=rank)

@@ -60,7 +60,9 @@ class Sum(Reducer):
         """See `reducers.base.Reducer.check`: codes have to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
             others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
-            raise ConfigError(f"reducer='sum' cannot add codes of codec={config.codec!r}; take reducer={others}")
+            raise ConfigError(
+                f"reducer='sum' cannot add codes of codec={config.codec!r}; take codec='linear', or reducer={others}"
+            )
         if not codec.leaves_room_for_sums:
             raise ConfigError(
                 f"bits={codec.bits} leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'"

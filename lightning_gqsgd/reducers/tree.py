@@ -90,7 +90,7 @@ class Tree(Reducer):
         self.needs_copy = self.link.needs_copy
         raw, inner = table[:, RAW] == 1, 1 << (self.ranks.bit_length() - 1)
         # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
-        self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0)
+        self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0, striped=True)
         self.raw = TwoShot(table[raw], uncompressed(setting))
         maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
         codes_bytes = self.layout.message_bytes

@@ -1,8 +1,9 @@
 """Two shots: every rank sends each shard's owner its codes, the owner averages and encodes the mean, all gather it.
 
-Wire: 2 (n-1)/n bits per coordinate at any n. Error: ω/n of the ranks' roundings plus ω of the mean's.
-Scales are local and travel inside the messages; shards are summed in rank order, so all ranks hold the same bits.
-With memory, a block's owner does not depend on buckets, because the owner remembers.
+Wire: 2 (n-1)/n bits per coordinate at any n. Error: ω (n-1)/n² of the ranks' roundings plus ω of the mean's. An owner
+has its own gradient exactly, so its own message counts only where a memory holds what the message has lost.
+Scales are local and travel inside the messages. All ranks decode the owner's mean, so all ranks hold the same bits.
+A block's owner depends on the block and its parameter only, so results do not depend on buckets.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Layout, place, place_by_owner
+from lightning_gqsgd.layout import Layout, place_by_owner
 from lightning_gqsgd.memory import DOWN, UP, MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.link import NO_TRACE, Link, Trace
@@ -37,8 +39,8 @@ class TwoShot(Reducer):
         q = setting.codec.quantiser(config.block_size)
         self.up, self.down = Link(config, q, UP), Link(config, q, DOWN)
         self.needs_copy = self.up.needs_copy or self.down.needs_copy
-        divide = place_by_owner if config.remembers else place
-        self.layout = divide(table, q, shards=self.ranks, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes)
+        sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
+        self.layout = place_by_owner(table, q, shards=self.ranks, **sizes, striped=config.remembers)
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
@@ -58,9 +60,10 @@ class TwoShot(Reducer):
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`: one rounding of each rank, averaged, and one of the mean."""
+        """See `reducers.base.Reducer.mean_error`: one rounding of each rank but the owner, averaged, and one
+        of the mean."""
         rounding = codec.error_variance()
-        return rounding / ranks + rounding
+        return rounding * (ranks - 1) / ranks**2 + rounding
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """See `reducers.base.Reducer.steps`."""
@@ -93,8 +96,9 @@ class TwoShot(Reducer):
         """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from."""
         part, q = layout.shard(rank), self.up.quantiser
         if self.up.plain and self.down.plain:
-            kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, x.dtype)
+            own = Own(rank, x, keys.rotation if self.up.fuses else None)
+            kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, own)
             return NO_TRACE
-        mean = torch.zeros(x.shape, dtype=COMPUTE_DTYPES[x.dtype], device=x.device)
-        self.up.decode(messages, part, mean, keys.up, keys.rotation, store)
+        mean = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
+        self.up.decode(messages, part, mean, keys.up, keys.rotation, store, own=rank)
         return self.down.outgoing(mean, part, keys.rotation, store).encode(out, keys.down)

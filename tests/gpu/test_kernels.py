@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, kernels_for, reference
-from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 from lightning_gqsgd.layout import START, Segment, cut, place
 from tests.gpu.card import CPU, DEVICE, difference, differences, is_waiting, keep_busy, marks, synchronise
@@ -89,7 +89,7 @@ def _all_stages(
         wires = [found[f"two shots: message of rank {source}"].view(ranks, -1)[rank] for source in range(ranks)]
         shard = torch.zeros(layout.shard_bytes, dtype=torch.uint8, device=device)
         owned = layout.shard(rank).blocks.to(device)
-        kernels.reduce(torch.stack(wires), owned, shard, q, keys, KEYS[3], dtype)
+        kernels.reduce(torch.stack(wires), owned, shard, q, keys, KEYS[3], Own(rank, xs[rank]))
         found[f"two shots: shard {rank}"] = shard
     shards = torch.cat([found[f"two shots: shard {rank}"] for rank in range(ranks)])[None]
     messages = torch.stack([found[f"gather: message of rank {rank}"] for rank in range(ranks)])
@@ -345,7 +345,7 @@ class _Buffers:
         keys, down = [(step, rank) for rank in range(self.ranks)], (step, 99)
         return {
             "encode": lambda: kernels.encode(self.x, self.blocks, self.wire, q, keys[0], **rotation),
-            "reduce": lambda: kernels.reduce(self.wires, self.owned, self.shard, q, keys, down, self.dtype),
+            "reduce": lambda: kernels.reduce(self.wires, self.owned, self.shard, q, keys, down, Own(0, self.x)),
             "decode": lambda: kernels.decode(self.wire[None], self.blocks, self.y, q, [down], **rotation),
         }
 

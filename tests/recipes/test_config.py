@@ -59,7 +59,7 @@ def test_strategy_has_the_presets_configuration(composed: Compose, preset: str) 
     cfg = composed(f"strategy={preset}")
     assert cfg.run_root == f"outputs/digits/{preset}-seed0"
     # The preset says everything else; the package's own presets list the one field in which they differ.
-    bits = {"gqsgd": {"bits": 8}, "gqsgd_4bit": {"bits": 4}}.get(preset, {})
+    bits = {"gqsgd": {"bits": 8}, "gqsgd_4bit": {"bits": 4}, "gqsgd_3bit": {"bits": 3}}.get(preset, {})
     assert cfg.strategy == {"name": preset, "_target_": "lightning_gqsgd.GQSGDStrategy", "preset": preset, **bits}
     assert build(cfg.strategy, leave_out=("name",)).gqsgd_config == PRESETS[preset].config
 

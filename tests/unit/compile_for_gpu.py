@@ -19,7 +19,7 @@ from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, Line
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants
-from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key, scale_format
 from lightning_gqsgd.layout import Layout, Segment, cut, place
 
@@ -84,7 +84,7 @@ def compile_stages(codec: Codec, dtype: torch.dtype, rotation: Key | None, *, re
     cuda.encode(x, layout.blocks, wires[0], q, (1, 2), rotation=rotation)
     cuda.decode(wires[:1], layout.blocks, x, q, [(1, 2)], rotation=rotation)
     if reduces:
-        cuda.reduce(wires, layout.blocks, wires[0], q, [(1, 2), (3, 4)], (5, 6), dtype)
+        cuda.reduce(wires, layout.blocks, wires[0], q, [(1, 2), (3, 4)], (5, 6), Own(0, x, rotation))
 
 
 def compile_sums(compiler: Compiler) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
+from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.presets import PRESETS
 
 
@@ -51,7 +52,7 @@ def test_no_warning_reaches_the_output() -> None:
 @pytest.mark.parametrize(
     ("name", "bits", "ratio", "collective", "state", "bias", "omega", "delta"),
     [
-        ("gqsgd", 8.0625, 8.0625 / 32, "two_shot", 0, "unbiased", 256 * (2 / 255) ** 2 / 12, None),
+        ("gqsgd", 8.125, 8.125 / 32, "two_shot", 0, "unbiased", CompandedCodec(8).omega(128), None),
         ("gqsgd_sum", 8.125, 8.125 / 32, "sum", 0, "unbiased", 8 * 256 * (2 / 31) ** 2 / 12, None),
         ("gqsgd_exponential_tree", 8.125, 8.125 / 32, "tree", 0, "unbiased", 0.125, None),
         ("qsgd", 4.03125, 4.03125 * 8 / 64, "gather", 0, "unbiased", 512 / (4 * 7**2), None),

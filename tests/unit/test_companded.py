@@ -183,7 +183,7 @@ def test_auto_takes_a_reducer_that_adds_no_codes() -> None:
 
 
 def test_a_description_names_codec_and_dither() -> None:
-    assert GQSGDConfig(codec="companded", bits=3).describe() == "3 bits (companded, adaptive dither, blocks of 256)"
+    assert GQSGDConfig(codec="companded", bits=3).describe() == "3 bits (companded, adaptive dither, blocks of 128)"
 
 
 def test_the_reference_is_what_other_devices_run() -> None:

@@ -34,6 +34,7 @@ pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
 pytest.importorskip("triton.runtime.interpreter")
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch
+from lightning_gqsgd.kernels.protocol import Own
 
 PAIR = [cpu, cuda]
 pytestmark = [
@@ -283,7 +284,7 @@ def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch
     torch.set_default_device("meta")
     try:
         cuda.encode(x, layout.blocks, wire, q, (90, 91), cuda.block_maxima(x, layout.blocks))
-        cuda.reduce(wire[None], layout.blocks, shard, q, [(90, 91)], (92, 93), x.dtype)
+        cuda.reduce(wire[None], layout.blocks, shard, q, [(90, 91)], (92, 93), Own(0, x))
         bad = cuda.decode(shard[None], layout.blocks, y, q, [(92, 93)], rotation=None)
     finally:
         torch.set_default_device(None)

@@ -12,7 +12,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.dither import uniform
 from lightning_gqsgd.kernels.packing import unpack
-from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import LENGTH, RAW, START, Layout, Segment, cut, place
 
@@ -123,14 +123,17 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
         for rank in range(ranks):
             received = torch.stack([wire.view(ranks, -1)[rank] for wire in wires])
             shards.append(torch.zeros(layout.shard_bytes, dtype=torch.uint8))
-            kernels.reduce(received, layout.shard(rank).blocks, shards[-1], q, keys, KEYS[3], dtype)
+            own = Own(rank, xs[rank], turn.get("rotation"))
+            kernels.reduce(received, layout.shard(rank).blocks, shards[-1], q, keys, KEYS[3], own)
         two_shot, gathered = torch.zeros_like(xs[0]), torch.zeros_like(xs[0])
         bad = kernels.decode(torch.cat(shards)[None], layout.blocks, two_shot, q, KEYS[3:], **turn)
         whole = layout_of(segments, q, dtype)
         wires += [message(kernels, x, whole, key, q, *m, **turn) for x, key, m in zip(xs, keys, maxima, strict=True)]
         bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, gathered, q, keys, **turn)
+        scattered = xs[-1].clone()
+        bad += kernels.decode(torch.stack(wires[ranks:]), whole.blocks, scattered, q, keys, **turn, own=ranks - 1)
         assert bad == 0
-        results.append([*wires, *shards, two_shot, gathered])
+        results.append([*wires, *shards, two_shot, gathered, scattered])
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
 
 

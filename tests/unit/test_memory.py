@@ -38,7 +38,7 @@ def owned(ranks: VirtualRanks, kind: str) -> Tensor:
     values = torch.zeros(NUMEL)
     blocks = torch.from_numpy(cut(SEGMENTS, ranks.config.block_size))
     for rank, store in enumerate(ranks.stores):
-        mine = blocks[torch.from_numpy(owners(blocks.numpy(), len(ranks.stores))) == rank]
+        mine = blocks[torch.from_numpy(owners(blocks.numpy(), len(ranks.stores), striped=True)) == rank]
         assert store is not None
         values += store.load(kind, runs(mine.numpy(), ranks.config.block_size), values)
         assert store.row(kind, 0).numel() < 5000

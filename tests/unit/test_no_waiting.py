@@ -114,8 +114,9 @@ def test_no_step_waits(host: Host, fields: dict[str, Any]) -> None:
     host.in_kernel = True
     if config.reducer != "native":
         counts = [one.nonfinite_blocks for one in counters]
-        whole = 12 if config.scale_per == "parameter" else 1  # blocks that share a scale with the one that is not
-        assert max(counts) == whole  # under "hierarchical", of one rank of each node
+        # The 12 blocks that share a scale with the one that is not, but for 3 that its rank averages, without messages.
+        bad = 9 if config.scale_per == "parameter" else 1
+        assert max(counts) == bad  # under "hierarchical", of one rank of each node
         assert telemetry[0].last_rel_l2 > 0
         assert [one.last_rel_l2 for one in telemetry] == [telemetry[0].last_rel_l2] * RANKS
 

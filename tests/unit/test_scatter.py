@@ -1,4 +1,4 @@
-"""The reduce-scatter, on virtual ranks: its result is that of a gather, of each rank's own part."""
+"""The reduce-scatter, on virtual ranks: its result is that of a gather, but for owners, who have their own gradients."""
 
 import math
 
@@ -34,6 +34,29 @@ def reduced(
     return [result.view(ranks, -1)[rank] for rank, result in enumerate(results)]
 
 
+def gathered_with_exact_parts(gradients: list[Tensor], segments: list[Segment], **fields) -> list[Tensor]:
+    """What a gather leaves of each rank's own part, with the rank's gradient in the place of its message.
+
+    What the message adds to the mean is what a gather makes of it where all other gradients are zero.
+    """
+    ranks = len(gradients)
+    means = reduced(Plan, gradients, segments, **fields)
+    for rank, gradient in enumerate(gradients):
+        alone = [gradient if other == rank else torch.zeros_like(gradient) for other in range(ranks)]
+        message = reduced(Plan, alone, segments, **fields)[rank]
+        exact = gradient.view(ranks, -1)[rank].to(message.dtype) / ranks
+        means[rank] = means[rank] - message + exact
+    return means
+
+
+def are_close(some: list[Tensor], others: list[Tensor], largest: float) -> bool:
+    """Whether tensors differ by roundings of their dtype only, among numbers of at most ``largest``."""
+    allowed = 8 * largest * torch.finfo(some[0].dtype).eps
+    return all(
+        float((x.double() - y.double()).abs().sum()) <= allowed * x.numel() for x, y in zip(some, others, strict=True)
+    )
+
+
 def gaussian(ranks: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(numel)
     return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
@@ -47,8 +70,8 @@ def test_equal_to_a_gather(ranks: int, dtype: torch.dtype) -> None:
         gradients = gaussian(ranks, ranks * sum(sizes), dtype)
         for fields in ({}, {"bits": 3, "dither": "stochastic"}, {"rotation": True}, {"codec": "exponential"}):
             ours = reduced(ScatterPlan, gradients, segments, **fields)
-            theirs = reduced(Plan, gradients, segments, **fields)
-            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+            theirs = gathered_with_exact_parts(gradients, segments, **fields)
+            assert are_close(ours, theirs, 1)
 
 
 @pytest.mark.parametrize("fields", [{}, {"scale_per": "parameter"}, {"rotation": True}])
@@ -57,16 +80,14 @@ def test_several_pieces(fields: dict) -> None:
     gradients = gaussian(2, 2 * (PIECE_NUMEL // 2 + 8 + PIECE_NUMEL))
     setting = Setting(GQSGDConfig(reducer="gather", **fields), 2, torch.float32)
     assert len(ScatterPlan(segments, setting)._pieces) == (2 if "scale_per" in fields else 4)
-    for one, other in zip(
-        reduced(ScatterPlan, gradients, segments, **fields), reduced(Plan, gradients, segments, **fields), strict=True
-    ):
-        assert torch.equal(one, other)
+    ours = reduced(ScatterPlan, gradients, segments, **fields)
+    assert are_close(ours, gathered_with_exact_parts(gradients, segments, **fields), 1)
 
 
 def test_bytes() -> None:
-    """A rank sends the other three their parts: 1.5 pieces of codes, 2 bytes of scale for each block."""
+    """A rank sends the other three their parts: 1.5 pieces of codes, 2 bytes of scale for each block of 128."""
     plan = ScatterPlan(rows([PIECE_NUMEL // 4, PIECE_NUMEL // 8], 4), Setting(GQSGDConfig(bits=4), 4, torch.float32))
-    expected = 3 * PIECE_NUMEL // 2 * (4 / 8 + 2 / 256)
+    expected = 3 * PIECE_NUMEL // 2 * (4 / 8 + 2 / 128)
     assert plan.message_bytes == expected
     assert plan.sent_bytes == expected * 3 / 4
 
@@ -94,9 +115,9 @@ def test_error_is_as_predicted(ranks: int, dither: str) -> None:
     mean = torch.stack([one.double() for one in gradients]).mean(0)
     squares = []
     for step in range(4):
-        parts = reduced(ScatterPlan, gradients, rows([(1 << 17) // ranks], ranks), step, dither=dither)
+        parts = reduced(ScatterPlan, gradients, rows([(1 << 17) // ranks], ranks), step, codec="linear", dither=dither)
         squares.append((torch.cat(parts).double() - mean).square().mean())
-    predicted = REDUCERS["gather"].mean_error(LinearCodec(8, dither), ranks)
+    predicted = REDUCERS["gather"].mean_error(LinearCodec(8, dither), ranks) * (ranks - 1) / ranks
     assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=0.05)
 
 

@@ -14,7 +14,7 @@ from numba import int64
 
 from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel
-from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, is_finite
+from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, fill, is_finite
 from lightning_gqsgd.kernels.cpu.rotation import turn_block
 from lightning_gqsgd.layout import CODES, LENGTH, RAW, START
 
@@ -26,11 +26,13 @@ class Received(NamedTuple):
         memory: the messages, one after the other, uint8 [bytes].
         stride: bytes of a message.
         keys: dither keys of each source, uint32 [sources, 2]. There is nothing to decode if there is no source.
+        own: number of the source whose coordinates are given, so that its message is not decoded; -1: there is none.
     """
 
     memory: np.ndarray
     stride: int
     keys: np.ndarray
+    own: int
 
 
 class Sent(NamedTuple):
@@ -56,12 +58,14 @@ class Scratch(NamedTuple):
         other: dither of another rank, fp32.
         codes: codes, uint8.
         mean: coordinates, in the compute dtype.
+        own: coordinates of this rank, in the compute dtype.
     """
 
     u: np.ndarray
     other: np.ndarray
     codes: np.ndarray
     mean: np.ndarray
+    own: np.ndarray
 
 
 def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Any:
@@ -76,24 +80,51 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
     """
 
     @inlined
-    def average(received, block, c, s, out):
-        """Write the mean of one block over all messages, which are added up in their order."""
+    def add_up(received, block, c, s, out):
+        """Write the sum of one block over the messages to decode, in their order, times ``c.each``."""
+        add = False
         for source in range(received.keys.shape[0]):
-            at, add = source * received.stride, source > 0
+            at = source * received.stride
             if block[RAW]:
                 add_scaled(numbers(received.memory, at + block[CODES], out.size, c.form.zero), c.each, add, out)
-            else:
+                add = True
+            elif source != received.own:
                 read(received.memory, at, block, received.keys[source], c, s, add, out)
-        if c.rest != 1:
+                add = True
+        if not add:  # this rank's message is the only one
+            fill(out, 0)
+
+    @inlined
+    def average(x, received, turn, encodes, block, c, s, out):
+        """Write the mean of one block over all sources.
+
+        Others' coordinates are turned back unless the mean is encoded again, as turned as they are. Then this rank's
+        coordinates are turned, too.
+        """
+        add_up(received, block, c, s, out)
+        has_own = received.own >= 0 and not block[RAW]
+        own = part(s.own, 0, out.size)
+        if has_own:
+            copy(part(x, block[START], out.size), own)
+        elif c.rest != 1:
             divide(out, c.rest)
+        if turn is not None and not block[RAW] and (has_own or not encodes):
+            turn_block(own if encodes else out, block, turn, not encodes, s.u)
+        if has_own:
+            if is_finite(own):
+                add_scaled(own, c.each, True, out)
+            else:
+                fill(out, np.nan)
+            if c.rest != 1:
+                divide(out, c.rest)
 
     @kernel(name)
     def run(x, blocks, received, sent, turn, c, s):
         """Decode messages into their mean, or encode coordinates or the mean.
 
         Args:
-            x: coordinates in the compute dtype. They are read if nothing was received, written if nothing is sent, and
-                not used otherwise.
+            x: coordinates in the compute dtype. They are read if nothing was received or if ``received.own`` counts,
+                and written if nothing is sent.
             blocks: block table.
             received: the messages to decode, `Received`; None: there are none, and no code to decode any is compiled.
             sent: the message to write, `Sent`.
@@ -110,16 +141,18 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
             block = blocks[k]
             n = block[LENGTH]
             values = part(x, block[START], n)
-            if received is not None and received.keys.shape[0]:
+            decodes = received is not None and received.keys.shape[0] > 0
+            if received is not None and decodes:
+                # This rank's coordinates have to stay until they are added.
+                mean = part(s.mean, 0, n) if writes or received.own >= 0 else values
+                average(x, received, turn, writes, block, c, s, mean)
                 if writes:
-                    values = part(s.mean, 0, n)
-                average(received, block, c, s, values)
-                if not writes:
+                    values = mean
+                else:
+                    if received.own >= 0:
+                        copy(mean, values)
                     # What was decoded, and not turned, is NaN in all places or in none.
-                    checked = n if block[RAW] else 1
-                    if turn is not None and not block[RAW]:
-                        turn_block(values, block, turn, True, s.u)
-                        checked = n
+                    checked = n if block[RAW] or turn is not None else 1
                     not_finite += not is_finite(part(values, 0, checked))
                     if c.form.limit < c.form.largest and not block[RAW]:
                         clamp(values, c.form.limit)
@@ -127,7 +160,7 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
                 if block[RAW]:
                     copy(values, numbers(sent.memory, block[CODES], n, c.form.zero))
                 else:
-                    if turn is not None:
+                    if turn is not None and not decodes:
                         copy(values, part(s.mean, 0, n))
                         values = part(s.mean, 0, n)
                         turn_block(values, block, turn, False, s.u)

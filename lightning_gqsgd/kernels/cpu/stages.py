@@ -19,7 +19,7 @@ from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
 from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
-from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import Kind, Own, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 from lightning_gqsgd.layout import LENGTH, START
 
@@ -80,11 +80,12 @@ def reduce(
     q: Quantiser,
     keys: Sequence[Key],
     out_key: Key,
-    dtype: torch.dtype,
+    own: Own,
 ) -> None:
     """See `protocol.Kernels.reduce`."""
-    nowhere = np.empty(0, float_type(dtype))
-    _run(nowhere, blocks.numpy(), q, dtype, received=_received(wires, keys), sent=_sent(out, out_key, dtype))
+    received, sent = _received(wires, keys, own.source), _sent(out, out_key, own.x.dtype)
+    with _widened(own.x, blocks) as (values, table):
+        _run(values, table, q, own.x.dtype, received=received, sent=sent, rotation=own.rotation)
 
 
 def decode(
@@ -94,10 +95,11 @@ def decode(
     q: Quantiser,
     keys: Sequence[Key],
     rotation: Key | None = None,
+    own: int | None = None,
 ) -> int:
     """See `protocol.Kernels.decode`."""
     with _widened(x, blocks, write=True) as (values, table):
-        return _run(values, table, q, x.dtype, received=_received(wires, keys), rotation=rotation)
+        return _run(values, table, q, x.dtype, received=_received(wires, keys, own), rotation=rotation)
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
@@ -122,7 +124,7 @@ def _run(
     family = _FAMILIES[q.kind]
     sources = 1 if received is None else len(received.keys)
     if received is None and not family.is_for_sums(q):  # the same machine code as for decoding
-        received = Received(np.empty(0, np.uint8), 0, _keys([]))
+        received = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
     turn = None if rotation is None else Turn.of(rotation, q.block_size, dtype)
     sent = sent or _sent(torch.empty(0, dtype=torch.uint8, device="cpu"), (0, 0), dtype)
     constants, scratch = family.constants(q, dtype, sources), _scratch(q.block_size, dtype)
@@ -156,9 +158,9 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
         spanned.copy_(wide)
 
 
-def _received(wires: Tensor, keys: Sequence[Key]) -> Received:
+def _received(wires: Tensor, keys: Sequence[Key], own: int | None) -> Received:
     """Messages to decode; ``wires``: uint8 [sources, bytes]."""
-    return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys))
+    return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys), -1 if own is None else own)
 
 
 def _sent(wire: Tensor, key: Key, dtype: torch.dtype, scales: np.ndarray | None = None) -> Sent:
@@ -180,4 +182,5 @@ def _scratch(block_size: int, dtype: torch.dtype) -> Scratch:
         other=np.empty(size, np.float32),
         codes=np.empty(size, np.uint8),
         mean=np.empty(size, float_type(dtype)),
+        own=np.empty(size, float_type(dtype)),
     )

@@ -24,7 +24,7 @@ from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_o
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.rotation import rotate_kernel
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
-from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Kind, Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key, scale_format
 
 FAMILIES: dict[Kind, CodecKernels] = {
@@ -80,10 +80,10 @@ def reduce(
     q: Quantiser,
     keys: Sequence[Key],
     out_key: Key,
-    dtype: torch.dtype,
+    own: Own,
 ) -> None:
     """See `protocol.Kernels.reduce`."""
-    FAMILIES[q.kind].reduce(wires, blocks, out, q, keys, out_key, dtype)
+    FAMILIES[q.kind].reduce(wires, blocks, out, q, keys, out_key, own)
 
 
 def decode(
@@ -93,9 +93,10 @@ def decode(
     q: Quantiser,
     keys: Sequence[Key],
     rotation: Key | None = None,
+    own: int | None = None,
 ) -> Count:
     """See `protocol.Kernels.decode`; the number is a tensor on the device, int32 []."""
-    return FAMILIES[q.kind].decode(wires, blocks, x, q, keys, rotation)
+    return FAMILIES[q.kind].decode(wires, blocks, x, q, keys, rotation, own)
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Tensor:

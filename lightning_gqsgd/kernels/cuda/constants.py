@@ -89,6 +89,7 @@ class Mean(NamedTuple):
         rest: what the sum is divided by, see `wire.Share`.
         limit: coordinates of a message are clamped to this magnitude.
         is_clamped: whether the mean is clamped once more, to the finite numbers of the gradient's dtype.
+        has_own: whether one source's coordinates are given, so that its message is not decoded.
     """
 
     ranks: int
@@ -96,6 +97,7 @@ class Mean(NamedTuple):
     rest: float
     limit: float
     is_clamped: bool
+    has_own: bool
 
 
 class Constants(NamedTuple):
@@ -160,7 +162,13 @@ def codes_of(q: Quantiser) -> Codes:
 
 @lru_cache(maxsize=256)
 def mean_of(
-    ranks: int, dtype: torch.dtype, *, encoded: bool = False, rotated: bool = False, summed: bool = False
+    ranks: int,
+    dtype: torch.dtype,
+    *,
+    encoded: bool = False,
+    rotated: bool = False,
+    summed: bool = False,
+    has_own: bool = False,
 ) -> Mean:
     """How the messages of so many ranks are averaged.
 
@@ -173,6 +181,7 @@ def mean_of(
         encoded: whether the mean is encoded again, and not written to a gradient.
         rotated: whether the mean is turned back.
         summed: whether there is one message, with the sums of all ranks' codes.
+        has_own: whether one source's coordinates are given, so that its message is not decoded.
     """
     compute, share = COMPUTE_DTYPES[dtype], Share.of(ranks)
     straight = not encoded and not rotated and (summed or ranks == 1)
@@ -182,4 +191,5 @@ def mean_of(
         rest=share.rest,
         limit=torch.finfo(dtype if straight else compute).max,
         is_clamped=dtype != compute and not encoded and not straight,
+        has_own=has_own,
     )

@@ -1,4 +1,4 @@
-"""Records of blocks in Triton: a scale and codes, or uncompressed coordinates; and the mean of several messages.
+"""Records of blocks in Triton: a scale and codes, or uncompressed coordinates; and the sum of several messages.
 
 ``t`` is the tile (`tiles.Tile`), ``a`` and ``b`` are its two halves, ``KIND`` is its kind, and ``c`` are the kernel's
 constants (`constants.Constants`).
@@ -14,8 +14,18 @@ import triton.language as tl
 from lightning_gqsgd import layout
 from lightning_gqsgd.kernels.cuda.floats import divided
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
+from lightning_gqsgd.kernels.cuda.rotation import rotated
 from lightning_gqsgd.kernels.cuda.scales import received_scale, scales_of, value_of
-from lightning_gqsgd.kernels.cuda.tiles import CODES, RAGGED, column, load_raw, store_raw, within
+from lightning_gqsgd.kernels.cuda.tiles import (
+    CODES,
+    RAGGED,
+    any_not_finite,
+    column,
+    load_raw,
+    load_tile,
+    store_raw,
+    within,
+)
 
 _SCALE = tl.constexpr(layout.SCALE)
 
@@ -29,6 +39,8 @@ class Messages(NamedTuple):
         ranks: number of messages. Their mean's constants have that number, too; a loop with a constant end takes more
             registers.
         keys: the dither key of each source, int64 [count].
+        own: number of the source whose coordinates are given, see `protocol.Own`; it counts if ``c.mean.has_own`` is
+            true.
         to_values: the family's function, see `stages.ScaledFamily`.
     """
 
@@ -36,6 +48,7 @@ class Messages(NamedTuple):
     stride: Any
     ranks: Any
     keys: Any
+    own: Any
     to_values: Any
 
 
@@ -58,8 +71,9 @@ def write_records(a, b, t, wire, given, key, to_codes: tl.constexpr, KIND: tl.co
 
 
 @triton.jit
-def mean_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
-    """Both halves of the mean of `Messages`, added up in their order; and which coded rows are NaN."""
+def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves of the sum of `Messages` times ``c.mean.each``, added up in their order; and which coded rows are
+    NaN. The message of source ``m.own`` counts in raw rows only."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     at = column(t, CODES)
@@ -68,27 +82,67 @@ def mean_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
     first = tl.zeros((ROWS,), c.number.compute)  # of all sums of a row: NaN, if a message's scale is not finite
     for source in range(m.ranks):
         code = received_scale(m.wires + source * m.stride, place, coded, c)
-        first = tl.where((code >> 1) > (c.number.infinity >> c.number.shift), float("nan"), first)
+        infinite = (code >> 1) > (c.number.infinity >> c.number.shift)
+        if c.mean.has_own:
+            infinite = tl.where(source == m.own, False, infinite)
+        first = tl.where(infinite, float("nan"), first)
     a = tl.zeros((ROWS, HALF), c.number.compute) + first[:, None]
     b = a
     for source in range(m.ranks):
-        wire = m.wires + source * m.stride
         if KIND == RAGGED:
-            raw_a, raw_b = load_raw(wire, at, t, c)
+            raw_a, raw_b = load_raw(m.wires + source * m.stride, at, t, c)
             a += raw_a * c.mean.each
             b += raw_b * c.mean.each
-        code = received_scale(wire, place, coded, c)
-        bits = (code >> 1) << c.number.shift
-        used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
-        scale = tl.where(used, value_of(bits, c) * c.mean.each, 0)
-        code_a, code_b = unpack(wire, at, t.n, used, KIND, c)
-        value_a, value_b = m.to_values(code_a, code_b, t, m.keys + source, scale, (code & 1) == 1, KIND, c)
-        a += value_a
-        b += value_b
-    if c.mean.rest != 1:
-        rest = tl.full((1, 1), c.mean.rest, c.number.compute)
-        a, b = divided(a, rest, c), divided(b, rest, c)
+        if c.mean.has_own:
+            if source != m.own:
+                a, b = _with_message(a, b, source, m, t, KIND, c)
+        else:
+            a, b = _with_message(a, b, source, m, t, KIND, c)
     if KIND == RAGGED:
         inside_a, inside_b = within(t.n, c)
         a, b = tl.where(inside_a, a, 0), tl.where(inside_b, b, 0)
     return a, b, first != first
+
+
+@triton.jit
+def _with_message(a, b, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves of a sum with the coded coordinates of one message times ``c.mean.each``."""
+    wire = m.wires + source * m.stride
+    code = received_scale(wire, column(t, _SCALE), t.inside & (t.raw == 0), c)
+    bits = (code >> 1) << c.number.shift
+    used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
+    scale = tl.where(used, value_of(bits, c) * c.mean.each, 0)
+    code_a, code_b = unpack(wire, column(t, CODES), t.n, used, KIND, c)
+    value_a, value_b = m.to_values(code_a, code_b, t, m.keys + source, scale, (code & 1) == 1, KIND, c)
+    return a + value_a, b + value_b
+
+
+@triton.jit
+def with_own(a, b, x, t, rotation, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves of what `sum_of_messages` returned, with this rank's coordinates added in coded rows; and which of
+    these rows became NaN, because not all of the coordinates are finite.
+
+    Args:
+        a, b, t: the tile.
+        x: this rank's coordinates.
+        rotation: key by which they are turned first, or None.
+    """
+    own_a, own_b = load_tile(x, t.start, t.n, KIND, c)
+    if rotation is not None:
+        own_a, own_b = rotated(own_a, own_b, t, rotation, False, KIND, c)
+    bad = any_not_finite(own_a, own_b, t.n, KIND, c)
+    own_a = tl.where(bad[:, None], float("nan"), own_a * c.mean.each)
+    own_b = tl.where(bad[:, None], float("nan"), own_b * c.mean.each)
+    if KIND == RAGGED:
+        bad &= t.raw == 0
+        own_a, own_b = tl.where(t.raw[:, None], 0, own_a), tl.where(t.raw[:, None], 0, own_b)
+    return a + own_a, b + own_b, bad
+
+
+@triton.jit
+def divided_by_rest(a, b, c: tl.constexpr):
+    """Both halves of the mean that belongs to a sum, see `wire.Share`."""
+    if c.mean.rest != 1:
+        rest = tl.full((1, 1), c.mean.rest, c.number.compute)
+        a, b = divided(a, rest, c), divided(b, rest, c)
+    return a, b

@@ -23,7 +23,7 @@ from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, codes_of, me
 from lightning_gqsgd.kernels.cuda.floats import in_finite_range
 from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
-from lightning_gqsgd.kernels.cuda.records import Messages, mean_of_messages, write_records
+from lightning_gqsgd.kernels.cuda.records import Messages, divided_by_rest, sum_of_messages, with_own, write_records
 from lightning_gqsgd.kernels.cuda.rotation import rotated
 from lightning_gqsgd.kernels.cuda.scales import value_of
 from lightning_gqsgd.kernels.cuda.tiles import (
@@ -37,7 +37,7 @@ from lightning_gqsgd.kernels.cuda.tiles import (
     store_tile,
     tile_of,
 )
-from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key
 
 # --- encode -----------------------------------------------------------------------------------------------------------
@@ -74,6 +74,7 @@ def encode_kernel(
 
 class _Reduction(NamedTuple):
     messages: Any
+    x: Any
     out: Any
     key: Any
     to_codes: Any
@@ -81,25 +82,33 @@ class _Reduction(NamedTuple):
 
 @triton.jit
 def _reduce_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b, _ = mean_of_messages(r.messages, t, KIND, c)
+    a, b, _ = sum_of_messages(r.messages, t, KIND, c)
+    a, b, _ = with_own(a, b, r.x, t, _key_after(1, r.messages) if c.rotated else None, KIND, c)
+    a, b = divided_by_rest(a, b, c)
     write_records(a, b, t, r.out, None, r.key, r.to_codes, KIND, c)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _key_after(number: tl.constexpr, messages):
+    """The key that so many keys after those of the messages has."""
+    return tl.load(messages.keys + messages.ranks + number)
+
+
+@triton.jit(do_not_specialize=["count", "own"])
 def reduce_kernel(
-    wires, stride: tl.int64, messages, keys, table, out, count, to_values: tl.constexpr, to_codes: tl.constexpr,
+    wires, stride: tl.int64, messages, keys, own, table, x, out, count, to_values: tl.constexpr, to_codes: tl.constexpr,
     c: tl.constexpr,
 ):  # fmt: skip
-    """See `protocol.Kernels.reduce`; ``messages`` is their number, and ``keys`` are those of the messages and then that
-    of the mean."""
+    """See `protocol.Kernels.reduce`; ``messages`` is their number, ``x`` has the coordinates of source ``own``, and
+    ``keys`` are those of the messages, then that of the mean, and, if ``c.rotated`` is true, that of the rotation."""
     t = tile_of(table, count, c)
     key = tl.load(keys + messages)
     # Functions stay functions in a named tuple only where it is made in a call.
     by_kind(
         _reduce_tile,
-        _Reduction(Messages(wires, stride, messages, keys, to_values), out, key, to_codes),
+        _Reduction(Messages(wires, stride, messages, keys, own, to_values), x, out, key, to_codes),
         t,
-        None,
+        x,
         c,
     )
 
@@ -115,9 +124,15 @@ class _Decoding(NamedTuple):
 
 @triton.jit
 def _decode_tile(d, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b, bad = mean_of_messages(d.messages, t, KIND, c)
+    a, b, bad = sum_of_messages(d.messages, t, KIND, c)
+    if not c.mean.has_own:
+        a, b = divided_by_rest(a, b, c)
     if c.rotated:
-        a, b = rotated(a, b, t, tl.load(d.messages.keys + d.messages.ranks), True, KIND, c)
+        a, b = rotated(a, b, t, _key_after(0, d.messages), True, KIND, c)
+    if c.mean.has_own:
+        a, b, not_finite = with_own(a, b, d.x, t, None, KIND, c)
+        bad |= not_finite
+        a, b = divided_by_rest(a, b, c)
     if c.mean.is_clamped:
         a, b = _in_finite_range(a, b, t, d.x.dtype.element_ty, KIND, c)
     if c.rotated:
@@ -141,14 +156,14 @@ def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.con
     return coded_a, coded_b
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "own"])
 def decode_kernel(
-    wires, stride: tl.int64, messages, keys, table, x, counter, count, to_values: tl.constexpr, c: tl.constexpr
+    wires, stride: tl.int64, messages, keys, own, table, x, counter, count, to_values: tl.constexpr, c: tl.constexpr
 ):
     """See `protocol.Kernels.decode`; ``messages`` is their number, and ``keys`` are those of the messages and then, if
     ``c.rotated`` is true, that of the rotation. The number of blocks that are not finite is added to ``counter``."""
     t = tile_of(table, count, c)
-    by_kind(_decode_tile, _Decoding(Messages(wires, stride, messages, keys, to_values), x, counter), t, x, c)
+    by_kind(_decode_tile, _Decoding(Messages(wires, stride, messages, keys, own, to_values), x, counter), t, x, c)
 
 
 # --- sums of codes ----------------------------------------------------------------------------------------------------
@@ -256,12 +271,13 @@ class ScaledFamily:
         q: Quantiser,
         keys: Sequence[Key],
         out_key: Key,
-        dtype: torch.dtype,
+        own: Own,
     ) -> None:
         """See `protocol.Kernels.reduce`."""
-        c = self._constants(q, dtype, mean_of(len(keys), dtype, encoded=True))
-        on_device = launch.keys_on(wires.device, (*keys, out_key))
-        arguments = (wires, wires.shape[1], len(keys), on_device, blocks, out, len(blocks))
+        mean, turns = mean_of(len(keys), own.x.dtype, encoded=True, has_own=True), own.rotation is not None
+        c = self._constants(q, own.x.dtype, mean, rotated=turns)
+        on_device = launch.keys_on(wires.device, (*keys, out_key, *([own.rotation] if own.rotation else [])))
+        arguments = (wires, wires.shape[1], len(keys), on_device, own.source, blocks, own.x, out, len(blocks))
         launch.run(reduce_kernel, blocks, c, *arguments, to_values=self.to_values, to_codes=self.to_codes)
 
     def decode(
@@ -272,13 +288,16 @@ class ScaledFamily:
         q: Quantiser,
         keys: Sequence[Key],
         rotation: Key | None = None,
+        own: int | None = None,
     ) -> Tensor:
         """See `protocol.Kernels.decode`."""
         turns = rotation is not None
-        c = self._constants(q, x.dtype, mean_of(len(keys), x.dtype, rotated=turns), rotated=turns)
+        mean = mean_of(len(keys), x.dtype, rotated=turns, has_own=own is not None)
+        c = self._constants(q, x.dtype, mean, rotated=turns)
         bad = torch.zeros((), dtype=torch.int32, device=x.device)
         on_device = launch.keys_on(x.device, keys if rotation is None else (*keys, rotation))
-        arguments = (wires, wires.shape[1], len(keys), on_device, blocks, x, bad, len(blocks))
+        number = -1 if own is None else own
+        arguments = (wires, wires.shape[1], len(keys), on_device, number, blocks, x, bad, len(blocks))
         launch.run(decode_kernel, blocks, c, *arguments, to_values=self.to_values)
         return bad
 

@@ -18,7 +18,7 @@ from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, mean_of, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.floats import divided, in_finite_range, is_finite, magnitudes
 from lightning_gqsgd.kernels.cuda.tiles import CODES, column, count_rows, record, tile_of
-from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key
 
 
@@ -41,19 +41,19 @@ def encode_kernel(x, table, wire, count, c: tl.constexpr):
     _write_largest(v, t, wire, c)
 
 
-@triton.jit(do_not_specialize=["count"])
-def reduce_kernel(wires, stride: tl.int64, messages, table, out, count, c: tl.constexpr):
-    """See `protocol.Kernels.reduce`."""
+@triton.jit(do_not_specialize=["count", "own"])
+def reduce_kernel(wires, stride: tl.int64, messages, own, table, x, out, count, c: tl.constexpr):
+    """See `protocol.Kernels.reduce`; ``x`` has the coordinates of source ``own``."""
     t = tile_of(table, count, c)
-    mean, _ = _mean_of_largest(wires, stride, messages, t, c)
+    mean, _ = _mean_of_largest(wires, stride, messages, own, x, t, c)
     _write_largest(mean, t, out, c)
 
 
-@triton.jit(do_not_specialize=["count"])
-def decode_kernel(wires, stride: tl.int64, messages, table, x, counter, count, c: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "own"])
+def decode_kernel(wires, stride: tl.int64, messages, own, table, x, counter, count, c: tl.constexpr):
     """See `protocol.Kernels.decode`; the number of blocks that are not finite is added to ``counter``."""
     t = tile_of(table, count, c)
-    mean, bad = _mean_of_largest(wires, stride, messages, t, c)
+    mean, bad = _mean_of_largest(wires, stride, messages, own, x, t, c)
     # A coded block has no infinite coordinate: it is NaN instead.
     mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, False, c))
     j = tl.arange(0, 2 * c.shape.half)[None, :]
@@ -100,8 +100,11 @@ def _write_largest(v, t, wire, c: tl.constexpr):
 
 
 @triton.jit
-def _mean_of_largest(wires, stride, messages, t, c: tl.constexpr):
-    """The mean of so many messages, ``stride`` bytes apart and added up in order; and which blocks are not finite."""
+def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
+    """The mean of so many messages, ``stride`` bytes apart and added up in order; and which blocks are not finite.
+
+    If ``c.mean.has_own`` is true, the coordinates in ``x`` take the place of those in the message of source ``own``.
+    """
     ROWS: tl.constexpr = c.shape.rows
     WIDTH: tl.constexpr = 2 * c.shape.half
     j = tl.arange(0, WIDTH)[None, :]
@@ -115,12 +118,19 @@ def _mean_of_largest(wires, stride, messages, t, c: tl.constexpr):
         wire = wires + source * stride
         values, places = record(wire, at, c.number.compute), _places(wire, at, count, c)
         total += tl.load(values[:, None] + j, mask=t.raw[:, None] & inside, other=0) * c.mean.each
-        for k in range(tl.max(count, axis=0)):
+        decoded = tl.max(count, axis=0)
+        if c.mean.has_own:
+            decoded = tl.where(source == own, 0, decoded)
+        for k in range(decoded):
             has_more = coded & (k < count)
             value = tl.load(values + k, mask=has_more, other=0)
             place = tl.load(places + k, mask=has_more, other=0).to(tl.int32) & 0xFFFF
             bad |= has_more & ((place >= t.n) | (is_finite(value) == 0))
             total += tl.where(has_more[:, None] & (j == place[:, None]), (value * c.mean.each)[:, None], 0)
+    if c.mean.has_own:
+        v = tl.load(x + t.start[:, None] + j, mask=coded[:, None] & inside, other=0).to(c.number.compute)
+        bad |= tl.max((is_finite(v) == 0).to(tl.int32), axis=1) > 0
+        total += v * c.mean.each
     if c.mean.rest != 1:
         total = divided(total, tl.full((1, 1), c.mean.rest, c.number.compute), c)
     total = tl.where(bad[:, None], float("nan"), total)
@@ -152,11 +162,12 @@ class TopKFamily:
         q: Quantiser,
         keys: Sequence[Key],
         out_key: Key,
-        dtype: torch.dtype,
+        own: Own,
     ) -> None:
-        """See `protocol.Kernels.reduce`."""
-        c = _constants(q, dtype, mean_of(len(keys), dtype, encoded=True))
-        launch.run(reduce_kernel, blocks, c, wires, wires.shape[1], len(keys), blocks, out, len(blocks))
+        """See `protocol.Kernels.reduce`; the quantiser takes no rotation."""
+        c = _constants(q, own.x.dtype, mean_of(len(keys), own.x.dtype, encoded=True, has_own=True))
+        arguments = (wires, wires.shape[1], len(keys), own.source, blocks, own.x, out, len(blocks))
+        launch.run(reduce_kernel, blocks, c, *arguments)
 
     def decode(
         self,
@@ -166,11 +177,13 @@ class TopKFamily:
         q: Quantiser,
         keys: Sequence[Key],
         rotation: Key | None = None,
+        own: int | None = None,
     ) -> Tensor:
         """See `protocol.Kernels.decode`; the quantiser takes no rotation."""
-        c = _constants(q, x.dtype, mean_of(len(keys), x.dtype))
+        c = _constants(q, x.dtype, mean_of(len(keys), x.dtype, has_own=own is not None))
         bad = torch.zeros((), dtype=torch.int32, device=x.device)
-        launch.run(decode_kernel, blocks, c, wires, wires.shape[1], len(keys), blocks, x, bad, len(blocks))
+        number = -1 if own is None else own
+        launch.run(decode_kernel, blocks, c, wires, wires.shape[1], len(keys), number, blocks, x, bad, len(blocks))
         return bad
 
 
