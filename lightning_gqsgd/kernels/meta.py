@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
     Attributes:
         kind: name of the kernel, or ``"torch"`` for an operation of PyTorch.
-        codec: family and bits of the codes, e.g. ``"linear/4"``; empty where no codes are involved.
+        codec: family and bits of the codes, e.g. ``"companded/4"``; empty where no codes are involved.
         numel: number of coordinates.
         sources: number of messages that are decoded.
         nbytes: bytes of memory that an operation of PyTorch reads and writes.
@@ -57,7 +57,7 @@ def note(work: Work) -> None:
 
 
 def codec_name(kind: Kind, bits: int) -> str:
-    """The name that costs of a codec have, e.g. ``"linear/4"``."""
+    """The name that costs of a codec have, e.g. ``"companded/4"``."""
     return f"{Kind(kind).name.lower()}/{bits}"
 
 

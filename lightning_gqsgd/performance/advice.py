@@ -13,6 +13,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance.costs import Costs, Link, at_ranks, collectives_between
 from lightning_gqsgd.performance.model import BF16, NATIVE, Prediction, predict
+from lightning_gqsgd.performance.probe import codec_of_bits
 from lightning_gqsgd.performance.timeline import Timeline
 
 #: Widths of codes that are compared, most exact ones first.
@@ -118,7 +119,7 @@ def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = 
     if cluster.timeline.dtype == torch.float32:
         found["bf16"] = BF16
     for bits in widths:
-        if f"linear/{bits}" not in costs.gammas:
+        if codec_of_bits(bits) not in costs.gammas:
             continue
         found[f"{bits} bit"] = GQSGDConfig(bits=bits, sample_every=0)
         if nodes > 1 and cluster.per_node > 1:

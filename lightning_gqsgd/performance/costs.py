@@ -73,7 +73,7 @@ class Costs:
 
     Attributes:
         collectives: by scope and kind, e.g. ``"all sum/float32"`` or ``"peers all_to_all"``.
-        gammas: by codec, e.g. ``"linear/4"``.
+        gammas: by codec, e.g. ``"companded/4"``.
         touch_s: processor-seconds for each byte that an operation of PyTorch reads or writes.
         launch_s: processor-seconds to start a kernel or an operation of PyTorch.
         cores: processors that each rank has for itself. Backward pass, codec and collectives share them. A GPU counts
@@ -207,7 +207,7 @@ class Device:
 
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
         """All constants, with given costs of collectives."""
-        gammas = {f"linear/{bits}": self.gamma(bits) for bits in range(1, 9)}
+        gammas = {f"{family}/{bits}": self.gamma(bits) for family in ("linear", "companded") for bits in range(1, 9)}
         launches = (self.launch_s, self.cores, self.on_streams)
         return Costs(collectives, gammas, 1 / self.bytes_per_s, *launches, source=self.note)
 

@@ -31,7 +31,7 @@ from lightning_gqsgd.kernels.meta import codec_name
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import Segment, cut, place
 from lightning_gqsgd.performance.costs import KINDS, Collective, Costs, Gamma
-from lightning_gqsgd.performance.profile import Message, message_of
+from lightning_gqsgd.performance.profile import message_of
 from lightning_gqsgd.performance.timeline import Timeline
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport.communicator import Communicator
@@ -46,10 +46,13 @@ SHORT_BYTES = 4096
 #: The longest messages: those of pieces, and those of DDP's buckets, which sums take whole.
 LONG_BYTES = {"all_to_all": 1 << 20, "all_gather": 1 << 19, "max": 1 << 16, "sum/uint8": 1 << 20}
 LONG_SUM_BYTES = 1 << 24
+#: The first long message that is tried; each next one is four times as long.
+FIRST_LONG_BYTES = 1 << 16
 #: Seconds after which a message counts as long enough, whatever its length.
 LONG_ENOUGH_S = 0.08
 #: Seconds of repetitions of one message length, about.
 PATIENCE_S = 0.4
+FEWEST_REPEATS, MOST_REPEATS = 3, 15
 
 #: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
 CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
@@ -116,7 +119,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
     Args:
         device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
         key: a name that no other probe of this process group has had.
-        bits: the widths of linear codes whose kernels are timed.
+        bits: the widths of codes, of the default configuration's codec, whose kernels are timed.
         per_node: ranks of each node.
 
     Raises:
@@ -137,7 +140,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
         on_streams = communicator.backend == "nccl"
         cores = 1.0 if on_streams else _cores(communicator)
-        gammas = {_name(width): _gamma(device, width) for width in bits}
+        gammas = {codec_of_bits(width): _gamma(device, width) for width in bits}
         costs = Costs(collectives, gammas, *_copying(device), cores, on_streams, source="measured")
     finally:
         communicator.close()
@@ -146,34 +149,27 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
 
 
 class _Stopwatch:
-    """Times collectives; a length that ranks do not agree on is that of the slowest."""
+    """Times collectives; what ranks measure differently is as long as the slowest says."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._everyone = list(range(communicator.size))
 
     def collective(self, kind: str, scope: Scope) -> Collective:
         """The constants of one kind of collective."""
         members = len(scope.members(self._communicator.rank, self._communicator.size))
-        short, short_sent = self._exchange(kind, SHORT_BYTES, scope)
-        alpha_s, cpu_s, _ = self._time([short])
-        nbytes, longest = 1 << 16, LONG_BYTES.get(kind, LONG_SUM_BYTES) * (1 if kind != "all_to_all" else members)
-        while True:
-            nbytes = min(nbytes, longest)
-            exchange, sent = self._exchange(kind, nbytes, scope)
-            once_s, once_cpu_s, _ = self._time([exchange], repeat=1)
-            if nbytes == longest or once_s > LONG_ENOUGH_S:
-                break
-            nbytes *= 4
-        alone_s, _, _ = self._time([exchange])
-        several = [self._exchange(kind, nbytes, scope)[0] for _ in range(AT_ONCE)]
-        together_s, cpu_beta_s, _ = self._time(several)
-        beta_s = max(0.0, together_s - alpha_s) / (AT_ONCE * sent)
+        alpha_s, cpu_s = self._time([self._exchange(kind, SHORT_BYTES, scope)[0]])
+        longest = LONG_BYTES.get(kind, LONG_SUM_BYTES) * (members if kind == "all_to_all" else 1)
+        nbytes = min(FIRST_LONG_BYTES, longest)
+        while nbytes < longest and self._time([self._exchange(kind, nbytes, scope)[0]], repeat=1)[0] < LONG_ENOUGH_S:
+            nbytes = min(4 * nbytes, longest)
+        several = [self._exchange(kind, nbytes, scope) for _ in range(AT_ONCE)]
+        sent = several[0][1]
+        alone_s, _ = self._time([several[0][0]])
+        together_s, together_cpu_s = self._time([exchange for exchange, _ in several])
         alone_beta_s = max(0.0, alone_s - alpha_s) / sent
-        per_byte_s = max(0.0, cpu_beta_s - AT_ONCE * cpu_s) / (AT_ONCE * sent)
-        beta_s = min(beta_s, alone_beta_s) if beta_s else alone_beta_s
-        del short_sent, once_cpu_s
-        return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, per_byte_s)
+        beta_s = min(max(0.0, together_s - alpha_s) / (AT_ONCE * sent), alone_beta_s)
+        cpu_beta_s = max(0.0, together_cpu_s - AT_ONCE * cpu_s) / (AT_ONCE * sent)
+        return Collective(alpha_s, beta_s, alone_beta_s - beta_s, cpu_s, cpu_beta_s)
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
         """A collective of messages of about this length, and the bytes that a rank sends in it."""
@@ -191,20 +187,22 @@ class _Stopwatch:
             of = _DTYPES[dtype] if dtype else torch.int32
             tensor = torch.zeros(max(1, nbytes // of.itemsize), dtype=of, device=device)
             exchange = Exchange(name, tensor, tensor, scope=scope)
-        message: Message = message_of(exchange, rank, size)
-        return exchange, message.sent_bytes
+        return exchange, message_of(exchange, rank, size).sent_bytes
 
-    def _time(self, exchanges: Sequence[Exchange], repeat: int = 0) -> tuple[float, float, int]:
-        """Median seconds until collectives that start together are through, mean processor-seconds, and repetitions.
+    def _time(self, exchanges: Sequence[Exchange], repeat: int = 0) -> tuple[float, float]:
+        """Median seconds until collectives that start together are through, and mean processor-seconds of a rank.
 
-        All ranks get the same numbers, and repeat equally often.
+        All ranks get the same numbers, and repeat equally often: ``repeat`` times, or as often as `PATIENCE_S` allows.
         """
         walls: list[float] = []
-        cpu_s, spent_s = 0.0, 0.0
-        while not walls or (not repeat and len(walls) < 15 and (len(walls) < 3 or spent_s < PATIENCE_S)):
+        cpu_s = 0.0
+        while len(walls) < (repeat or MOST_REPEATS):
+            if not repeat and len(walls) >= FEWEST_REPEATS and sum(walls) > PATIENCE_S:
+                break
             dist.barrier()
             cpu, begun = time.process_time(), time.perf_counter()
-            for work in [self._communicator.start(one, 1 + number) for number, one in enumerate(exchanges)]:
+            works = [self._communicator.start(exchange, 1 + place) for place, exchange in enumerate(exchanges)]
+            for work in works:
                 work.wait()
             if exchanges[0].input.is_cuda:
                 torch.cuda.synchronize()
@@ -212,8 +210,7 @@ class _Stopwatch:
             times = slowest(times, self._communicator.device)
             walls.append(float(times[0]))
             cpu_s += float(times[1])
-            spent_s += walls[-1]
-        return median(walls), cpu_s / len(walls), len(walls)
+        return median(walls), cpu_s / len(walls)
 
 
 def slowest(values: Tensor, device: torch.device) -> Tensor:
@@ -243,8 +240,10 @@ def _cores(communicator: Communicator) -> float:
     return -float(slowest(torch.tensor([-mine], dtype=torch.float64), communicator.device)[0])
 
 
-def _name(bits: int) -> str:
-    q = codec_of(GQSGDConfig(bits=bits)).quantiser(GQSGDConfig().block_size)
+def codec_of_bits(bits: int) -> str:
+    """The name that costs have for the codes of the default configuration at a width."""
+    config = GQSGDConfig(bits=bits)
+    q = codec_of(config).quantiser(config.block_size)
     return codec_name(q.kind, q.bits)
 
 

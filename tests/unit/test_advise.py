@@ -46,7 +46,7 @@ def _json(*arguments: str) -> Any:
 
 def _probe(path: Path, **fields: Any) -> Probe:
     kinds = {f"all {kind}": Collective(1e-3, 1e-8) for kind in KINDS}
-    costs = Costs(kinds, {"linear/8": Gamma(1e-9, 1e-9, 1e-9), "linear/4": Gamma(1e-9, 1e-9, 1e-9)}, 1e-10, 1e-5, 1.0)
+    costs = Costs(kinds, {f"companded/{bits}": Gamma(1e-9, 1e-9, 1e-9) for bits in (8, 4)}, 1e-10, 1e-5, 1.0)
     line = Timeline((Bucket((Segment(0, 5_000_000, False),), 0.1),), 0.1, 0.05, 0.01, name="mine")
     probe = Probe(costs, 2, 1, "gloo", "CPU", 3.0, (line,))
     probe = replace(probe, **fields)

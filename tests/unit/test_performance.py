@@ -42,7 +42,11 @@ GAMMA = Gamma(2e-9, 1e-9, 0.5e-9)
 def _costs(**fields: Any) -> Costs:
     """Links of 1 GB/s without latency, and processors enough for everything."""
     kinds = {f"{scope} {kind}": Collective(0.0, BETA) for scope in ("all", "node", "peers") for kind in KINDS}
-    values: dict[str, Any] = {"collectives": kinds, "gammas": {"linear/8": GAMMA, "linear/4": GAMMA}, "cores": 8.0}
+    values: dict[str, Any] = {
+        "collectives": kinds,
+        "gammas": {f"{family}/{bits}": GAMMA for family in ("linear", "companded") for bits in (8, 4)},
+        "cores": 8.0,
+    }
     return Costs(**{**values, **fields})
 
 
@@ -116,7 +120,7 @@ def test_early_buckets_hide_behind_the_backward_pass() -> None:
 def test_codec_and_backward_pass_share_a_processor() -> None:
     """Two buckets, of which the first one's codec runs beside the rest of the backward pass."""
     config, slow = GQSGDConfig(bits=8, reducer="two_shot", sample_every=0), Gamma(20e-9, 10e-9, 5e-9)
-    gammas = {"linear/8": slow}
+    gammas = {"companded/8": slow}
     plenty, single = (
         predict(_timeline(1 << 20, 1 << 10), _costs(gammas=gammas, cores=cores), RANKS, config) for cores in (8.0, 1.0)
     )
@@ -208,7 +212,7 @@ def test_starting_a_collective_takes_longer_with_more_ranks() -> None:
 
 
 def test_missing_costs_are_named_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"codec 'linear/2'.*gqsgd probe --bits"):
+    with pytest.raises(ConfigError, match=r"codec 'companded/2'.*gqsgd probe --bits"):
         predict(_timeline(5000), _costs(), RANKS, GQSGDConfig(bits=2))
     with pytest.raises(ConfigError, match=r"'sum/float32' between ranks.*gqsgd probe"):
         predict(_timeline(5000), _costs(collectives={}), RANKS, "native")
