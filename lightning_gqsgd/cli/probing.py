@@ -123,8 +123,9 @@ def lines(probe: Probe) -> list[str]:
     """The remaining constants, in words."""
     costs = probe.costs
     said = [
-        f"Each rank has {costs.cores:.2g} processors; a copy takes {1e9 * costs.touch_s:.2g} ns per byte, a launch "
-        f"{1e6 * costs.launch_s:.3g} µs. Measured in {probe.seconds:.0f} s."
+        f"Each rank has {costs.cores:.2g} processors, {costs.thread:.2g} with one thread; a copy takes "
+        f"{1e9 * costs.touch_s:.2g} ns per byte, a launch {1e6 * costs.launch_s:.3g} µs. Measured in "
+        f"{probe.seconds:.0f} s."
     ]
     return said + [
         f"{line.name}: {len(line.buckets)} buckets, ready after "

@@ -78,6 +78,8 @@ class Costs:
         launch_s: processor-seconds to start a kernel or an operation of PyTorch.
         cores: processors that each rank has for itself. Backward pass, codec and collectives share them. A GPU counts
             as 1: kernels of the codec take the time that they need from those of the backward pass.
+        thread: processors that a rank gets with one thread, at most 1. It is less where ranks, or other programs, share
+            processors; several threads of a rank may then get more together.
         on_streams: whether collectives run on streams of a GPU (NCCL), and not on a thread (Gloo).
         source: where the numbers are from, for people.
     """
@@ -87,8 +89,14 @@ class Costs:
     touch_s: float = 0.0
     launch_s: float = 0.0
     cores: float = 2.0
+    thread: float = 1.0
     on_streams: bool = False
     source: str = field(default="given", compare=False)
+
+    @property
+    def speed(self) -> float:
+        """Processor-seconds that one thread does in a second."""
+        return min(1.0, self.thread, self.cores)
 
     def collective(self, scope: str, kind: str) -> Collective:
         """The cost of a collective between the ranks of a scope.
@@ -208,8 +216,8 @@ class Device:
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
         """All constants, with given costs of collectives."""
         gammas = {f"{family}/{bits}": self.gamma(bits) for family in ("linear", "companded") for bits in range(1, 9)}
-        launches = (self.launch_s, self.cores, self.on_streams)
-        return Costs(collectives, gammas, 1 / self.bytes_per_s, *launches, source=self.note)
+        costs = Costs(collectives, gammas, 1 / self.bytes_per_s, self.launch_s, self.cores, source=self.note)
+        return replace(costs, on_streams=self.on_streams)
 
 
 #: Codecs by the name of their device. A GPU's kernels are taken to reach 60 % of its memory's rated bandwidth.

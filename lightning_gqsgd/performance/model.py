@@ -82,9 +82,7 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     clock = Clock(costs.cores)
     backward = Resource(clock, "backward")
     runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs)
-    # Times were measured with all ranks at work, each on one thread or one GPU: below one processor, a second of theirs
-    # is less than a processor-second.
-    demand = min(1.0, costs.cores)
+    demand = costs.speed  # times were measured with all ranks at work, each on one thread or one GPU
     clock.start(timeline.forward_s, demand, lambda: None)
     clock.run()
     begun = clock.now_s

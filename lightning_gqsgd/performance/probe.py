@@ -1,9 +1,9 @@
 """Measures what the model needs to know of a device and of the network between ranks: `measure`, a collective.
 
 Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
-sends for the time per byte. The latter is measured twice: one collective at a time, and several at once, which fill
-each other's pauses. Kernels are timed in seconds of the thread's own processor time, so that other programs of the
-machine do not count.
+sends for the time per byte. The latter is measured twice: one collective at a time, and a row of them of which several
+are always under way, as in training, where they fill each other's pauses. Kernels are timed in seconds of the thread's
+own processor time, so that other programs of the machine do not count.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,20 +40,25 @@ from lightning_gqsgd.transport.communicator import Communicator
 #: Version of the file that a probe is kept in.
 VERSION = 1
 
-#: Collectives that are under way at once where they are to fill the link.
+#: Collectives that are under way at once in a row.
 AT_ONCE = 4
 #: Bytes of the short message.
 SHORT_BYTES = 4096
-#: The longest messages: those of pieces, and those of DDP's buckets, which sums take whole.
-LONG_BYTES = {"all_to_all": 1 << 20, "all_gather": 1 << 19, "max": 1 << 16, "sum/uint8": 1 << 20}
-LONG_SUM_BYTES = 1 << 24
-#: The first long message that is tried; each next one is four times as long.
-FIRST_LONG_BYTES = 1 << 16
-#: Seconds after which a message counts as long enough, whatever its length.
-LONG_ENOUGH_S = 0.08
-#: Seconds of repetitions of one message length, about.
-PATIENCE_S = 0.4
-FEWEST_REPEATS, MOST_REPEATS = 3, 15
+#: Bytes of the longest message of a kind: of a piece's codes at 8 bits, of its scales, and of a large bucket of DDP.
+LONG_BYTES = {"max": 1 << 14, "sum/float32": 1 << 24, "sum/bfloat16": 1 << 24}
+PIECE_BYTES = 1 << 19
+#: The first long message that is tried; each next one is four times as long, until one takes so many seconds.
+FIRST_LONG_BYTES = 1 << 14
+LONG_ENOUGH_S = 0.1
+#: Seconds of repetitions of one message length, about, and the fewest and the most repetitions.
+PATIENCE_S = 0.3
+REPEATS = (3, 15)
+#: The shortest and the longest row.
+ROWS = (6, 24)
+#: Seconds in which processors are counted, once for each kind of collective: other programs come and go.
+COUNTING_S = 0.1
+#: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
+MOST_THREADS = 4
 
 #: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
 CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
@@ -139,9 +145,10 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         clock = _Stopwatch(communicator)
         collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
         on_streams = communicator.backend == "nccl"
-        cores = 1.0 if on_streams else _cores(communicator)
+        thread = 1.0 if on_streams else median(clock.thread)
+        cores = 1.0 if on_streams else max(thread, median(clock.cores))
         gammas = {codec_of_bits(width): _gamma(device, width) for width in bits}
-        costs = Costs(collectives, gammas, *_copying(device), cores, on_streams, source="measured")
+        costs = Costs(collectives, gammas, *_copying(device), cores, thread, on_streams, source="measured")
     finally:
         communicator.close()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -149,26 +156,38 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
 
 
 class _Stopwatch:
-    """Times collectives; what ranks measure differently is as long as the slowest says."""
+    """Times collectives; what ranks measure differently is as long as the slowest says.
+
+    Attributes:
+        cores: processors that this rank got while all ranks wanted as many as they can have, the smallest of all ranks,
+            at several times.
+        thread: the same while all ranks ran one thread.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self.cores: list[float] = []
+        self.thread: list[float] = []
 
     def collective(self, kind: str, scope: Scope) -> Collective:
         """The constants of one kind of collective."""
+        self.cores.append(_processors(self._communicator, min(MOST_THREADS, os.cpu_count() or 1)))
+        self.thread.append(_processors(self._communicator, 1))
         members = len(scope.members(self._communicator.rank, self._communicator.size))
-        alpha_s, cpu_s = self._time([self._exchange(kind, SHORT_BYTES, scope)[0]])
-        longest = LONG_BYTES.get(kind, LONG_SUM_BYTES) * (members if kind == "all_to_all" else 1)
+        alpha_s, cpu_s = self._repeat(kind, SHORT_BYTES, scope)
+        longest = LONG_BYTES.get(kind, PIECE_BYTES)
+        if kind == "all_gather" and members > 2:  # of the shards of a piece; beyond two ranks nobody gathers pieces
+            longest //= members
         nbytes = min(FIRST_LONG_BYTES, longest)
-        while nbytes < longest and self._time([self._exchange(kind, nbytes, scope)[0]], repeat=1)[0] < LONG_ENOUGH_S:
+        while nbytes < longest and self._row(kind, nbytes, scope, 1)[0] < LONG_ENOUGH_S:
             nbytes = min(4 * nbytes, longest)
-        several = [self._exchange(kind, nbytes, scope) for _ in range(AT_ONCE)]
-        sent = several[0][1]
-        alone_s, _ = self._time([several[0][0]])
-        together_s, together_cpu_s = self._time([exchange for exchange, _ in several])
+        sent = self._exchange(kind, nbytes, scope)[1]
+        alone_s, _ = self._repeat(kind, nbytes, scope)
+        count = min(ROWS[1], max(ROWS[0], int(PATIENCE_S / alone_s)))
+        row_s, row_cpu_s = self._row(kind, nbytes, scope, count)
         alone_beta_s = max(0.0, alone_s - alpha_s) / sent
-        beta_s = min(max(0.0, together_s - alpha_s) / (AT_ONCE * sent), alone_beta_s)
-        cpu_beta_s = max(0.0, together_cpu_s - AT_ONCE * cpu_s) / (AT_ONCE * sent)
+        beta_s = min(max(0.0, row_s - alone_s) / ((count - 1) * sent), alone_beta_s)
+        cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
         return Collective(alpha_s, beta_s, alone_beta_s - beta_s, cpu_s, cpu_beta_s)
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
@@ -189,28 +208,34 @@ class _Stopwatch:
             exchange = Exchange(name, tensor, tensor, scope=scope)
         return exchange, message_of(exchange, rank, size).sent_bytes
 
-    def _time(self, exchanges: Sequence[Exchange], repeat: int = 0) -> tuple[float, float]:
-        """Median seconds until collectives that start together are through, and mean processor-seconds of a rank.
-
-        All ranks get the same numbers, and repeat equally often: ``repeat`` times, or as often as `PATIENCE_S` allows.
-        """
+    def _repeat(self, kind: str, nbytes: int, scope: Scope) -> tuple[float, float]:
+        """Median seconds of one collective, and mean processor-seconds of a rank; all ranks get the same numbers."""
         walls: list[float] = []
         cpu_s = 0.0
-        while len(walls) < (repeat or MOST_REPEATS):
-            if not repeat and len(walls) >= FEWEST_REPEATS and sum(walls) > PATIENCE_S:
-                break
-            dist.barrier()
-            cpu, begun = time.process_time(), time.perf_counter()
-            works = [self._communicator.start(exchange, 1 + place) for place, exchange in enumerate(exchanges)]
-            for work in works:
-                work.wait()
-            if exchanges[0].input.is_cuda:
-                torch.cuda.synchronize()
-            times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
-            times = slowest(times, self._communicator.device)
-            walls.append(float(times[0]))
-            cpu_s += float(times[1])
+        while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < PATIENCE_S):
+            wall_s, once_cpu_s = self._row(kind, nbytes, scope, 1)
+            walls.append(wall_s)
+            cpu_s += once_cpu_s
         return median(walls), cpu_s / len(walls)
+
+    def _row(self, kind: str, nbytes: int, scope: Scope, count: int) -> tuple[float, float]:
+        """Seconds of a row of collectives of which `AT_ONCE` are under way, and processor-seconds of a rank."""
+        exchanges = [self._exchange(kind, nbytes, scope)[0] for _ in range(min(count, AT_ONCE))]
+        under_way: deque[Any] = deque()
+        dist.barrier()
+        cpu, begun = time.process_time(), time.perf_counter()
+        for number in range(count):
+            if len(under_way) == AT_ONCE:
+                under_way.popleft().wait()
+            place = number % AT_ONCE
+            under_way.append(self._communicator.start(exchanges[place], 1 + place))
+        for work in under_way:
+            work.wait()
+        if exchanges[0].input.is_cuda:
+            torch.cuda.synchronize()
+        times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
+        wall_s, cpu_s = slowest(times, self._communicator.device).tolist()
+        return wall_s, cpu_s
 
 
 def slowest(values: Tensor, device: torch.device) -> Tensor:
@@ -220,9 +245,8 @@ def slowest(values: Tensor, device: torch.device) -> Tensor:
     return moved.cpu()
 
 
-def _cores(communicator: Communicator) -> float:
-    """Processors that this rank gets while all ranks want as many as they can have: the smallest of all ranks."""
-    count, until = os.cpu_count() or 1, 0.3
+def _processors(communicator: Communicator, count: int) -> float:
+    """Processors that this rank gets while all ranks run so many busy threads: the smallest of all ranks."""
     data = bytes(1 << 20)
 
     def work(deadline: float) -> None:
@@ -231,7 +255,7 @@ def _cores(communicator: Communicator) -> float:
 
     dist.barrier()
     cpu, begun = time.process_time(), time.perf_counter()
-    threads = [threading.Thread(target=work, args=(begun + until,)) for _ in range(count)]
+    threads = [threading.Thread(target=work, args=(begun + COUNTING_S,)) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -102,9 +102,9 @@ class ThreadRunner:
             return
         self._is_busy = True
         works, messages, is_last = piece.take()
-        seconds = self._costs.launch_s + sum(map(self._costs.seconds, works))
+        seconds = (self._costs.launch_s + sum(map(self._costs.seconds, works))) / self._costs.speed
         resumed = partial(self._resumed, piece, messages, is_last)
-        self._codec.add(seconds, 1.0, _label(works), piece.bucket, piece.number, resumed)
+        self._codec.add(seconds, self._costs.speed, _label(works), piece.bucket, piece.number, resumed)
 
     def _resumed(self, piece: _Piece, messages: Sequence[Message], is_last: bool) -> None:
         self._is_busy = False
