@@ -45,8 +45,8 @@ METHODS: dict[str, GQSGDConfig | str] = {
 BATCH_SIZE = {"mlp": 8, "resnet18": 16}
 #: Seconds of timed rounds in each lab, about, and the fewest and the most rounds. On slow links a step takes seconds,
 #: and varies less.
-PATIENCE_S = 40.0
-ROUNDS = (2, 15)
+PATIENCE_S = 25.0
+ROUNDS = (2, 12)
 #: Rounds that warm up, where they are short.
 WARMUP = 2
 SHORT_S = 4.0
@@ -137,6 +137,9 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
             parts = (1e3 * made.compute_s, 1e3 * made.codec_s, 1e3 * made.wire_s)
             measured = (median, f"{low:.0f} to {high:.0f}", 1e3 * made.step_s, error)
             report.rows.append([model, name, hosts, rate, *measured, *parts])
+            print(
+                f"{model} {name}, {hosts} hosts, {rate}: {median:.0f} ms, predicted {1e3 * made.step_s:.0f}", flush=True
+            )
 
 
 def _draw(report: Report, file: Path) -> None:
