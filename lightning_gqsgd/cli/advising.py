@@ -84,10 +84,10 @@ class Question:
             name = self.model or next(iter(measured), None)
             if name in measured:
                 return measured[name], ""
-            known = f" (the probe has {', '.join(measured)})" if measured else ""
+            others = f" (the probe has {', '.join(measured)})" if measured else ""
             raise ConfigError(
-                f"the length of the backward pass is not known{known}; give --backward, e.g. 120ms, or measure it with "
-                "`gqsgd probe --model MODEL --batch N`"
+                f"the length of the backward pass is not known{others}; give --backward, e.g. 120ms, or measure it "
+                "with `gqsgd probe --model MODEL --batch N`"
             )
         if self.model is None:
             raise ConfigError(f"no model; give --model {models.FORMS}")
@@ -116,7 +116,7 @@ def _note(codec: str, probe: Probe | None) -> str:
     return f"codec: {ESTIMATES[codec].note}"
 
 
-def table(cluster: Cluster, found: Sequence[Candidate]) -> Table:
+def table(cluster: Cluster, choices: Sequence[Candidate]) -> Table:
     """The predictions, one in a row."""
     made = Table(
         title=f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
@@ -136,7 +136,7 @@ def table(cluster: Cluster, found: Sequence[Candidate]) -> Table:
     )
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for candidate in found:
+    for candidate in choices:
         step = candidate.prediction
         made.add_row(
             candidate.name,
@@ -151,12 +151,12 @@ def table(cluster: Cluster, found: Sequence[Candidate]) -> Table:
     return made
 
 
-def lines(cluster: Cluster, found: Sequence[Candidate]) -> list[str]:
+def lines(cluster: Cluster, choices: Sequence[Candidate]) -> list[str]:
     """The recommendation, and how sure the numbers are."""
-    return [recommendation(found), *(f"Note: {note}." for note in cluster.notes)]
+    return [recommendation(choices), *(f"Note: {note}." for note in cluster.notes)]
 
 
-def to_dict(cluster: Cluster, found: Sequence[Candidate]) -> dict[str, Any]:
+def to_dict(cluster: Cluster, choices: Sequence[Candidate]) -> dict[str, Any]:
     """Plain values only."""
     return {
         "model": cluster.timeline.name,
@@ -177,8 +177,8 @@ def to_dict(cluster: Cluster, found: Sequence[Candidate]) -> dict[str, Any]:
                 "samples_per_s": candidate.prediction.throughput(cluster.batch, cluster.ranks),
                 "efficiency": candidate.prediction.efficiency,
             }
-            for candidate in found
+            for candidate in choices
         ],
-        "recommendation": recommendation(found),
+        "recommendation": recommendation(choices),
         "notes": list(cluster.notes),
     }

@@ -145,23 +145,23 @@ def advise(
     places = (nodes, gpus_per_node, backward, forward, codec)
     try:
         cluster = advising.Question(model, batch, probe, link, latency, intra, *places).cluster()
-        found = candidates(cluster)
+        choices = candidates(cluster)
         if plot is not None or gantt is not None:
             from lightning_gqsgd.performance import pictures
 
             if plot is not None:
                 pictures.draw_sweeps(cluster, plot)
             if gantt is not None:
-                steps = {candidate.name: candidate.prediction for candidate in recommendable(found)}
+                steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
                 pictures.draw_steps(steps, gantt)
     except ConfigError as error:
         typer.echo(f"gqsgd: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(advising.to_dict(cluster, found), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(advising.to_dict(cluster, choices), indent=1, ensure_ascii=False))
         return
-    tables.show(advising.table(cluster, found))
-    typer.echo("\n".join(advising.lines(cluster, found)))
+    tables.show(advising.table(cluster, choices))
+    typer.echo("\n".join(advising.lines(cluster, choices)))
 
 
 @app.command()
@@ -169,9 +169,9 @@ def doctor() -> None:
     """Say whether this machine has what the package needs; exit code 1 if something is missing."""
     from lightning_gqsgd.cli import doctor as examination
 
-    found = examination.findings()
-    typer.echo("\n".join(examination.lines(found)))
-    if any(finding.is_bad for finding in found):
+    findings = examination.findings()
+    typer.echo("\n".join(examination.lines(findings)))
+    if any(finding.is_bad for finding in findings):
         raise typer.Exit(1)
 
 

@@ -44,21 +44,21 @@ def findings() -> list[Finding]:
         "transformers": lambda: _version("transformers"),
         "netlab": _iproute2,
     }
-    found = []
+    answers = []
     for question, ask in questions.items():
         try:
             answer = ask()
         except Exception as error:  # the point of this command is to say what fails
             answer = Finding(question, f"{type(error).__name__}: {error}", is_bad=True)
-        found.append(Finding(question, answer) if isinstance(answer, str) else answer)
-    return found
+        answers.append(Finding(question, answer) if isinstance(answer, str) else answer)
+    return answers
 
 
-def lines(found: list[Finding]) -> list[str]:
+def lines(answers: list[Finding]) -> list[str]:
     """A line for each answer."""
-    width = max(len(finding.question) for finding in found)
+    width = max(len(finding.question) for finding in answers)
     return [
-        f"{'FAIL' if finding.is_bad else 'ok  '}  {finding.question:{width}}  {finding.answer}" for finding in found
+        f"{'FAIL' if finding.is_bad else 'ok  '}  {finding.question:{width}}  {finding.answer}" for finding in answers
     ]
 
 

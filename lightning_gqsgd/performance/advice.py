@@ -115,17 +115,17 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
 
 def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = BITS) -> dict[str, GQSGDConfig | str]:
     """The candidates for a number of nodes, by name, most exact ones first."""
-    found: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
+    ways: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
     if cluster.timeline.dtype == torch.float32:
-        found["bf16"] = BF16
+        ways["bf16"] = BF16
     for bits in widths:
         if codec_of_bits(bits) not in costs.gammas:
             continue
-        found[f"{bits} bit"] = GQSGDConfig(bits=bits, sample_every=0)
+        ways[f"{bits} bit"] = GQSGDConfig(bits=bits, sample_every=0)
         if nodes > 1 and cluster.per_node > 1:
             levels = GQSGDConfig(bits=bits, sample_every=0, reducer="hierarchical", node_size=cluster.per_node)
-            found[f"{bits} bit, hierarchical"] = levels
-    return found
+            ways[f"{bits} bit, hierarchical"] = levels
+    return ways
 
 
 def candidates(
@@ -145,34 +145,34 @@ def candidates(
     return [Candidate(name, method, make(method)) for name, method in methods(cluster, nodes, costs, widths).items()]
 
 
-def recommendable(found: Sequence[Candidate]) -> list[Candidate]:
+def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that are exact enough for most trainings."""
     return [
         candidate
-        for candidate in found
+        for candidate in choices
         if isinstance(candidate.method, str) or candidate.method.num_bits >= FEWEST_BITS
     ]
 
 
-def best_of(found: Sequence[Candidate]) -> Candidate:
+def best_of(choices: Sequence[Candidate]) -> Candidate:
     """The most exact candidate among those whose steps are about as short as the shortest.
 
     Plain DDP is the best one as long as none gains as much as is `WORTH` a change. Candidates with fewer than
     `FEWEST_BITS` bits do not count.
     """
-    found = recommendable(found)
-    shortest = min(candidate.prediction.step_s for candidate in found)
-    limit = min(shortest * (1 + CLOSE), found[0].prediction.step_s * (1 - WORTH))
-    return next((candidate for candidate in found if candidate.prediction.step_s <= limit), found[0])
+    choices = recommendable(choices)
+    shortest = min(candidate.prediction.step_s for candidate in choices)
+    limit = min(shortest * (1 + CLOSE), choices[0].prediction.step_s * (1 - WORTH))
+    return next((candidate for candidate in choices if candidate.prediction.step_s <= limit), choices[0])
 
 
-def recommendation(found: Sequence[Candidate]) -> str:
+def recommendation(choices: Sequence[Candidate]) -> str:
     """What to do, and why, in one sentence."""
-    plain, best = found[0].prediction, best_of(found)
+    plain, best = choices[0].prediction, best_of(choices)
     made = best.prediction
     waits = f"a step of plain DDP waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for gradients"
-    shortest = min(candidate.prediction.step_s for candidate in recommendable(found))
-    if best is found[0]:
+    shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
+    if best is choices[0]:
         gain = max(0.0, 1 - shortest / plain.step_s)
         return f"Not worth it: {waits}, and no compression would shorten it by more than {gain:.0%}; keep plain DDP."
     saved = f"predicted to take {_ms(made.step_s)}, {plain.step_s / made.step_s:.2f} times faster"
@@ -201,8 +201,8 @@ def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
     """The smallest factor from which on no candidate is worth a change; None: one is, even on the fastest links."""
     limit = None
-    for factor, found in sorted(sweep.items(), reverse=True):
-        if best_of(found) is not found[0]:
+    for factor, choices in sorted(sweep.items(), reverse=True):
+        if best_of(choices) is not choices[0]:
             break
         limit = factor
     return limit

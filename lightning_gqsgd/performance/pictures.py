@@ -36,19 +36,19 @@ def draw_sweeps(cluster: Cluster, file: Path) -> None:
     plt = _pyplot()
     nodes, rates = over_nodes(cluster), over_rates(cluster)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
-    for name in dict.fromkeys(candidate.name for found in nodes.values() for candidate in found):
+    for name in dict.fromkeys(candidate.name for choices in nodes.values() for candidate in choices):
         style = {"color": _COLOURS[name.split(" ")[0]], "ls": "--" if "hierarchical" in name else "-", "lw": 1.4}
         points = {
             count: candidate.prediction.efficiency
-            for count, found in nodes.items()
-            for candidate in found
+            for count, choices in nodes.items()
+            for candidate in choices
             if candidate.name == name
         }
         left.plot(list(points), list(points.values()), label=name, **style)
         steps = {
             _rate(cluster, factor): 1e3 * candidate.prediction.step_s
-            for factor, found in rates.items()
-            for candidate in found
+            for factor, choices in rates.items()
+            for candidate in choices
             if candidate.name == name
         }
         right.plot(list(steps), list(steps.values()), **style)

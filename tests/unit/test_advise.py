@@ -63,12 +63,12 @@ def test_a_slow_link_gets_few_bits_and_a_fast_one_plain_ddp() -> None:
 
 
 def test_every_candidate_has_its_numbers() -> None:
-    found = _json(*USUAL, "--link", "1gbit", "--gpus-per-node", "2")
-    names = [candidate["name"] for candidate in found["candidates"]]
+    advised = _json(*USUAL, "--link", "1gbit", "--gpus-per-node", "2")
+    names = [candidate["name"] for candidate in advised["candidates"]]
     assert names[:3] == ["fp32", "bf16", "8 bit"]
     assert {"4 bit", "3 bit", "2 bit", "4 bit, hierarchical"} <= set(names)
-    plain = found["candidates"][0]
-    assert plain["sent_bytes"] == 2 * 7 * found["parameters"] * 4 // 8
+    plain = advised["candidates"][0]
+    assert plain["sent_bytes"] == 2 * 7 * advised["parameters"] * 4 // 8
     assert plain["step_s"] == pytest.approx(0.075 + plain["exposed_s"])
     assert plain["samples_per_s"] == pytest.approx(8 * 8 / plain["step_s"])
     assert plain["efficiency"] == pytest.approx(0.075 / plain["step_s"])
@@ -79,10 +79,10 @@ def test_one_rank_per_node_has_no_second_level() -> None:
 
 
 def test_fewer_bits_than_four_are_predicted_and_never_recommended() -> None:
-    found = _json(*USUAL, "--link", "1mbit")
-    steps = {row["name"]: row["step_s"] for row in found["candidates"]}
+    advised = _json(*USUAL, "--link", "1mbit")
+    steps = {row["name"]: row["step_s"] for row in advised["candidates"]}
     assert steps["2 bit"] < steps["4 bit"]
-    assert found["recommendation"].startswith("Take bits=4")
+    assert advised["recommendation"].startswith("Take bits=4")
 
 
 def test_the_table_says_that_numbers_of_gpus_are_estimates() -> None:
@@ -94,10 +94,10 @@ def test_the_table_says_that_numbers_of_gpus_are_estimates() -> None:
 
 def test_a_probe_with_a_timeline_needs_nothing_else(tmp_path: Path) -> None:
     _probe(tmp_path / "p.json")
-    found = _json("--probe", str(tmp_path / "p.json"))
-    assert (found["model"], found["nodes"]) == ("mine", 2)
-    assert found["candidates"][0]["step_s"] == pytest.approx(0.16 + 1e-3 + 20_000_000 * 1e-8, rel=0.02)
-    assert found["notes"] == ["codec: measured on CPU"]
+    advised = _json("--probe", str(tmp_path / "p.json"))
+    assert (advised["model"], advised["nodes"]) == ("mine", 2)
+    assert advised["candidates"][0]["step_s"] == pytest.approx(0.16 + 1e-3 + 20_000_000 * 1e-8, rel=0.02)
+    assert advised["notes"] == ["codec: measured on CPU"]
 
 
 def test_a_probe_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
     limit = advice.break_even(sweep)
     assert limit is not None
     assert limit > 1
-    for factor, found in sweep.items():
-        assert (advice.best_of(found) is found[0]) == (factor >= limit)
+    for factor, advised in sweep.items():
+        assert (advice.best_of(advised) is advised[0]) == (factor >= limit)
 
 
 def test_operations_count_a_convolution_once_for_each_position() -> None:
