@@ -43,9 +43,7 @@ METHODS: dict[str, GQSGDConfig | str] = {
     "gqsgd_4bit": GQSGDConfig(bits=4, sample_every=0),
 }
 BATCH_SIZE = {"mlp": 8, "resnet18": 16}
-#: Seconds of timed rounds in each lab, about, and the fewest and the most rounds. On slow links a step takes seconds,
-#: and varies less.
-PATIENCE_S = 25.0
+#: The fewest and the most rounds. On slow links a step takes seconds, and varies less.
 ROUNDS = (2, 12)
 #: Rounds that warm up, where they are short.
 WARMUP = 2
@@ -73,7 +71,7 @@ def work(options: argparse.Namespace) -> None:
     steps |= {name: partial(case.step) for name, case in cases.items()}
     first = in_turns(steps, 1, warmup=0, before=dist.barrier)  # DDP builds its buckets anew after it
     round_s = float(sum(slowest(values)[0] for values in first.values()))
-    rounds = int(np.clip(PATIENCE_S / round_s, *ROUNDS))
+    rounds = int(np.clip(options.seconds / round_s, *ROUNDS))
     seconds = in_turns(steps, rounds, warmup=WARMUP if round_s < SHORT_S else 0, before=dist.barrier)
     timelines = {name: recorder.timeline().to_dict() for name, recorder in recorders.items()}
     result = {name: slowest(values).tolist() for name, values in seconds.items()}
@@ -176,6 +174,7 @@ def main() -> None:
     add_labs(parser)
     parser.set_defaults(hosts=[2, 4], rate=["50mbit", "200mbit", "1gbit", "none"])
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=25.0, help="of timed rounds per lab, about (default 25)")
     work_or_present(parser, work, measure)
 
 

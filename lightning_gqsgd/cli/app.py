@@ -100,6 +100,7 @@ def probe(
     from lightning_gqsgd.errors import ConfigError
 
     try:
+        probing.check(model, output)
         if not probing.is_rank():
             widths = [word for width in bits or [] for word in ("--bits", str(width))]
             chosen = [] if model is None else ["--model", model]
@@ -109,7 +110,7 @@ def probe(
             raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
         made = probing.run_rank(bits or [8, 4, 3, 2], model, batch)
         if made is not None:
-            probing.write(made, output)
+            made.save(output)
             for table in probing.tables(made):
                 tables.show(table)
             typer.echo("\n".join([*probing.lines(made), f"written: {output}"]))

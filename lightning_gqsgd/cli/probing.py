@@ -36,6 +36,16 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check(model: str | None, output: Path) -> None:
+    """Raise ConfigError for a model that cannot be built, or a file that cannot be written, before anything starts."""
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}; name a file in a folder that exists")
+    if model is not None and models.build(model, 1, torch.device("meta")).inputs is None:
+        raise ConfigError(
+            f"the inputs of {model} are not known; let its factory return the model and a tuple of inputs"
+        )
+
+
 def run_ranks(procs: int, arguments: Sequence[str]) -> int:
     """Run ``gqsgd probe`` as ranks on this machine; returns 0, or the exit code of a rank that failed.
 
@@ -95,9 +105,8 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int) -> Probe | None
 def timeline_of(name: str, batch: int, device: torch.device) -> Timeline:
     """The timeline of a model by its name. A collective."""
     built = models.build(name, batch, device)
-    if built.inputs is None:
-        raise ConfigError(f"the inputs of {name} are not known; let its factory return the model and a tuple of inputs")
     inputs = built.inputs
+    assert inputs is not None  # see `check`
     update = torch.optim.SGD(built.model.parameters(), lr=1e-6).step
     recorder = Recorder(built.model, lambda wrapped: models.loss_of(wrapped(*inputs)), update, name)
     for number in range(_WARMUP + _STEPS):
@@ -133,20 +142,6 @@ def lines(probe: Probe) -> list[str]:
         + f" of {1e3 * line.backward_s:.0f} ms."
         for line in probe.timelines
     ]
-
-
-def write(probe: Probe, file: Path) -> None:
-    """Write a probe.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        probe.save(file)
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be written ({error.strerror}); give --output a file in a folder that exists"
-        ) from None
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:

@@ -110,8 +110,8 @@ def _profiles(
 ) -> tuple[list[tuple[Profile, ...]], int]:
     """The profiles of the pieces of each bucket, and the bytes that a rank sends in a step."""
     if method == BF16:
-        found = [bf16_hook_profile(bucket.numel, ranks) for bucket in timeline.buckets]
-        return [(profile,) for profile in found], sum(profile.sent_bytes for profile in found)
+        hooks = [bf16_hook_profile(bucket.numel, ranks) for bucket in timeline.buckets]
+        return [(profile,) for profile in hooks], sum(profile.sent_bytes for profile in hooks)
     if isinstance(method, str) and method != NATIVE:
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)

@@ -54,7 +54,7 @@ LONG_ENOUGH_S = 0.1
 PATIENCE_S = 0.3
 REPEATS = (3, 15)
 #: The shortest and the longest row.
-ROWS = (6, 24)
+ROWS = (8, 24)
 #: Seconds in which processors are counted, once for each kind of collective: other programs come and go.
 COUNTING_S = 0.1
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
@@ -186,7 +186,7 @@ class _Stopwatch:
         count = min(ROWS[1], max(ROWS[0], int(PATIENCE_S / alone_s)))
         row_s, row_cpu_s = self._row(kind, nbytes, scope, count)
         alone_beta_s = max(0.0, alone_s - alpha_s) / sent
-        beta_s = min(max(0.0, row_s - alone_s) / ((count - 1) * sent), alone_beta_s)
+        beta_s = min(max(0.0, row_s - alpha_s) / (count * sent), alone_beta_s)
         cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
         return Collective(alpha_s, beta_s, alone_beta_s - beta_s, cpu_s, cpu_beta_s)
 

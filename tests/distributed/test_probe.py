@@ -94,6 +94,26 @@ def test_too_few_or_too_many_processes_exit_with_2(procs: str, monkeypatch: pyte
     assert f"--procs {procs} is out of range: 2 to 64" in result.stderr
 
 
+def without_inputs() -> nn.Module:
+    """A model of which nobody knows what it can be called with."""
+    return nn.Linear(2000, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--output", "/nowhere/probe.json"], "there is no folder /nowhere"),
+        (["--model", "torchvision:resnt50"], "did you mean 'resnet50'?"),
+        (["--model", "tests.distributed.test_probe:without_inputs"], "let its factory return the model and a tuple"),
+    ],
+)
+def test_bad_options_exit_with_2_and_one_line_before_any_process_starts(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["probe", *arguments])
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
 def test_a_rank_of_a_launcher_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
