@@ -54,7 +54,7 @@ LONG_ENOUGH_S = 0.1
 PATIENCE_S = 0.3
 REPEATS = (3, 15)
 #: The shortest and the longest row.
-ROWS = (8, 24)
+ROWS = (12, 32)
 #: Seconds in which processors are counted, once for each kind of collective: other programs come and go.
 COUNTING_S = 0.1
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
@@ -184,9 +184,11 @@ class _Stopwatch:
         sent = self._exchange(kind, nbytes, scope)[1]
         alone_s, _ = self._repeat(kind, nbytes, scope)
         count = min(ROWS[1], max(ROWS[0], int(PATIENCE_S / alone_s)))
+        start_s, _ = self._row(kind, nbytes, scope, AT_ONCE)
         row_s, row_cpu_s = self._row(kind, nbytes, scope, count)
         alone_beta_s = max(0.0, alone_s - alpha_s) / sent
-        beta_s = min(max(0.0, row_s - alpha_s) / (count * sent), alone_beta_s)
+        # A row begins with pauses that nothing fills, and two rows of different lengths have the same ones.
+        beta_s = min(max(0.0, row_s - start_s) / ((count - AT_ONCE) * sent), alone_beta_s)
         cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
         return Collective(alpha_s, beta_s, alone_beta_s - beta_s, cpu_s, cpu_beta_s)
 
