@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import presets
 from benchmarks.report import Report, present
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.simulation import VirtualRanks, relative_error
 
 
@@ -98,12 +99,13 @@ CURVES: dict[str, Callable[[float], Curve]] = {
     "straight, s = 0.75": lambda m: straight(m, 0.75),
     "straight, s = 1": lambda m: straight(m, 1.0),
 }
-#: The package's codecs by name: codec and block size.
-CODECS = {
-    "linear": ("linear", 256),
-    "linear, blocks of 128": ("linear", 128),
-    "companded": ("companded", 256),
-    "companded, blocks of 128": ("companded", 128),
+#: The package's codecs by name: the fields of a configuration.
+CODECS: dict[str, dict[str, object]] = {
+    "linear": {"codec": "linear", "block_size": 256},
+    "linear, blocks of 128": {"codec": "linear", "block_size": 128},
+    "companded": {"codec": "companded", "block_size": 256},
+    "companded, blocks of 128": {"codec": "companded", "block_size": 128},
+    "companded, blocks of 128, rotated": {"codec": "companded", "block_size": 128, "rotation": True},
 }
 BLOCK = 128
 
@@ -129,10 +131,14 @@ def rounded(x: Tensor, curve: Curve, middle: float, generator: torch.Generator) 
 
 
 def error_of(curve: Curve, middle: float, gradients: presets.Gradients) -> float:
-    """Relative error of two shots: the mean of rounded gradients, rounded again."""
+    """Relative error of two shots: the mean of rounded gradients, rounded again. Ranks take turns at owning a block,
+    and the owner of a block has its own gradient exactly."""
     generator = torch.Generator().manual_seed(1)
     blocks = [_blocks(x, gradients) for x in gradients.ranks]
-    mean = torch.stack([rounded(x, curve, middle, generator) for x in blocks]).mean(0)
+    received = torch.stack([rounded(x, curve, middle, generator) for x in blocks])
+    for rank, x in enumerate(blocks):
+        received[rank, rank :: len(blocks)] = x[rank :: len(blocks)]
+    mean = received.mean(0)
     exact = torch.stack(gradients.ranks).mean(0)
     error = rounded(mean, curve, middle, generator) - torch.stack(blocks).mean(0)
     return float(error.norm() / exact.norm())
@@ -165,15 +171,14 @@ def measure(options: argparse.Namespace) -> Report:
             "of 256 for codecs, and of 128 for curves.",
             "Curves have subtractive dither in all blocks; codecs have adaptive dither.",
             "t × lognormal: Student's t distribution with 3 degrees of freedom, times a lognormal factor. Other kinds "
-            "are those of `python -m benchmarks.presets` (GQSGD_DATA says where CIFAR-10 is, for the CNN). Errors "
-            "count what the owner of a shard rounds of its own.",
+            "are those of `python -m benchmarks.presets` (GQSGD_DATA says where CIFAR-10 is, for the CNN).",
         ),
     )
     for bits in options.bits:
-        for name, (codec, block) in CODECS.items():
-            fields = {"codec": codec, "bits": bits, "block_size": block, "reducer": "two_shot"}
-            errors = [_measured(gradients, fields) for gradients in kinds.values()]
-            report.rows.append([bits, name, bits + 16 / block, *errors])
+        for name, codec in CODECS.items():
+            config = GQSGDConfig(bits=bits, reducer="two_shot", **codec)
+            errors = [_measured(gradients, config) for gradients in kinds.values()]
+            report.rows.append([bits, name, bits + 16 / config.block_size, *errors])
         middle = (2**bits - 1) / 2
         for name, make in CURVES.items():
             errors = [100 * error_of(make(middle), middle, gradients) for gradients in kinds.values()]
@@ -181,9 +186,9 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def _measured(gradients: presets.Gradients, fields: dict[str, object]) -> float:
+def _measured(gradients: presets.Gradients, config: GQSGDConfig) -> float:
     """The error of a configuration of the package in per cent."""
-    virtual = VirtualRanks(len(gradients.ranks), gradients.segments, torch.float32, None, **fields)
+    virtual = VirtualRanks(len(gradients.ranks), gradients.segments, torch.float32, config)
     return 100 * relative_error(virtual.mean(gradients.ranks, 0), gradients.ranks)
 
 

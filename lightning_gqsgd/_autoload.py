@@ -55,6 +55,8 @@ STRATEGY_PRESETS = (
     "artemis",
     "dore",
     "dq_psgd",
+    "drive",
+    "eden",
     "signsgd_ef",
     "topk_ef",
 )

@@ -35,22 +35,24 @@ class GQSGDConfig:
     Attributes:
         codec: ``"linear"``, uniform levels with dither (QSGD, arXiv 1610.02132; Global-QSGD, arXiv 2305.18627);
             ``"companded"``, levels that lie denser near zero, with subtractive dither: unbiased, a smaller error at the
-            same bits, but no sums of codes; ``"exponential"``, powers of two with ``mantissa`` bits in between (natural
-            compression, arXiv 1905.10988);
-            ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest coordinates of each block. The
-            last two are biased, so they need a memory. ``"auto"``: companded, or linear where another field asks for
-            what only linear codes have: sums of codes, global scales, Elias codes, a dither that is not taken off,
-            ``levels``, or one bit. The field itself holds the name of the codec.
+            same bits, but no sums of codes; ``"eden"``, turned coordinates at the best levels for Gaussian numbers
+            (EDEN, arXiv 2108.08842; at 1 bit DRIVE, arXiv 2105.08339): the smallest error at 1 to 3 bits, unbiased over
+            its random rotations; ``"exponential"``, powers of two with ``mantissa`` bits in between (natural
+            compression, arXiv 1905.10988); ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest
+            coordinates of each block. The last two are biased, so they need a memory. ``"auto"``: companded, or linear
+            where another field asks for what only linear codes have: sums of codes, global scales, Elias codes, a
+            dither that is not taken off, ``levels``, or one bit. The field itself holds the name of the codec.
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
-            companded or an exponential one. None: the codec's own number, which is 8 for these three, 1 for sign, and
-            32 for top_k, which sends whole what it keeps. 1 excludes stochastic rounding. The field itself holds the
-            number.
+            companded or an exponential one, 1 to 4 of eden. None: the codec's own number, which is 8 for the first
+            three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps. 1 excludes stochastic
+            rounding. The field itself holds the number.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
             many as fit.
         mantissa: bits between two powers of two of an exponential code, 0 to 3.
         density: share of coordinates that top_k keeps, of each block rounded up.
-        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536. 0: the codec's
-            own number, which is 128 for companded and 256 for all others; the field itself holds the number.
+        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536, and for eden a
+            power of two from 128 on. 0: the codec's own number, which is 128 for companded and 256 for all others; the
+            field itself holds the number.
         norm: what the scale is: ``"max"``, the largest magnitude; ``"l2"``; ``"power_of_two"``, the largest magnitude
             rounded up to one.
         clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv
@@ -61,9 +63,9 @@ class GQSGDConfig:
         dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12), ``"stochastic"``
             (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (in each block the one with the
             smaller error: stochastic where more than about half is zero, and with companded codes more than about nine
-            tenths; with the reducer ``"sum"``, subtractive; exponential, sign and top_k codecs have their own dither
-            under this name) or ``"nearest"`` (no dither: biased, so it needs a memory). Companded codes take the first
-            or the third.
+            tenths; with the reducer ``"sum"``, subtractive; exponential, sign, top_k and eden codecs have their own
+            dither under this name) or ``"nearest"`` (no dither: biased, so it needs a memory). Companded codes take the
+            first or the third.
         rotation: turn each block by a random Hadamard matrix first, which spreads large coordinates over all.
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),

@@ -122,6 +122,16 @@ PRESETS: dict[str, Preset] = {
         "a random Hadamard rotation first",
         optimizer="SGD",
     ),
+    "drive": Preset(
+        {"codec": "eden", "bits": 1, "block_size": 4096, "reducer": "gather"},
+        "Vargaftik et al. 2021, arXiv 2105.08339",
+        "signs of turned coordinates, a scale without bias",
+    ),
+    "eden": Preset(
+        {"codec": "eden", "bits": 2, "block_size": 4096, "reducer": "gather"},
+        "Vargaftik et al. 2022, arXiv 2108.08842",
+        "turned coordinates at the best levels for Gaussian ones, a scale without bias",
+    ),
     "signsgd_ef": Preset(
         _sign(reducer="two_shot", memory="ef", memory_down="ef"),
         "Zheng et al. 2019, arXiv 1905.10936",

@@ -23,6 +23,8 @@ COLOURS = {
     "natural_compression": "#1b7837",
     "natural_dithering": "#7fae2f",
     "dq_psgd": "#e0268a",
+    "drive": "#c7522a",
+    "eden": "#3d405b",
     "ecq_sgd": "#7b3294",
     "diana": "#00a5b5",
     "artemis": "#00687a",

@@ -85,7 +85,10 @@ class Facts:
         config = self.config or self.preset.config
         if config.biased:
             return "biased, memory corrects" if config.up is not None else "biased"
-        return "clipped" if config.clip else "unbiased"
+        if config.clip:
+            return "clipped"
+        over = codec_of(config).unbiased_over
+        return f"unbiased over {over}" if over else "unbiased"
 
     @property
     def sharing(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.companded import CompandedCodec
+from lightning_gqsgd.codecs.eden import EdenCodec
 from lightning_gqsgd.codecs.exponential import ExponentialCodec
 from lightning_gqsgd.codecs.linear import LinearCodec
 from lightning_gqsgd.codecs.sign import SignCodec
@@ -19,11 +20,22 @@ from lightning_gqsgd.codecs.top_k import TopKCodec
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
 
-__all__ = ["CODECS", "Codec", "CompandedCodec", "ExponentialCodec", "LinearCodec", "SignCodec", "TopKCodec", "codec_of"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "CompandedCodec",
+    "EdenCodec",
+    "ExponentialCodec",
+    "LinearCodec",
+    "SignCodec",
+    "TopKCodec",
+    "codec_of",
+]
 
 CODECS: dict[str, type[Codec]] = {
     "linear": LinearCodec,
     "companded": CompandedCodec,
+    "eden": EdenCodec,
     "exponential": ExponentialCodec,
     "sign": SignCodec,
     "top_k": TopKCodec,

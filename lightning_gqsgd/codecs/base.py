@@ -22,6 +22,8 @@ class Codec(ABC):
         default_block_size: ``block_size`` of a configuration that leaves it out.
         has_scale: whether each block has a scale.
         takes_norm: whether the scale is what the fields ``norm``, ``clip`` and ``scale_per`` say.
+        quantiser_finds_scale: whether the quantiser computes each block's scale while it encodes the block.
+        unbiased_over: what the mean of an unbiased codec is taken over, where that is not the dither.
         adds_as_integers: whether an integer sum of codes stands for the sum of the numbers, under a shared scale.
         bits: bits of one code on the wire.
     """
@@ -31,6 +33,8 @@ class Codec(ABC):
     default_block_size: ClassVar[int] = 256
     has_scale: ClassVar[bool] = True
     takes_norm: ClassVar[bool] = True
+    quantiser_finds_scale: ClassVar[bool] = False
+    unbiased_over: ClassVar[str] = ""
     adds_as_integers: ClassVar[bool] = False
     bits: int
 

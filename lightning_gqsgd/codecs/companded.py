@@ -116,6 +116,7 @@ class CompandedQuantiser:
     block_size: int
 
     kind: ClassVar[Kind] = Kind.COMPANDED
+    is_whole: ClassVar[bool] = False
     has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False
 

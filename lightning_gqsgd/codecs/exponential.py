@@ -57,6 +57,7 @@ class ExponentialQuantiser:
     headroom: int = 0
 
     kind: ClassVar[Kind] = Kind.EXPONENTIAL
+    is_whole: ClassVar[bool] = False
     has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False
 

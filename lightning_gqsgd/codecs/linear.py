@@ -62,6 +62,7 @@ class LinearQuantiser:
     nearest: bool = False
 
     kind: ClassVar[Kind] = Kind.LINEAR
+    is_whole: ClassVar[bool] = False
     has_scale: ClassVar[bool] = True
 
     @property

@@ -53,11 +53,11 @@ def check(config: GQSGDConfig, codec: Codec) -> None:
 
 
 def kernels_find_scales(config: GQSGDConfig) -> bool:
-    """Whether the kernels compute the scales: each block's scale is its own largest magnitude, or there are no
-    scales."""
+    """Whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from the
+    block's codes, or there are no scales."""
     codec = codec_of(config)
     own_maximum = config.norm == "max" and not config.clip and config.scale_per == "block"
-    return not codec.has_scale or (codec.takes_norm and own_maximum)
+    return not codec.has_scale or codec.quantiser_finds_scale or (codec.takes_norm and own_maximum)
 
 
 def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:

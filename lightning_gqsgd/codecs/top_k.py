@@ -21,7 +21,7 @@ from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.packing import bytes_of, positions
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
-from lightning_gqsgd.kernels.wire import magnitudes
+from lightning_gqsgd.kernels.wire import Key, magnitudes
 from lightning_gqsgd.layout import CODES, LENGTH
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class TopKQuantiser:
     kept: int
 
     kind: ClassVar[Kind] = Kind.TOP_K
+    is_whole: ClassVar[bool] = True
     has_scale: ClassVar[bool] = False
     summable: ClassVar[bool] = False
     bits: ClassVar[int] = 32
@@ -56,7 +57,7 @@ class TopKQuantiser:
         """See `kernels.protocol.Quantiser.record_bytes`."""
         return self.kept_of(length) * (raw_bytes + PLACE_BYTES)
 
-    def write(self, values: Tensor, blocks: Tensor, wire: Tensor) -> None:
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
         """See `kernels.protocol.WholeQuantiser.write`. Of equal magnitudes, the first ones are kept."""
         inside = positions(blocks, values.shape[1])[1]
         order = torch.where(inside, magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
@@ -67,7 +68,7 @@ class TopKQuantiser:
             wire[at : at + len(kept)] = kept
             wire[at + len(kept) : at + len(kept) + PLACE_BYTES * count] = bytes_of(places.to(torch.int16)).flatten()
 
-    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
         """See `kernels.protocol.WholeQuantiser.read`. A block is NaN everywhere if a kept coordinate is not finite."""
         values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
         for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
@@ -75,7 +76,7 @@ class TopKQuantiser:
             middle = at + count * dtype.itemsize
             places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
             kept = wire[at:middle].clone().view(dtype)
-            values[k, places] = kept
+            values[k, places] = kept * factor
             if not kept.isfinite().all():
                 values[k] = torch.nan
         return values

@@ -7,8 +7,28 @@ scale is to be at least the largest magnitude and at most the l2 norm: the maxim
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 from lightning_gqsgd.errors import ConfigError
+
+#: Magnitudes of the Lloyd-Max levels of the standard normal distribution, for each number of bits: the level of an
+#: interval is the mean of the distribution there, and intervals end halfway between two levels (J. Max, "Quantizing
+#: for Minimum Distortion", IRE Transactions on Information Theory, 1960). Solved to 18 digits by Newton's method.
+LLOYD_MAX: dict[int, tuple[float, ...]] = {
+    1: (0.797884560802865356,),
+    2: (0.452780034636492009, 1.51041760849909540),
+    3: (0.245094178944221668, 0.756005281205877275, 1.34390927850499988, 2.15194570453698729),
+    4: (
+        0.128395029851147010,
+        0.388048299490290197,
+        0.656759118532463381,
+        0.942340456486961371,
+        1.25623119734717715,
+        1.61804638602188263,
+        2.06901722653138658,
+        2.73258957099516307,
+    ),
+}
 
 
 def omega_linear(dimension: int, levels: int) -> float:
@@ -206,6 +226,42 @@ def relative_variance(mantissa: int) -> float:
     """Largest variance of a rounding to 2^k (1 + j/2^m), over the rounded number's square; see `omega_exponential`."""
     h = 2.0**-mantissa
     return h * h / (4 * (1 + h))
+
+
+def gaussian_distortion(bits: int) -> float:
+    """Mean square error D of Lloyd-Max levels for the standard normal distribution: 1 - E q².
+
+    Every level q is the mean of the numbers z that are rounded to it, so E zq = E q², and E (z - q)² = 1 - E q².
+
+    Args:
+        bits: bits of a code, 1 to 4.
+
+    Raises:
+        ConfigError: another number of bits.
+    """
+    check_count(1, max(LLOYD_MAX), bits=bits)
+    levels, normal = LLOYD_MAX[bits], NormalDist()
+    ends = [0.5, *(normal.cdf((below + above) / 2) for below, above in zip(levels[:-1], levels[1:], strict=True)), 1.0]
+    shares = (2 * (end - start) for start, end in zip(ends[:-1], ends[1:], strict=True))
+    return 1 - sum(share * level * level for share, level in zip(shares, levels, strict=True))
+
+
+def omega_eden(bits: int) -> float:
+    """E|x̂ - x|²/|x|² of EDEN, averaged over rotations: D/(1-D), for long blocks.
+
+    With z = R x, levels q in units of σ = |x|/sqrt(m), and the scale S = |x|²/<z, q>, the decoded block has
+    <x̂, x> = |x|², so |x̂ - x|² = S² |q|² - |x|². For Gaussian z, <z, q> is near m σ (1-D) and |q|² near m (1-D), so that
+    the error is |x|² (1/(1-D) - 1). That is π/2 - 1 at 1 bit (DRIVE, arXiv 2105.08339, section 4; EDEN,
+    arXiv 2108.08842, theorem 2.3). In blocks of 128 coordinates, it is within 5 % of the error.
+
+    Args:
+        bits: bits of a code, 1 to 4.
+
+    Raises:
+        ConfigError: another number of bits.
+    """
+    distortion = gaussian_distortion(bits)
+    return distortion / (1 - distortion)
 
 
 def check_count(low: int = 1, high: int = 2**63 - 1, /, **values: int) -> None:

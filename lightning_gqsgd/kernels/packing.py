@@ -1,4 +1,4 @@
-"""How codes and uncompressed coordinates lie in a message, in readable PyTorch, and how many bytes they take.
+"""How scales, codes and uncompressed coordinates lie in a message, in readable PyTorch, and how many bytes they take.
 
 Codes lie in *bit planes*: a plane of 8, 4, 2 or 1 bits for each power of two in the number of bits. Codes that are to
 be added up lie in *lanes* of one width instead: whole lanes per byte, or per 64-bit word where 8 is no multiple of the
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.layout import CODES, LENGTH
+from lightning_gqsgd.kernels.wire import ScaleFormat
+from lightning_gqsgd.layout import CODES, LENGTH, SCALE
 
 #: Widths of the bit planes.
 PLANES = (8, 4, 2, 1)
@@ -82,6 +83,21 @@ def positions(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def bytes_of(x: Tensor) -> Tensor:
     """The bytes of each number: uint8 [..., itemsize]."""
     return x.contiguous().view(torch.uint8).reshape(*x.shape, x.element_size())
+
+
+def write_scales(scale_codes: Tensor, blocks: Tensor, wire: Tensor, form: ScaleFormat) -> None:
+    """Write what travels for scales, int64 [B], of the blocks whose table has a place for one."""
+    sent = blocks[:, SCALE] >= 0
+    for byte in range(form.nbytes):
+        wire[blocks[sent, SCALE] + byte] = (scale_codes[sent] >> 8 * byte & 0xFF).to(torch.uint8)
+
+
+def read_scales(wire: Tensor, blocks: Tensor, form: ScaleFormat) -> Tensor:
+    """What travels for scales, int64 [B]."""
+    scale_codes = torch.zeros_like(blocks[:, SCALE])
+    for byte in range(form.nbytes):
+        scale_codes |= wire[blocks[:, SCALE] + byte].long() << 8 * byte
+    return scale_codes
 
 
 class _Run(NamedTuple):

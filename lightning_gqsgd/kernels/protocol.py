@@ -41,6 +41,7 @@ class Kind(IntEnum):
     EXPONENTIAL = 1  # sign, exponent and mantissa, from the highest bit downwards
     TOP_K = 2  # coordinates as they are, and their places
     COMPANDED = 3  # numbers of levels that lie denser near zero
+    EDEN = 4  # signs and numbers of magnitudes of turned coordinates
 
 
 class Quantiser(Protocol):
@@ -51,7 +52,8 @@ class Quantiser(Protocol):
 
     Attributes:
         kind: the family.
-        has_scale: whether it is a `ScaledQuantiser`.
+        is_whole: whether it is a `WholeQuantiser`; otherwise it is a `ScaledQuantiser`.
+        has_scale: whether each block has a scale in the message, at the place that its table says.
         bits: bits of one code on the wire.
         block_size: the largest number of coordinates in a block.
         summable: whether codes lie in lanes, so that messages can be added without a carry from lane to lane.
@@ -59,6 +61,9 @@ class Quantiser(Protocol):
 
     @property
     def kind(self) -> Kind: ...
+
+    @property
+    def is_whole(self) -> bool: ...
 
     @property
     def has_scale(self) -> bool: ...
@@ -121,14 +126,21 @@ class PairwiseQuantiser(SummableQuantiser, Protocol):
 
 
 class WholeQuantiser(Quantiser, Protocol):
-    """A quantiser that lays out a block's record itself, without a scale."""
+    """A quantiser that writes a block's record itself, and its scale if it has one."""
 
-    def write(self, values: Tensor, blocks: Tensor, wire: Tensor) -> None:
-        """Write the records of blocks; ``values``: their coordinates in the compute dtype, [B, width]."""
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
+        """Write the records of blocks.
+
+        Args:
+            values: coordinates in the compute dtype, [B, width], zero beyond the end of a block.
+            blocks: the block table, int64 [B, `layout.COLUMNS`].
+            wire: the message, uint8 [bytes].
+            key: the dither keys of the message.
+        """
         ...
 
-    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-        """The coordinates of blocks, [B, block_size], in the compute dtype ``dtype``."""
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
+        """The coordinates of blocks times ``factor``, [B, block_size], in the compute dtype ``dtype``."""
         ...
 
 
@@ -166,7 +178,7 @@ class CodecKernels(Protocol):
 
         Args:
             scales: the scales to use; what is larger than its scale is clipped. None: the largest magnitude of each
-                block, rounded up to the wire's format.
+                block, rounded up to the wire's format. A `WholeQuantiser` takes no scales.
             rotation: key by which blocks are turned first, as by `rotate`; ``x`` stays as it is. None: no rotation.
         """
         ...

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.dither import uniform, words
-from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, unpack, unpack_raw
+from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, read_scales, unpack, unpack_raw, write_scales
 from lightning_gqsgd.kernels.protocol import (
     Own,
     PairwiseQuantiser,
@@ -28,12 +28,11 @@ from lightning_gqsgd.kernels.wire import (
     COMPUTE_DTYPES,
     SCALE_FORMATS,
     Key,
-    ScaleFormat,
     Share,
     in_finite_range,
     magnitudes,
 )
-from lightning_gqsgd.layout import LENGTH, RAW, SCALE, START
+from lightning_gqsgd.layout import LENGTH, RAW, START
 
 #: Lanes in which `block_moments` adds.
 LANES = 16
@@ -148,8 +147,8 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
     coded, values = blocks[~raw], values[~raw]
     if not len(coded):
         return
-    if not q.has_scale:
-        cast(WholeQuantiser, q).write(values, coded, wire)
+    if q.is_whole:
+        cast(WholeQuantiser, q).write(values, coded, wire, key)
         return
     form = SCALE_FORMATS[values.dtype]
     bits = form.rounded_up(magnitudes(values).amax(dim=1).long()) if scales is None else scales[~raw].long()
@@ -157,23 +156,8 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
     random = uniform(coded, key, q.block_size)
     codes, flags = cast(ScaledQuantiser, q).encode(values, coded[:, LENGTH], used, random)
     codes[~finite | (used == 0)] = 0
-    _write_scales(form.sent(bits, flags), coded, wire, form)
+    write_scales(form.sent(bits, flags), coded, wire, form)
     pack(codes, coded, wire, q.bits, summable=q.summable)
-
-
-def _write_scales(scale_codes: Tensor, blocks: Tensor, wire: Tensor, form: ScaleFormat) -> None:
-    """Write the scales of the blocks whose table has a place for one."""
-    sent = blocks[:, SCALE] >= 0
-    for byte in range(form.nbytes):
-        wire[blocks[sent, SCALE] + byte] = (scale_codes[sent] >> 8 * byte & 0xFF).to(torch.uint8)
-
-
-def _read_scales(wire: Tensor, blocks: Tensor, form: ScaleFormat) -> Tensor:
-    """The codes of the scales, int64 [B]."""
-    scale_codes = torch.zeros_like(blocks[:, SCALE])
-    for byte in range(form.nbytes):
-        scale_codes |= wire[blocks[:, SCALE] + byte].long() << 8 * byte
-    return scale_codes
 
 
 def _sum(
@@ -191,10 +175,10 @@ def _sum(
         total[raw] += unpack_raw(wire, blocks[raw], compute, q.block_size) * each
         if source == own or not len(coded):
             continue
-        if q.has_scale:
-            total[~raw] += _read_scaled(wire, coded, cast(ScaledQuantiser, q), key, compute, each)
+        if q.is_whole:
+            total[~raw] += cast(WholeQuantiser, q).read(wire, coded, compute, key, each)
         else:
-            total[~raw] += cast(WholeQuantiser, q).read(wire, coded, compute) * each
+            total[~raw] += _read_scaled(wire, coded, cast(ScaledQuantiser, q), key, compute, each)
     total[~positions(blocks, q.block_size)[1]] = 0
     return total
 
@@ -215,7 +199,7 @@ def _read_scaled(
 ) -> Tensor:
     """Coordinates of one message's coded blocks, under scales times a factor; NaN where the scale is not finite."""
     form = SCALE_FORMATS[compute]
-    bits, flags = form.received(_read_scales(wire, blocks, form))
+    bits, flags = form.received(read_scales(wire, blocks, form))
     scales, finite = form.scales(bits)
     codes = unpack(wire, blocks, q.bits, q.block_size, summable=q.summable)
     values = q.decode(codes, scales * factor, flags, uniform(blocks, key, q.block_size))

@@ -12,6 +12,9 @@ step, rank), all arithmetic modulo 2^32:
     v = (low 16 bits of h, or high 16 bits in the second half; + 1/2) / 2^16,  uniform on (0, 1)
 
 mix = finish(start(.)) is a 32-bit finaliser of two multiplications (constants of the "lowbias32" search by C. Wellons).
+The scale of an EDEN code is not the largest magnitude. It is rounded up or down at random, by finish(start(a + p) ^ b)
+with p = 2^31, and its one more bit is 0 (see `codecs.eden`).
+
 16 bits are what fp32 arithmetic keeps of a dither added to codes up to 255. The sum of two exponential codes draws all
 32 bits of finish(start(a + j) ^ b) for coordinate j: it has to tell 2^-31 from 0.
 """
@@ -62,6 +65,27 @@ class ScaleFormat(NamedTuple):
         up = torch.where(bits > 0, up, 0)
         up = torch.where(up == self.infinity, self.infinity - 1, up)  # rounded up to it: the largest finite number
         return torch.where(bits >= self.infinity, self.infinity, up)
+
+    def rounded_at_random(self, values: Tensor, random: Tensor) -> Tensor:
+        """Bits of scales near these values, int64: of the format's number above or below, such that the mean is right.
+
+        A value below the smallest scale becomes that scale or zero. A value that would become infinite becomes the
+        largest finite number.
+
+        Args:
+            values: numbers of the compute type, not negative and not NaN.
+            random: uniform 32-bit integers, int64, one for each value.
+        """
+        bits = magnitudes(values).long()
+        rounded = (bits + (random >> (32 - self.shift))) >> self.shift << self.shift
+        rounded = torch.where(rounded >= self.infinity, self.infinity - 1, rounded)
+        small = values * values.new_tensor(self.tiny_inverse) > (random >> 8).to(values.dtype) * 2.0**-24
+        return torch.where(bits < self.tiny, small * self.tiny, rounded)
+
+    @property
+    def tiny_inverse(self) -> float:
+        """One over the smallest scale: 2^118 or 2^1014."""
+        return 2.0 ** ((self.infinity >> self.mantissa) // 2 - (self.tiny >> self.mantissa))
 
     def scales(self, bits: Tensor) -> tuple[Tensor, Tensor]:
         """The scales with these bits, in the compute type, and whether each is finite; 0 where it is not."""
@@ -118,6 +142,9 @@ class Share(NamedTuple):
         power = 1 << (ranks - 1).bit_length()
         return cls(1.0 / power, ranks / power)
 
+
+#: The place p of the random number by which a scale is rounded; no coordinate has this place.
+SCALE_PLACE = 2**31
 
 #: The two 32-bit dither keys of one stream of one step.
 Key = tuple[int, int]

@@ -99,6 +99,10 @@ def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
     fields = {"codec": "companded", "bits": 4, "reducer": "gather", "scale": "global", "norm": "l2", "clip": 2.0}
     yield "companded, shared scale", 3, fields
     yield "companded, hierarchical", 4, {"codec": "companded", "bits": 4, "reducer": "hierarchical", "node_size": 2}
+    for bits in range(1, 5):
+        for reducer in ("two_shot", "gather"):
+            yield f"eden {bits} {reducer}", 3, {"codec": "eden", "bits": bits, "reducer": reducer}
+    yield "eden, hierarchical", 4, {"codec": "eden", "bits": 3, "reducer": "hierarchical", "node_size": 2}
     yield "native", 3, {"reducer": "native"}
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import ExponentialCodec, LinearCodec, TopKCodec
+from lightning_gqsgd.codecs import EdenCodec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, kernels_for, reference
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
@@ -60,7 +60,9 @@ def _cases() -> list[tuple[Quantiser, torch.dtype]]:
     few += [quantiser(4, "stochastic", 64), ExponentialCodec(8, 3).quantiser(64), ExponentialCodec(4).quantiser(64)]
     few += [TopKCodec(0.3).quantiser(64), LinearCodec(3, "nearest").quantiser(64)]
     cases += [(q, dtype) for q in few for dtype in DTYPES if dtype != torch.float32]
-    return [(replace(q, block_size=BLOCKS[number % len(BLOCKS)]), dtype) for number, (q, dtype) in enumerate(cases)]
+    sized = [(replace(q, block_size=BLOCKS[number % len(BLOCKS)]), dtype) for number, (q, dtype) in enumerate(cases)]
+    eden = [(1, 256, torch.float32), (2, 128, torch.bfloat16), (3, 512, torch.float64), (4, 256, torch.float16)]
+    return [*sized, *((EdenCodec(bits).quantiser(block), dtype) for bits, block, dtype in eden)]
 
 
 def _segments(rows: list[tuple[int, bool]]) -> list[Segment]:
@@ -350,7 +352,12 @@ class _Buffers:
         }
 
 
-BUFFERED = [quantiser(8, "adaptive", 256), ExponentialCodec(8, 3).quantiser(256), TopKCodec(0.01).quantiser(4096)]
+BUFFERED = [
+    quantiser(8, "adaptive", 256),
+    ExponentialCodec(8, 3).quantiser(256),
+    TopKCodec(0.01).quantiser(4096),
+    EdenCodec(2).quantiser(256),
+]
 
 
 @contextmanager

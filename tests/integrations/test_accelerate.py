@@ -145,12 +145,19 @@ def test_native_is_equal_to_plain_accelerate_and_compression_close(tmp_path: Pat
     assert quantised["loss"] == pytest.approx(ddp["loss"], rel=0.02)
 
 
+MEMORYLESS = {"bits": 4, "reducer": "sum"}
+WITH_MEMORY = {"preset": "signsgd_ef", "warmup_steps": 1}
+
+
 @pytest.mark.parametrize(
-    "handler",
-    [{"bits": 4, "reducer": "sum"}, {"preset": "signsgd_ef", "warmup_steps": 1}],
-    ids=["memoryless", "memory"],
+    ("route", "handler"),
+    [
+        pytest.param("kwargs_handlers", MEMORYLESS, id="kwargs_handlers-memoryless"),
+        pytest.param("enable", WITH_MEMORY, id="enable-memory"),
+        pytest.param("kwargs_handlers", WITH_MEMORY, id="kwargs_handlers-memory", marks=pytest.mark.slow),
+        pytest.param("enable", MEMORYLESS, id="enable-memoryless", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("route", ["kwargs_handlers", "enable"])
 def test_an_interrupted_run_resumes_to_the_same_bits(route: str, handler: dict[str, Any], tmp_path: Path) -> None:
     common = {"route": route, "handler": {**handler, "seed": 9}}
     folder = tmp_path / "state"

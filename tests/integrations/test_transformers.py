@@ -138,7 +138,7 @@ def test_a_second_training_goes_on_with_the_same_hook(tmp_path: Path) -> None:
     assert (first["hook"], first["steps"]) == ("gqsgd_hook", [16])
 
 
-@pytest.mark.parametrize("unused", [True, False])
+@pytest.mark.parametrize("unused", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_bits(unused: bool, tmp_path: Path) -> None:
     """Without and with a memory; from the last checkpoint of the same folder, and from one by its name."""
     runs: list[dict[str, Any]] = [

@@ -327,6 +327,7 @@ FILES = [
 ]
 
 
+@pytest.mark.slow
 def test_compare_a_finished_strategy_with_one_that_two_processes_train(script: Script, tmp_path: Path) -> None:
     arguments = (*TINY, "data.batch_size=16", "model.width=16", "strategy=ddp,gqsgd", f"output={tmp_path}")
     plan = make_plan(arguments)

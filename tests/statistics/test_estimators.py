@@ -16,7 +16,7 @@ REPEATS = 400
 DITHERS = ["adaptive", "subtractive", "stochastic"]
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", [pytest.param(reference, marks=pytest.mark.slow), cpu])  # the same bits
 @pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codec_is_unbiased_with_the_variance_of_theory(kernels, dither: str, bits: int) -> None:
@@ -71,7 +71,7 @@ def test_error_of_a_block_is_within_omega(dither: str, bits: int) -> None:
 
 @pytest.mark.parametrize("dither", DITHERS)
 @pytest.mark.parametrize("reducer", ["sum", "two_shot", "gather"])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 5))])
 def test_reducers_are_unbiased(reducer: str, ranks: int, dither: str) -> None:
     generator = torch.Generator().manual_seed(ranks)
     shared = torch.randn(2048, generator=generator)

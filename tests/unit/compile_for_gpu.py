@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, TopKCodec
+from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants
@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Codec, torch.dtype, Key | None]] = {
     "exponential, fp16": (ExponentialCodec(8), torch.float16, None),
     "4 bit, bf16": (LinearCodec(4, "adaptive"), torch.bfloat16, None),
     "4 bit, companded, bf16": (CompandedCodec(4), torch.bfloat16, None),
+    "4 bit, EDEN, bf16": (EdenCodec(4), torch.bfloat16, None),
     "3 bit, fp32": (LinearCodec(3, "stochastic"), torch.float32, None),
     "8 bit, fp32, rotated": (LinearCodec(8, "adaptive"), torch.float32, (1, 2)),
     "top-k, bf16": (TopKCodec(0.01), torch.bfloat16, None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import warnings
@@ -60,6 +61,8 @@ def test_no_warning_reaches_the_output() -> None:
         ("diana", 2.0625, 2.0625 * 8 / 64, "gather", 2, "unbiased", 16, None),
         ("dore", 2.0625, 2.0625 / 32, "two_shot", 1 + 2 / 8, "unbiased", 16, None),
         ("cd_adam", 1.0625, 1.0625 / 32, "two_shot", 2 + 1 / 8, "biased, memory corrects", None, 1 / 256),
+        ("drive", 1 + 1 / 256, (1 + 1 / 256) * 8 / 64, "gather", 0, "unbiased over rotations", math.pi / 2 - 1, None),
+        ("eden", 2 + 1 / 256, (2 + 1 / 256) * 8 / 64, "gather", 0, "unbiased over rotations", 0.1331212, None),
         ("topk_ef", 0.5, 0.5 * 8 / 64, "gather", 1, "biased, memory corrects", None, 41 / 4096),
     ],
 )
@@ -107,7 +110,7 @@ def test_a_preset_that_cannot_sum_so_many_ranks_says_so_in_its_row() -> None:
 
 def test_a_block_size_that_does_not_fit_one_preset() -> None:
     found = {one["name"]: one for one in _json("--block-size", "120")}
-    assert [name for name, one in found.items() if not one["works"]] == ["dq_psgd"]
+    assert [name for name, one in found.items() if not one["works"]] == ["dq_psgd", "drive", "eden"]
     assert found["gqsgd"]["block_size"] == 120
     assert found["gqsgd"]["wire_bits"] > 8 + 16 / 120
 

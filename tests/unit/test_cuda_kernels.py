@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gqsgd import kernels
-from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.layout import Segment
@@ -102,11 +102,41 @@ def test_companded_codes(bits: int, dither: str) -> None:
     plain.check_messages(*plain.drawn(case), q, scales, PAIR, **turn)
 
 
+#: Bits, block size and dtype of EDEN codes: two cases by default; the others take as long.
+EDEN = [
+    pytest.param(bits, block, dtype, marks=() if (bits, block) in ((2, 128), (3, 256)) else pytest.mark.slow)
+    for bits, block, dtype in (
+        (1, 256, torch.float32),
+        (2, 128, torch.float32),
+        (2, 512, torch.float64),
+        (3, 256, torch.bfloat16),
+        (4, 256, torch.float16),
+        (4, 4096, torch.float32),
+    )
+]
+
+
+@pytest.mark.parametrize(("bits", "block", "dtype"), EDEN)
+def test_eden_codes(bits: int, block: int, dtype: torch.dtype) -> None:
+    """Of blocks of full length, of shorter ones that are filled up with zeros, and of raw ones."""
+    case = {**case_of(bits, rows=[*RAGGED, (129, False), (block, False)]), "block": block, "dtype": dtype, "ranks": 2}
+    plain.check_messages(*plain.drawn(case), EdenCodec(bits).quantiser(block), None, PAIR)
+
+
+@pytest.mark.parametrize("size", [3e38, 1e-38, 1e-43])
+def test_eden_codes_at_both_ends_of_a_dtype(size: float) -> None:
+    x = plain.gradient(0, 300, torch.float64)
+    x = (x / x.abs().max() * size).float()
+    x[200] = size
+    plain.check_messages([Segment(0, 300, False)], [x], EdenCodec(2).quantiser(128), None, PAIR)
+
+
 @pytest.mark.parametrize(
     "codec",
     [
         *(LinearCodec(bits, "adaptive") for bits in range(1, 9)),
         CompandedCodec(4),
+        EdenCodec(2),
         ExponentialCodec(6, 1),
         ExponentialCodec(8),
         SignCodec(),

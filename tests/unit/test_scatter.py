@@ -1,4 +1,4 @@
-"""The reduce-scatter, on virtual ranks: its result is that of a gather, but for owners, who have their own gradients."""
+"""The reduce-scatter on virtual ranks: its result is that of a gather, but for owners, who have their own gradients."""
 
 import math
 

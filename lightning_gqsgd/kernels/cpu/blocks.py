@@ -59,6 +59,7 @@ class Scratch(NamedTuple):
         codes: codes, uint8.
         mean: coordinates, in the compute dtype.
         own: coordinates of this rank, in the compute dtype.
+        turned: turned coordinates, in the compute dtype.
     """
 
     u: np.ndarray
@@ -66,6 +67,7 @@ class Scratch(NamedTuple):
     codes: np.ndarray
     mean: np.ndarray
     own: np.ndarray
+    turned: np.ndarray
 
 
 def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Any:

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import float32
+from llvmlite import ir
+from numba import float32, types
+from numba.extending import intrinsic
 
 from lightning_gqsgd.kernels.cpu.casts import part
 from lightning_gqsgd.kernels.cpu.dither import FIRST, dither
@@ -21,7 +23,7 @@ class Turn(NamedTuple):
 
     Attributes:
         key: the two keys of the random signs, uint32 [2].
-        roots: 2^(-e/2) for each exponent e of a power of two that fits into a block, in the compute dtype.
+        roots: see `roots_of`.
     """
 
     key: np.ndarray
@@ -30,20 +32,51 @@ class Turn(NamedTuple):
     @classmethod
     def of(cls, key: Key, block_size: int, dtype: torch.dtype) -> Turn:
         """The rotation with a key, for blocks of at most ``block_size`` coordinates of a gradient dtype."""
-        roots = (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(float_type(dtype))
-        return cls(np.array(key, dtype=np.uint32), roots)
+        return cls(np.array(key, dtype=np.uint32), roots_of(block_size, dtype))
+
+
+def roots_of(block_size: int, dtype: torch.dtype) -> np.ndarray:
+    """2^(-e/2) for each exponent e of a power of two up to ``block_size``, in the compute dtype of a gradient dtype."""
+    return (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(float_type(dtype))
+
+
+#: Values that one step of `_first_stages` transforms.
+_WIDTH = 8
+
+
+@intrinsic
+def _transform_eight(typing_context, values, first):
+    """Replace eight values, from number ``first`` on, by the butterflies of distance 1, 2 and 4.
+
+    LLVM does not vectorise loops that short, so this function makes vectors itself. In a butterfly, the sum takes the
+    place of the value on the left, and the difference takes that of the value on the right. Both are the other value
+    of the pair, plus the value times 1 or -1.
+    """
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        number = context.get_data_type(signature.args[0].dtype)
+        vector = ir.VectorType(number, _WIDTH)
+        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
+        alignment = context.get_abi_sizeof(number)
+        eight = builder.load(place, align=alignment)
+        for distance in (1, 2, 4):
+            lanes = [lane ^ distance for lane in range(_WIDTH)]
+            order = ir.Constant(ir.VectorType(ir.IntType(32), _WIDTH), lanes)
+            factors = ir.Constant(vector, [-1.0 if lane & distance else 1.0 for lane in range(_WIDTH)])
+            others = builder.shuffle_vector(eight, eight, order)
+            eight = builder.fadd(others, builder.fmul(eight, factors))
+        builder.store(eight, place, align=alignment)
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp), generate
 
 
 @loop
 def _first_stages(values):
-    """The butterflies of distance 1, 2 and 4, on eight values at a time: loops that short are not vectorised."""
-    for j in range(0, values.size, 8):
-        a, b, c, d = values[j], values[j + 1], values[j + 2], values[j + 3]
-        e, f, g, h = values[j + 4], values[j + 5], values[j + 6], values[j + 7]
-        a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
-        a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
-        values[j], values[j + 1], values[j + 2], values[j + 3] = a + e, b + f, c + g, d + h
-        values[j + 4], values[j + 5], values[j + 6], values[j + 7] = a - e, b - f, c - g, d - h
+    """The butterflies of distance 1, 2 and 4 of a multiple of eight values."""
+    for j in range(0, values.size, _WIDTH):
+        _transform_eight(values, j)
 
 
 @loop
@@ -56,7 +89,7 @@ def _butterflies(left, right):
 
 
 @inlined
-def _hadamard(values, root):
+def hadamard(values, root):
     """Hadamard transform of a power of two of values, in place; ``root``: the factor that makes it orthonormal."""
     n, half = values.size, 1
     if n >= 8:
@@ -94,7 +127,7 @@ def turn_block(values, block, turn, inverse, u):
     start = 0
     for exponent in range(turn.roots.size - 1, -1, -1):
         if values.size & (1 << exponent):
-            _hadamard(part(values, start, 1 << exponent), turn.roots[exponent])
+            hadamard(part(values, start, 1 << exponent), turn.roots[exponent])
             start += 1 << exponent
     if inverse:
         _flip(values, u)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.cpu import companded, exponential, linear, top_k
+from lightning_gqsgd.kernels.cpu import companded, eden, exponential, linear, top_k
 from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
@@ -28,6 +28,7 @@ _FAMILIES: dict[Kind, ModuleType] = {
     Kind.EXPONENTIAL: exponential,
     Kind.TOP_K: top_k,
     Kind.COMPANDED: companded,
+    Kind.EDEN: eden,
 }
 
 
@@ -183,4 +184,5 @@ def _scratch(block_size: int, dtype: torch.dtype) -> Scratch:
         codes=np.empty(size, np.uint8),
         mean=np.empty(size, float_type(dtype)),
         own=np.empty(size, float_type(dtype)),
+        turned=np.empty(size, float_type(dtype)),
     )

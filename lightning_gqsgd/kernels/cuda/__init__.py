@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.cuda import companded, exponential, launch, linear, top_k
+from lightning_gqsgd.kernels.cuda import companded, eden, exponential, launch, linear, top_k
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.rotation import rotate_kernel
@@ -32,6 +32,7 @@ FAMILIES: dict[Kind, CodecKernels] = {
     Kind.EXPONENTIAL: exponential.FAMILY,
     Kind.TOP_K: top_k.FAMILY,
     Kind.COMPANDED: companded.FAMILY,
+    Kind.EDEN: eden.FAMILY,
 }
 
 #: Coordinates of a block that `block_maxima` and `block_moments` read at a time; blocks may be longer.

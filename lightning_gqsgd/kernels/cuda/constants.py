@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share, scale_format
 
 #: Coordinates of a tile, where blocks are not larger: 32 for each of 128 threads.
@@ -74,10 +74,12 @@ class Codes(NamedTuple):
     Attributes:
         bits: bits of a code.
         in_words: whether codes lie in lanes of 64-bit words; otherwise they lie in bit planes.
+        padded: whether a record has the codes of `rotation.padded` coordinates, and not of the block's own number.
     """
 
     bits: int
     in_words: bool
+    padded: bool
 
 
 class Mean(NamedTuple):
@@ -157,7 +159,7 @@ def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
 
 def codes_of(q: Quantiser) -> Codes:
     """How the codes of a quantiser lie in a record."""
-    return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0)
+    return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind == Kind.EDEN)
 
 
 @lru_cache(maxsize=256)

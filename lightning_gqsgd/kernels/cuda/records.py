@@ -20,6 +20,7 @@ from lightning_gqsgd.kernels.cuda.tiles import (
     CODES,
     RAGGED,
     any_not_finite,
+    coded_tile,
     column,
     load_raw,
     load_tile,
@@ -66,6 +67,7 @@ def write_records(a, b, t, wire, given, key, to_codes: tl.constexpr, KIND: tl.co
     at = column(t, CODES)
     if KIND == RAGGED:
         store_raw(a, b, wire, at, t, c)
+    t = coded_tile(t, KIND, c)
     code_a, code_b = to_codes(a, b, t, key, scales_of(a, b, t, wire, given, c), KIND, c)
     pack(code_a, code_b, t.n, t.inside & (t.raw == 0), wire, at, KIND, c)
 
@@ -112,6 +114,7 @@ def _with_message(a, b, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
     bits = (code >> 1) << c.number.shift
     used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
     scale = tl.where(used, value_of(bits, c) * c.mean.each, 0)
+    t = coded_tile(t, KIND, c)
     code_a, code_b = unpack(wire, column(t, CODES), t.n, used, KIND, c)
     value_a, value_b = m.to_values(code_a, code_b, t, m.keys + source, scale, (code & 1) == 1, KIND, c)
     return a + value_a, b + value_b

@@ -17,15 +17,15 @@ def rotated(a, b, t, key, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.const
     draw_a, draw_b = draws(t, key, KIND, c)
     sign_a, sign_b = tl.where(draw_a < 32768, -1.0, 1.0), tl.where(draw_b < 32768, -1.0, 1.0)
     if INVERSE:
-        turned_a, turned_b = _transformed(a, b, t.n, KIND, c)
+        turned_a, turned_b = transformed(a, b, t.n, KIND, c)
         turned_a, turned_b = turned_a * sign_a, turned_b * sign_b
     else:
-        turned_a, turned_b = _transformed(a * sign_a, b * sign_b, t.n, KIND, c)
+        turned_a, turned_b = transformed(a * sign_a, b * sign_b, t.n, KIND, c)
     return tl.where(t.raw[:, None], a, turned_a), tl.where(t.raw[:, None], b, turned_b)
 
 
 @triton.jit
-def _transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
+def transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
     """Hadamard transforms of rows of length ``n``, in parts of descending powers of two.
 
     Coordinate j of n belongs to a part of 2^k coordinates, where k is the highest bit in which j and n differ; parts

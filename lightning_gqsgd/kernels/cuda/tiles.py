@@ -18,6 +18,7 @@ import triton.language as tl
 
 from lightning_gqsgd import layout
 from lightning_gqsgd.kernels.cuda.floats import is_finite
+from lightning_gqsgd.kernels.rotation import SHORTEST
 
 RAGGED = tl.constexpr(0)
 FULL = tl.constexpr(1)
@@ -28,6 +29,7 @@ _START = tl.constexpr(layout.START)
 _LENGTH = tl.constexpr(layout.LENGTH)
 _RAW = tl.constexpr(layout.RAW)
 _COLUMNS = tl.constexpr(layout.COLUMNS)
+_SHORTEST = tl.constexpr(SHORTEST)
 _ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
 
 
@@ -67,6 +69,17 @@ def tile_of(table, count, c: tl.constexpr):
     raw = tl.load(places + _RAW, mask=inside, other=0) == 1
     start = tl.load(places + _START, mask=inside, other=0)
     return Tile(table, row, inside, n, raw, start)
+
+
+@triton.jit
+def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
+    """The tile with as many coordinates in each block as its record has codes, see `constants.Codes`."""
+    if c.codes.padded and KIND == RAGGED:
+        n = tl.where(t.n > 0, _SHORTEST, 0)
+        for _ in tl.static_range(c.shape.stages):
+            n = tl.where(n < t.n, 2 * n, n)
+        t = Tile(t.table, t.row, t.inside, n, t.raw, t.start)
+    return t
 
 
 @triton.jit

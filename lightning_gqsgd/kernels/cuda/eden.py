@@ -1,0 +1,171 @@
+"""EDEN codes in Triton: turned coordinates at the best levels for Gaussian numbers, see `codecs.eden`.
+
+The tile ``t`` has the number of turned coordinates for the length of each block, see `tiles.coded_tile`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from lightning_gqsgd.kernels import wire
+from lightning_gqsgd.kernels.cuda.floats import clamped, divided, root
+from lightning_gqsgd.kernels.cuda.hashing import block_keys, draws, words
+from lightning_gqsgd.kernels.cuda.rotation import transformed
+from lightning_gqsgd.kernels.cuda.scales import Scales, send_scales
+from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
+from lightning_gqsgd.kernels.cuda.tiles import RAGGED
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+
+_SCALE_PLACE = tl.constexpr(wire.SCALE_PLACE)
+
+
+class Eden(NamedTuple):
+    """The numbers of the family, see `codecs.eden.EdenQuantiser`.
+
+    Attributes:
+        magnitudes: magnitudes of the levels.
+        thresholds: the smallest number that is rounded to each of them.
+    """
+
+    magnitudes: tuple[float, ...]
+    thresholds: tuple[float, ...]
+
+
+def numbers_of(q: Any, dtype: torch.dtype) -> Eden:
+    """The numbers of an `EdenQuantiser`, for gradients of a dtype."""
+    real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+    return Eden(tuple(float(real(size)) for size in q.magnitudes), tuple(float(real(size)) for size in q.thresholds))
+
+
+@triton.jit
+def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it is sent after them."""
+    down, up = _powers_of_two(scales.bits, c)
+    a, b = _turned(a * down[:, None], b * down[:, None], t, key, KIND, c)
+    squares = _folded(a * a + b * b, c)
+    deviation = root(divided(squares, t.n.to(c.number.compute), c), c)
+    number_a, level_a = _nearest(a, deviation, c)
+    number_b, level_b = _nearest(b, deviation, c)
+    products = _folded(tl.abs(a) * level_a + tl.abs(b) * level_b, c)
+
+    is_coded = scales.used > 0
+    scale = tl.where(is_coded, divided(squares, tl.where(is_coded, products, 1), c) * up, 0)
+    word_a, word_b = block_keys(t, key)
+    random = tl.sum(words(tl.full((1, 1), _SCALE_PLACE, tl.uint32), word_a, word_b), axis=1)
+    bits = tl.where(is_coded, _rounded_at_random(scale, random, c), scales.bits)
+    used = scales.used & (bits > 0).to(tl.int32)
+    send_scales(Scales(scale, used, bits, scales.places, scales.sent), t.row < 0, c)
+    return _with_sign(number_a, a, used, c), _with_sign(number_b, b, used, c)
+
+
+@triton.jit
+def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
+    """See `ScaledFamily.to_values`."""
+    a, b = _levels(code_a, c), _levels(code_b, c)
+    if KIND == RAGGED:
+        p = tl.arange(0, c.shape.half)[None, :]
+        a, b = tl.where(p < t.n[:, None], a, 0), tl.where(p + c.shape.half < t.n[:, None], b, 0)
+    a, b = _turned_back(a, b, t, tl.load(key), KIND, c)
+    limit = tl.full((1, 1), c.mean.limit, c.number.compute)
+    return clamped(a * scale[:, None], limit), clamped(b * scale[:, None], limit)
+
+
+@triton.jit
+def _powers_of_two(largest, c: tl.constexpr):
+    """See `codecs.eden.powers_of_two`; ``largest``: bits of the largest magnitudes, rounded up, [rows]."""
+    INFINITY: tl.constexpr = c.number.infinity >> c.number.mantissa
+    TINY: tl.constexpr = c.number.tiny >> c.number.mantissa
+    exponent = tl.minimum(tl.maximum(largest >> c.number.mantissa, TINY), INFINITY - 2).to(c.number.integer)
+    down = ((INFINITY - 1 - exponent) << c.number.mantissa).to(c.number.integer)
+    up = (exponent << c.number.mantissa).to(c.number.integer)
+    return down.to(c.number.compute, bitcast=True), up.to(c.number.compute, bitcast=True)
+
+
+@triton.jit
+def _turned(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves after two rounds of signs and Hadamard transforms, see `codecs.eden.signs`.
+
+    The rounds are a loop that is not unrolled, because the transforms take long to compile.
+    """
+    draw_a, draw_b = draws(t, key, KIND, c)
+    for number in range(2):
+        a, b = transformed(a * _signs(draw_a, 15 - number), b * _signs(draw_b, 15 - number), t.n, KIND, c)
+    return a, b
+
+
+@triton.jit
+def _turned_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
+    """Both halves after the inverse of `_turned`."""
+    draw_a, draw_b = draws(t, key, KIND, c)
+    for number in range(2):
+        a, b = transformed(a, b, t.n, KIND, c)
+        a, b = a * _signs(draw_a, 14 + number), b * _signs(draw_b, 14 + number)
+    return a, b
+
+
+@triton.jit
+def _signs(draw, bit):
+    """1 or -1 for each coordinate of one half, by a bit of its dither."""
+    return tl.where(((draw >> bit) & 1) == 0, -1.0, 1.0)
+
+
+@triton.jit
+def _folded(v, c: tl.constexpr):
+    """See `codecs.eden.folded`; ``v``: the sums of the terms of both halves, [rows, half]."""
+    ROWS: tl.constexpr = c.shape.rows
+    for stage in tl.static_range(c.shape.stages):
+        first, second = tl.split(tl.trans(tl.reshape(v, (ROWS, 2, c.shape.half >> (stage + 1))), 0, 2, 1))
+        v = first + second
+    return tl.reshape(v, (ROWS,))
+
+
+@triton.jit
+def _nearest(v, deviation, c: tl.constexpr):
+    """The number of the nearest magnitude of each coordinate of one half, and the magnitude."""
+    number = tl.zeros(v.shape, tl.int32)
+    level = tl.full(v.shape, c.family.magnitudes[0], c.number.compute)
+    for k in tl.static_range(1, 1 << (c.codes.bits - 1)):
+        reaches = tl.abs(v) >= (tl.full((), c.family.thresholds[k], c.number.compute) * deviation)[:, None]
+        number += reaches.to(tl.int32)
+        level = tl.where(reaches, tl.full((), c.family.magnitudes[k], c.number.compute), level)
+    return number, level
+
+
+@triton.jit
+def _with_sign(number, v, used, c: tl.constexpr):
+    """The codes of one half."""
+    return (number | ((v < 0).to(tl.int32) << (c.codes.bits - 1))) * used[:, None]
+
+
+@triton.jit
+def _levels(code, c: tl.constexpr):
+    """The levels that the codes of one half stand for."""
+    HIGHEST: tl.constexpr = 1 << (c.codes.bits - 1)
+    number = code & (HIGHEST - 1)
+    level = tl.full(code.shape, c.family.magnitudes[0], c.number.compute)
+    for k in tl.static_range(1, HIGHEST):
+        level = tl.where(number >= k, tl.full((), c.family.magnitudes[k], c.number.compute), level)
+    return tl.where(code >= HIGHEST, -level, level)
+
+
+@triton.jit
+def _rounded_at_random(scale, random, c: tl.constexpr):
+    """See `wire.ScaleFormat.rounded_at_random`; ``random``: uint32 [rows]."""
+    TINY: tl.constexpr = c.number.tiny
+    INFINITY: tl.constexpr = c.number.infinity
+    INVERSE: tl.constexpr = (((INFINITY >> c.number.mantissa) - 1) << c.number.mantissa) - TINY
+    bits = scale.to(c.number.integer, bitcast=True)
+    rounded = (bits + (random >> (32 - c.number.shift)).to(c.number.integer)) >> c.number.shift << c.number.shift
+    rounded = tl.minimum(rounded, INFINITY - 1)
+    inverse = tl.full((), INVERSE, c.number.integer).to(c.number.compute, bitcast=True)
+    unit = tl.full((), 2.0**-24, c.number.compute)
+    is_tiny = scale * inverse > (random >> 8).to(tl.int32).to(c.number.compute) * unit
+    return tl.where(bits < TINY, tl.where(is_tiny, TINY, 0), rounded).to(c.number.integer)
+
+
+FAMILY = ScaledFamily(numbers_of, _to_codes, _to_values)

@@ -1,0 +1,186 @@
+"""Bias and variance of EDEN codes over rotations, on blocks of every kind, and how exact the mean of ranks is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import EdenCodec, eden
+from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.wire import ScaleFormat
+from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.simulation import average, relative_error
+
+BLOCK, REPEATS = 256, 8000
+
+
+def decoded(x: Tensor, bits: int, repeats: int = REPEATS, kernels: ModuleType = cpu) -> Tensor:
+    """One block, encoded and decoded under as many rotations as a parameter of equal blocks has: [repeats, BLOCK]."""
+    q, many = EdenCodec(bits).quantiser(len(x)), x.repeat(repeats)
+    table = cut([Segment(0, many.numel(), False)], len(x))
+    layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
+    wire, y = torch.zeros(layout.message_bytes, dtype=torch.uint8), torch.empty_like(many)
+    kernels.encode(many, layout.blocks, wire, q, (5, 77))
+    kernels.decode(wire[None], layout.blocks, y, q, [(5, 77)])
+    return y.view(repeats, len(x)).double()
+
+
+def worst_z(y: Tensor, x: Tensor) -> float:
+    """The largest bias of a coordinate in standard errors, where coordinates of equal value count as one."""
+    worst = 0.0
+    for value in x.unique():
+        mean = y[:, x == value].mean(1)
+        worst = max(worst, abs(float(mean.mean() - value)) / (float(mean.std()) + 1e-12) * math.sqrt(len(y)))
+    return worst
+
+
+def block(kind: str) -> Tensor:
+    """A block of one of the kinds below."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(BLOCK, generator=generator)
+    if kind == "one":
+        return torch.eye(BLOCK)[17] * 0.3
+    if kind == "two":
+        return torch.eye(BLOCK)[17] * 3 - torch.eye(BLOCK)[200]
+    if kind == "ten":
+        return torch.cat([torch.arange(1.0, 11.0), torch.zeros(BLOCK - 10)])
+    if kind == "sparse":
+        return x * (torch.rand(BLOCK, generator=generator) < 0.05)
+    if kind == "heavy":
+        return x / torch.randn(BLOCK, generator=generator).abs()
+    return torch.full((BLOCK,), 0.7) if kind == "constant" else x
+
+
+KINDS = ("dense", "one", "two", "ten", "sparse", "heavy", "constant")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_there_is_no_bias_over_rotations(kind: str, bits: int) -> None:
+    x = block(kind)
+    y = decoded(x, bits)
+    error = y - x.double()
+    # The part along the gradient is the rounding of the scale alone, so that this would notice a bias of 2^-12.
+    along = (error @ x.double()) / float(x.double().square().sum())
+    assert abs(float(along.mean())) <= 4 * float(along.std()) / math.sqrt(REPEATS) + 1e-6
+    assert float(along.abs().max()) <= 2**-7
+    # Of so many coordinates, the worst is farther off than each of them may be.
+    assert worst_z(y, x) <= (4 if kind not in ("dense", "heavy") else 4.5)
+    if kind in ("dense", "heavy"):
+        assert 0.9 < float((error.mean(0) / error.std(0) * math.sqrt(REPEATS)).std()) < 1.1
+
+
+def test_one_round_of_signs_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: without one of the two Hadamard transforms, sparse blocks have a bias."""
+    x, transformed = block("two"), eden.transformed
+    assert worst_z(decoded(x, 2, 500, reference), x) <= 4
+    is_done = itertools.cycle([False, True, True, False])  # two times while encoding, and two while decoding
+    monkeypatch.setattr(eden, "transformed", lambda v, blocks: transformed(v, blocks) if next(is_done) else v)
+    y = decoded(x, 2, 500, reference)
+    assert float(y[:, 200].mean() / x[200]) > 1.4  # and not 1
+    assert worst_z(y, x) > 100
+
+
+def test_a_scale_that_is_rounded_up_is_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: as largest magnitudes are rounded, all coordinates would become larger."""
+    x = block("dense")
+    monkeypatch.setattr(
+        ScaleFormat,
+        "rounded_at_random",
+        lambda form, values, random: form.rounded_up(values.view(form.integer).long()),
+    )
+    along = decoded(x, 2, 500, reference) @ x.double() / float(x.double().square().sum()) - 1
+    assert float(along.mean()) > 20 * float(along.std()) / math.sqrt(500)
+
+
+@pytest.mark.parametrize("kind", ["dense", "ten", "sparse", "heavy"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_the_error_is_that_of_theory_averaged_over_rotations(kind: str, bits: int) -> None:
+    x, codec = block(kind), EdenCodec(bits)
+    relative = float((decoded(x, bits) - x.double()).square().sum(1).mean() / x.double().square().sum())
+    assert relative == pytest.approx(codec.omega(BLOCK), rel=0.05)
+    assert codec.delta(BLOCK) == pytest.approx(1 / (1 + relative), rel=0.05)
+
+
+@pytest.mark.parametrize("size", [128, 1024, 4096])
+def test_the_error_does_not_depend_on_the_length_of_a_block(size: int) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    for bits in (1, 2, 3, 4):
+        relative = float((decoded(x, bits, 400) - x.double()).square().sum(1).mean() / x.double().square().sum())
+        assert relative == pytest.approx(EdenCodec(bits).omega(size), rel=0.05)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 3, 100, 130])
+def test_a_short_block_has_no_bias_either(numel: int) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    total, squares, repeats = torch.zeros(numel).double(), torch.zeros(numel).double(), 2000
+    for step in range(repeats):
+        error = average([x], step=step, codec="eden", bits=2, reducer="gather", min_numel=0)[0].double() - x.double()
+        total += error
+        squares += error.square()
+    z = (total / repeats) / (squares.sqrt() / repeats)
+    assert float(z.abs().max()) <= 4
+
+
+def gradients_of(kind: str, numel: int, ranks: int) -> list[Tensor]:
+    """Independent gradients: Gaussian; heavy-tailed, as in `test_companded`; as in a language model, 37 % zeros."""
+    generator, listed = torch.Generator().manual_seed(1), []
+    for _ in range(ranks):
+        normal = torch.randn(5, numel, generator=generator)
+        x = normal[0]
+        if kind == "heavy":
+            x = x / (normal[1:4].square().sum(0) / 3).sqrt() * normal[4].exp()
+        if kind == "language":
+            x = x * normal[4].exp() * (torch.rand(numel, generator=generator) >= 0.37)
+        listed.append(x)
+    return listed
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "language"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_the_error_of_the_mean_does_not_depend_on_the_gradients(kind: str, bits: int) -> None:
+    """Relative L2 error of `two_shot` at 8 ranks, whose gradients are independent, so that the squared norm of their
+    mean is an eighth of a gradient's.
+
+    Seven messages are decoded, with errors ω/8 of that of the mean's squared norm each, and the mean is quantised.
+    """
+    gradients, omega, ranks = gradients_of(kind, 1 << 16, 8), EdenCodec(bits).omega(BLOCK), 8
+    error = relative_error(average(gradients, codec="eden", bits=bits, reducer="two_shot")[0], gradients)
+    up = omega * (ranks - 1) / ranks
+    assert error == pytest.approx(math.sqrt(up + omega * (1 + up)), rel=0.03)
+    if bits == 2:
+        assert error <= 0.53
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reducer": "two_shot"}, {"reducer": "gather"}, {"reducer": "hierarchical", "node_size": 2}]
+)
+def test_reducers_are_unbiased(fields: dict) -> None:
+    generator = torch.Generator().manual_seed(4)
+    shared = torch.randn(1024, generator=generator)
+    gradients = [shared * (1 + 0.3 * torch.randn(1024, generator=generator)) for _ in range(4)]
+    mean = torch.stack([x.double() for x in gradients]).mean(0)
+    total, squares, repeats = torch.zeros_like(mean), torch.zeros_like(mean), 120
+    for step in range(repeats):
+        error = average(gradients, step=step, codec="eden", bits=3, **fields)[0].double() - mean
+        total += error
+        squares += error.square()
+    z = (total / repeats) / (squares / repeats / repeats).sqrt()
+    assert abs(float(z.mean())) * math.sqrt(z.numel()) < 4
+    assert 0.85 < float(z.std()) < 1.15
+
+
+@pytest.mark.parametrize(("reducer", "ranks"), [("gather", 2), ("two_shot", 8)])
+def test_error_of_the_mean_of_gaussian_gradients_is_as_predicted(reducer: str, ranks: int) -> None:
+    """In units of the squared scale, which is the root mean square over 1 - D; gradients of ranks are equal."""
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(2))
+    error = average([x] * ranks, codec="eden", bits=3, reducer=reducer)[0].double() - x.double()
+    distortion = eden.gaussian_distortion(3)
+    relative = error.square().mean() * (1 - distortion) ** 2
+    assert float(relative) == pytest.approx(REDUCERS[reducer].mean_error(EdenCodec(3), ranks), rel=0.05)

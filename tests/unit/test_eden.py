@@ -1,0 +1,264 @@
+"""EDEN codes: their levels, what a configuration may ask of them, and what becomes of odd input."""
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_gqsgd import theory
+from lightning_gqsgd.codecs import EdenCodec
+from lightning_gqsgd.codecs.eden import EdenQuantiser, folded
+from lightning_gqsgd.codecs.variance import LLOYD_MAX
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.dither import words
+from lightning_gqsgd.kernels.rotation import SHORTEST, padded
+from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE
+from lightning_gqsgd.layout import CODES, Segment
+from lightning_gqsgd.reducers import choose_reducer
+from lightning_gqsgd.simulation import average
+from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message
+
+WIDTHS = range(1, 5)
+
+
+def there_and_back(kernels, x: Tensor, q: EdenQuantiser, key: tuple[int, int] = (1, 2)) -> tuple[Tensor, int]:
+    """A gradient after encoding and decoding, and the number of blocks that are not finite."""
+    layout = layout_of([Segment(0, len(x), False)], q, x.dtype)
+    y = torch.full_like(x, 7)
+    bad = kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
+    return y, int(bad)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_each_level_is_the_mean_of_what_is_rounded_to_it(bits: int) -> None:
+    """So the levels are those of Lloyd and Max; thresholds are halfway between two of them."""
+    q, normal = EdenCodec(bits).quantiser(128), NormalDist()
+    ends = [*q.thresholds, 40.0]
+    assert len(q.magnitudes) == len(q.thresholds) == 2 ** (bits - 1)
+    for level, low, high in zip(q.magnitudes, ends[:-1], ends[1:], strict=True):
+        mean = (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
+        assert level == pytest.approx(mean, rel=1e-9)
+    assert ends[1:-1] == [(low + high) / 2 for low, high in zip(LLOYD_MAX[bits][:-1], LLOYD_MAX[bits][1:], strict=True)]
+
+
+def test_distortion_is_that_of_the_literature() -> None:
+    """Max's table of 1960, for 2 to 16 levels; at 1 bit, 1 - 2/π, and so ω = π/2 - 1 for DRIVE."""
+    for bits, distortion in zip(WIDTHS, (0.3634, 0.1175, 0.03454, 0.009497), strict=True):
+        assert theory.gaussian_distortion(bits) == pytest.approx(distortion, abs=6e-5)
+    assert theory.omega_eden(1) == pytest.approx(math.pi / 2 - 1, rel=1e-12)
+    with pytest.raises(ConfigError, match="bits=5 must be an integer from 1 to 4"):
+        theory.omega_eden(5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from(DTYPES),
+    bits=st.sampled_from(WIDTHS),
+    block=st.sampled_from([128, 256, 1024]),
+    rows=st.lists(st.tuples(st.integers(0, 1500), st.booleans()), min_size=1, max_size=3),
+)
+def test_both_kernels_give_the_same_bits(seed, dtype, bits, block, rows) -> None:
+    segments, xs = drawn({"seed": seed, "dtype": dtype, "ranks": 3, "rows": rows})
+    check_messages(segments, xs, EdenCodec(bits).quantiser(block))
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_of_one_coordinate_keeps_its_value_up_to_the_scale(kernels, dtype: torch.dtype) -> None:
+    """Its turned coordinates have one magnitude per sign pattern, so <decoded, x> = |x|² says all."""
+    for value in (1.0, -3.1415, 1e-3, 250.0):
+        x = torch.tensor([value], dtype=dtype)
+        y, bad = there_and_back(kernels, x, EdenCodec(2).quantiser(256))
+        assert bad == 0
+        assert float(y) == pytest.approx(float(x), rel=2**-7)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 100, 128, 129, 255, 256, 300])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_what_is_lost_is_orthogonal_to_what_was_encoded(bits: int, numel: int) -> None:
+    """<decoded, x> = |x|² in each message, up to the rounding of the scale, which is at most 2^-7 of it."""
+    for seed in range(3):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        y, _ = there_and_back(cpu, x, EdenCodec(bits).quantiser(256), (seed, 9))
+        for block in range(0, numel, 256):
+            original, decoded = x[block : block + 256].double(), y[block : block + 256].double()
+            assert float(decoded @ original / (original @ original)) == pytest.approx(1, abs=2**-7)
+
+
+@pytest.mark.parametrize("length", [1, 100, 127, 128, 129, 255, 256, 257, 3000, 4096])
+def test_a_record_has_the_codes_of_the_next_power_of_two(length: int) -> None:
+    whole = max(SHORTEST, 2 ** math.ceil(math.log2(length)))
+    assert padded(length, 4096) == whole
+    assert padded(torch.tensor([length, 1]), 4096).tolist() == [whole, SHORTEST]
+    assert EdenCodec(3).quantiser(4096).record_bytes(np.array([length]), 4) == whole * 3 / 8
+
+
+def test_sums_are_added_in_one_order() -> None:
+    terms = torch.rand(3, 256, generator=torch.Generator().manual_seed(0))
+    expected = terms.clone()
+    for half in (128, 64, 32, 16, 8, 4, 2, 1):
+        expected[:, :half] += expected[:, half : 2 * half]
+    assert torch.equal(folded(terms), expected[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scale_is_rounded_to_its_neighbours_with_the_right_mean(dtype: torch.dtype) -> None:
+    """At every size: also below the smallest scale, and at the largest number, where it would become infinite."""
+    form = SCALE_FORMATS[dtype]
+    random = torch.randint(2**32, (200_000,), generator=torch.Generator().manual_seed(0))
+    tiny = float(form.floats(torch.tensor(form.tiny)))
+    for value in (1.0, 1.003, 3.1e-5, 2.7e30, tiny * 1.3, tiny * 0.3, tiny * 0.003):
+        values = torch.full((len(random),), value, dtype=dtype)
+        ratios = form.floats(form.rounded_at_random(values, random)).double() / values.double()
+        assert len(ratios.unique()) <= 2
+        assert abs(float(ratios.mean()) - 1) <= 4 * float(ratios.std()) / math.sqrt(len(random)) + 1e-9
+    largest = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    bits = form.rounded_at_random(largest, random[:1000])
+    assert (bits <= form.infinity - 1).all()
+    assert (form.received(form.sent(bits, torch.zeros(1000, dtype=torch.bool)))[0] < form.infinity).all()
+
+
+def test_no_coordinate_has_the_random_number_of_the_scale() -> None:
+    blocks = layout_of([Segment(3, 65536, False)], EdenCodec(1).quantiser(65536), torch.float32).blocks
+    hashes = words(blocks, (5, 6), torch.cat([torch.arange(32768), torch.tensor([SCALE_PLACE])]))[0]
+    assert int((hashes == hashes[-1]).sum()) == 1
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_non_finite_blocks_stay_so_and_touch_no_other(kernels, dtype: torch.dtype, bad: float) -> None:
+    x = torch.randn(400, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[130] = bad
+    y, count = there_and_back(kernels, x, EdenCodec(2).quantiser(128))
+    assert count == 1
+    assert y[128:256].isnan().all()
+    assert y[:128].isfinite().all()
+    assert y[256:].isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_of_zeros_stays_one(kernels, dtype: torch.dtype) -> None:
+    x = torch.zeros(300, dtype=dtype)
+    x[130] = 1.0
+    y, bad = there_and_back(kernels, x, EdenCodec(3).quantiser(128))
+    assert bad == 0
+    assert (y[:128] == 0).all()
+    assert (y[256:] == 0).all()
+    assert float(y[130]) == pytest.approx(1, rel=2**-7)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["spread", "constant", "one"])
+def test_what_is_finite_stays_finite_at_both_ends_of_a_dtype(kernels, dtype: torch.dtype, shape: str) -> None:
+    line = torch.linspace(-1, 1, 512, dtype=torch.float64)
+    pattern = {"spread": line, "constant": torch.ones(512).double(), "one": (line == 1).double()}[shape]
+    for size in (torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal, torch.finfo(dtype).tiny * 2.0**-5):
+        x = (pattern * size).to(dtype)
+        for bits in WIDTHS:
+            y, bad = there_and_back(kernels, x, EdenCodec(bits).quantiser(256))
+            assert bad == 0
+            assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e30])
+def test_results_scale_with_powers_of_two(size: float) -> None:
+    """Squares neither overflow nor vanish."""
+    x = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    factor = 2.0 ** round(math.log2(size))
+    expected, _ = there_and_back(cpu, x, EdenCodec(3).quantiser(256))
+    assert torch.equal(there_and_back(cpu, x * factor, EdenCodec(3).quantiser(256))[0], expected * factor)
+
+
+def test_ranks_and_blocks_and_steps_are_turned_by_different_signs() -> None:
+    x = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    q = EdenCodec(2).quantiser(256)
+    layout = layout_of([Segment(0, 512, False)], q, x.dtype)
+    first, second = there_and_back(cpu, torch.cat([x, x]), q)[0].view(2, 256)
+    assert not torch.equal(first, second)
+    wires = [message(cpu, torch.cat([x, x]), layout, key, q)[int(layout.table[0, CODES]) :] for key in ((1, 2), (3, 2))]
+    assert not torch.equal(*wires)
+
+
+def test_results_depend_on_seed_and_step_alone() -> None:
+    gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    fields = {"codec": "eden", "bits": 3, "reducer": "two_shot"}
+    first, again = (average(gradients, step=4, seed=9, **fields)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, average(gradients, step=5, seed=9, **fields)[0])
+    assert not torch.equal(first, average(gradients, step=4, seed=8, **fields)[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reducer": "two_shot"},
+        {"reducer": "gather", "block_size": 1024},
+        {"reducer": "hierarchical", "node_size": 2},
+        {"reducer": "two_shot", "memory": "diana", "memory_down": "none"},
+    ],
+)
+def test_all_ranks_hold_the_same_bits_with_every_reducer_that_fits(fields: dict) -> None:
+    gradients = [torch.randn(2000, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    means = average(gradients, codec="eden", bits=4, **fields)
+    assert all(torch.equal(means[0], mean) for mean in means[1:])
+    exact = torch.stack(gradients).mean(0)
+    assert float((means[0] - exact).norm() / exact.norm()) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bits": 5}, ["bits=1 to 4, not 5", "codec='companded'"]),
+        ({"bits": 9}, ["bits=9", "1 to 8"]),
+        ({"rotation": True}, ["turns every block itself", "rotation=False"]),
+        ({"block_size": 64}, ["power of two of at least 128, not 64", "block_size=256"]),
+        ({"block_size": 384}, ["power of two of at least 128, not 384"]),
+        ({"dither": "nearest"}, ["dither='nearest'", "codec='eden'"]),
+        ({"norm": "l2"}, ["norm='l2'", "codec='eden'", "leave it out"]),
+        ({"clip": 2.5}, ["clip=2.5", "leave it out"]),
+        ({"scale_per": "parameter"}, ["scale_per='parameter'", "leave it out"]),
+        ({"scale": "global"}, ["scale", "codec='eden'", "'two_shot' or 'gather'"]),
+        ({"levels": 3}, ["levels=3", "leave it out"]),
+        ({"reducer": "sum"}, ["reducer='sum'", "codec='eden'", "'two_shot' or 'gather'"]),
+        ({"reducer": "tree"}, ["reducer='tree'", "codec='exponential'"]),
+        ({"reducer": "gather", "coder": "elias"}, ["coder='elias'", "codec='linear'"]),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_the_remedy(fields: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        GQSGDConfig(codec="eden", **fields)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_codes_are_never_added() -> None:
+    with pytest.raises(ConfigError, match="cannot be added over 4 ranks.*two_shot"):
+        EdenCodec(2).quantiser(256, summed=4)
+    q = EdenCodec(2).quantiser(128)
+    blocks = layout_of([Segment(0, 128, False)], q, torch.float32).blocks
+    with pytest.raises(NotImplementedError, match="cannot be added up"):
+        cpu.decode_sum(torch.zeros(64, dtype=torch.uint8), torch.ones(1), blocks, torch.zeros(128), q, [(1, 2)])
+
+
+def test_auto_takes_a_reducer_that_adds_no_codes() -> None:
+    assert choose_reducer(GQSGDConfig(codec="eden"), 2) == "gather"
+    assert choose_reducer(GQSGDConfig(codec="eden"), 8) == "two_shot"
+
+
+def test_a_description_names_the_codec() -> None:
+    assert GQSGDConfig(codec="eden").describe() == "2 bits (eden, blocks of 256)"
+
+
+def test_the_reference_is_what_other_devices_run() -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    q = EdenCodec(4).quantiser(128)
+    assert torch.equal(there_and_back(reference, x, q)[0], there_and_back(cpu, x, q)[0])
