@@ -130,6 +130,18 @@ def test_codec_and_backward_pass_share_a_processor() -> None:
     assert single.step_s <= plenty.compute_s + single.codec_s + single.wire_s
 
 
+def test_threads_that_other_programs_slow_down_take_longer_and_together_get_more() -> None:
+    """Half a processor for one thread, and a whole one for two: a codec beside the backward pass slows nobody down."""
+    config, numel = GQSGDConfig(bits=8, reducer="two_shot", sample_every=0), 1 << 19
+    quiet, busy = (
+        predict(_timeline(numel, 1 << 10), _costs(**fields), RANKS, config)
+        for fields in ({"cores": 8.0}, {"cores": 1.0, "thread": 0.5})
+    )
+    assert busy.codec_s == pytest.approx(2 * quiet.codec_s, rel=1e-3)
+    backward = [event.end_s for event in busy.events if event.label == "backward"]
+    assert max(backward) == pytest.approx(0.15)
+
+
 @pytest.mark.parametrize("on_streams", [False, True])
 @pytest.mark.parametrize("name", FIELDS)
 def test_events_of_one_resource_never_overlap(name: str, on_streams: bool) -> None:
