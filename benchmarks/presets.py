@@ -80,6 +80,7 @@ class Case:
 #: Further numbers of bits of a preset. Exponential codes get mantissa bits that leave their exponents a useful range.
 VARIANTS: dict[str, list[dict[str, int]]] = {
     "gqsgd": [{"bits": 6}, {"bits": 2}],
+    "gqsgd_2bit": [{"bits": 4}, {"bits": 3}, {"bits": 1}],
     "qsgd": [{"bits": 8}, {"bits": 6}, {"bits": 2}],
     "gqsgd_exponential": [{"bits": 6, "mantissa": 2}, {"bits": 4, "mantissa": 1}, {"bits": 2, "mantissa": 0}],
     "natural_compression": [{"bits": 6}, {"bits": 4}, {"bits": 2}],
@@ -91,7 +92,7 @@ def cases() -> list[Case]:
     """All presets, each followed by its variants."""
     listed = []
     for preset in PRESETS:
-        family = "gqsgd" if preset == "gqsgd_4bit" else preset if preset in VARIANTS else ""
+        family = "gqsgd" if preset in ("gqsgd_4bit", "gqsgd_3bit") else preset if preset in VARIANTS else ""
         listed.append(Case(preset, preset, {}, family))
         listed += [
             Case(f"{preset} {fields['bits']} bit", preset, fields, family) for fields in VARIANTS.get(preset, ())

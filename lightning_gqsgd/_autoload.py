@@ -40,6 +40,8 @@ _TARGETS = {
 STRATEGY_PRESETS = (
     "gqsgd",
     "gqsgd_4bit",
+    "gqsgd_3bit",
+    "gqsgd_2bit",
     "gqsgd_sum",
     "gqsgd_exponential",
     "gqsgd_exponential_tree",

@@ -48,6 +48,7 @@ def _exponential(**fields: Any) -> dict[str, Any]:
 
 _QSGD = "Alistarh et al. 2017, arXiv 1610.02132"
 _NATURAL = "Horváth et al. 2019, arXiv 1905.10988"
+_EDEN = "Vargaftik et al. 2022, arXiv 2108.08842"
 _GLOBAL = "Xin et al. 2023, arXiv 2305.18627"
 
 #: DIANA's and Artemis' codec: l2 norm, levels -1, 0, 1.
@@ -57,6 +58,7 @@ PRESETS: dict[str, Preset] = {
     "gqsgd": Preset({}, _GLOBAL, "block scales, companded levels, subtractive dither, 8 bits"),
     "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
     "gqsgd_3bit": Preset({"bits": 3}, _GLOBAL, "the same at 3 bits"),
+    "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "turned coordinates at the best 2-bit levels"),
     "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
     "gqsgd_exponential": Preset(
         _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums"
@@ -129,7 +131,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "eden": Preset(
         {"codec": "eden", "bits": 2, "block_size": 4096, "reducer": "gather"},
-        "Vargaftik et al. 2022, arXiv 2108.08842",
+        _EDEN,
         "turned coordinates at the best levels for Gaussian ones, a scale without bias",
     ),
     "signsgd_ef": Preset(

@@ -14,6 +14,8 @@ COLOURS = {
     "powersgd": "#cc79a7",
     "gqsgd": "#d55e00",
     "gqsgd_4bit": "#009e73",
+    "gqsgd_3bit": "#4daf4a",
+    "gqsgd_2bit": "#984ea3",
     "gqsgd_sum": "#e69f00",
     "gqsgd_exponential": "#8c510a",
     "gqsgd_exponential_tree": "#bf9b5a",

@@ -177,7 +177,7 @@ def test_reducers_are_unbiased(fields: dict) -> None:
 def test_error_of_the_mean_of_gaussian_gradients_is_as_predicted(reducer: str, ranks: int) -> None:
     """Equal gradients, so that the mean has the ranks' scales; the prediction is for blocks of 256."""
     x = gaussian(1 << 16, torch.Generator().manual_seed(2))
-    error = average([x] * ranks, codec="companded", bits=5, reducer=reducer)[0].double() - x.double()
+    error = average([x] * ranks, codec="companded", block_size=256, bits=5, reducer=reducer)[0].double() - x.double()
     scales = scales_of(x, 256).double()
     relative = (error.view(-1, 256) / scales[:, None]).square().mean()
     assert float(relative) == pytest.approx(REDUCERS[reducer].mean_error(CompandedCodec(5), ranks), rel=0.05)

@@ -62,7 +62,10 @@ def test_error_of_a_block_is_within_omega(dither: str, bits: int) -> None:
     spike[0] = 1.0
     ratios = []
     for x in (torch.randn(256, generator=torch.Generator().manual_seed(0)), spike):
-        estimates = [average([x], step=step, bits=bits, dither=dither, reducer="gather")[0] for step in range(200)]
+        estimates = [
+            average([x], step=step, codec="linear", bits=bits, dither=dither, reducer="gather")[0]
+            for step in range(200)
+        ]
         ratios.append(float(torch.stack([(one - x).square().sum() for one in estimates]).mean() / x.square().sum()))
     assert ratios[0] < omega
     # Of a spike, subtractive dither reaches its bound, and stochastic rounding makes no error.
@@ -105,7 +108,9 @@ def test_error_of_the_mean_is_as_predicted(reducer: str, ranks: int, dither: str
         one[::256] = 1.0
     mean = torch.stack([one.double() for one in gradients]).mean(0)
     squares = [
-        (average(gradients, step=step, reducer=reducer, dither=dither)[0].double() - mean).square().mean()
+        (average(gradients, step=step, codec="linear", reducer=reducer, dither=dither)[0].double() - mean)
+        .square()
+        .mean()
         for step in range(4)
     ]
     predicted = REDUCERS[reducer].mean_error(LinearCodec(8, dither), ranks)

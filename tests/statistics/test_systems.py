@@ -228,7 +228,7 @@ def test_no_codec_is_below_the_ceo_bound(preset: str, fields: dict[str, Any]) ->
 
 def test_ceo_rate_of_the_example() -> None:
     """Found before at D = .109, n = 10, equal variances: 13.8 bits of all ranks together, 16.5 if each is decoded by
-    itself, and 19.8 for a dithered scalar quantiser with an entropy coder. Ours takes 31 for .112, without one."""
+    itself, and 19.8 for a dithered scalar quantiser with an entropy coder. Ours takes 31 for .108, without one."""
     assert theory.ceo_rate(0.109, 10, 1.0, 1.0) == pytest.approx(13.8, abs=0.1)
     assert theory.independent_rate(0.109, 10, 1.0, 1.0) == pytest.approx(16.5, abs=0.1)
     d = 1 << 15
@@ -236,7 +236,7 @@ def test_ceo_rate_of_the_example() -> None:
     gradients = [signal + normal(1 + rank, d) for rank in range(10)]
     ranks_of = virtual(10, d, "gqsgd", bits=3, reducer="gather")
     error = float((ranks_of.mean(gradients, 0) - signal).square().mean())
-    assert error == pytest.approx(0.112, abs=0.003)
+    assert error == pytest.approx(0.108, abs=0.003)
     assert 10 * ranks_of.wire_bits > 19.8
 
 

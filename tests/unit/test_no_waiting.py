@@ -93,7 +93,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: "-".join(map(str, fields.values())))
 def test_no_step_waits(host: Host, fields: dict[str, Any]) -> None:
-    config = resolve(GQSGDConfig(sample_every=1, **fields), RANKS)
+    config = resolve(GQSGDConfig(**{"sample_every": 1, "block_size": 256, **fields}), RANKS)
     plan = Plan(SEGMENTS, Setting(config, RANKS, torch.float32))
     sizes = {one.parameter: one.numel for one in SEGMENTS if not one.raw}
     stores = [new_store(config, RANKS, sizes, torch.float32, torch.device("cpu")) for _ in range(RANKS)]
