@@ -162,7 +162,11 @@ def _draw(report: Report, file: Path) -> None:
                 label = name if hosts == 2 else None
                 axes.scatter(measured[chosen], predicted[chosen], s=22, marker=marker, color=COLOURS[name], label=label)
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        axes.set(xlabel="measured step (ms)", ylabel="predicted step (ms)", title="Step time (circles: 2 hosts, triangles: 4)")
+        axes.set(
+            xlabel="measured step (ms)",
+            ylabel="predicted step (ms)",
+            title="Step time (circles: 2 hosts, triangles: 4)",
+        )
         axes.legend()
         figure.savefig(file, dpi=DPI)
         plt.close(figure)
