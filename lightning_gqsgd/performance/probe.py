@@ -186,11 +186,15 @@ class _Stopwatch:
         count = min(ROWS[1], max(ROWS[0], int(PATIENCE_S / alone_s)))
         start_s, _ = self._row(kind, nbytes, scope, AT_ONCE)
         row_s, row_cpu_s = self._row(kind, nbytes, scope, count)
-        alone_beta_s = max(0.0, alone_s - alpha_s) / sent
+        alone_beta_s = (alone_s - alpha_s) / sent
         # A row begins with pauses that nothing fills, and two rows of different lengths have the same ones.
-        beta_s = min(max(0.0, row_s - start_s) / ((count - AT_ONCE) * sent), alone_beta_s)
+        beta_s = (row_s - start_s) / ((count - AT_ONCE) * sent)
+        if beta_s <= 0:  # other programs slowed the shorter row down
+            beta_s = row_s / (count * sent)
+        if alone_beta_s > 0:  # not so where a short message takes as long as a long one
+            beta_s = min(beta_s, alone_beta_s)
         cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
-        return Collective(alpha_s, beta_s, alone_beta_s - beta_s, cpu_s, cpu_beta_s)
+        return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, cpu_beta_s)
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
         """A collective of messages of about this length, and the bytes that a rank sends in it."""
