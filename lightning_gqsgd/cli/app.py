@@ -3,6 +3,9 @@
 gqsgd presets --ranks 8
 gqsgd presets diana --json
 gqsgd warmup gqsgd --dtype bfloat16
+gqsgd probe --procs 2 --model torchvision:resnet18
+gqsgd advise --model torchvision:resnet50 --link 10gbit --nodes 16 --gpus-per-node 8 --backward 120ms
+gqsgd doctor
 
 Each command imports what it needs when it runs, so that ``--help`` answers at once.
 """
@@ -10,6 +13,7 @@ Each command imports what it needs when it runs, so that ``--help`` answers at o
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -77,6 +81,99 @@ def warmup(
     except warming.NoFolderError as error:
         typer.echo(f"gqsgd: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def probe(
+    procs: Annotated[
+        int | None, typer.Option(help="Start so many processes on this machine; not under torchrun.  [default: 2]")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="File to write, for `gqsgd advise --probe`.")] = Path("probe.json"),
+    bits: Annotated[
+        list[int] | None, typer.Option(min=1, max=8, help="Width of codes to time, repeatable.  [default: 8 4 3 2]")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Also measure when this model's buckets are ready.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of each process in the model's step.")] = 32,
+) -> None:
+    """Measure the network between processes and the kernels of this device: under torchrun, or alone with --procs."""
+    from lightning_gqsgd.cli import probing, tables
+    from lightning_gqsgd.errors import ConfigError
+
+    try:
+        probing.check(model, output)
+        if not probing.is_rank():
+            widths = [word for width in bits or [] for word in ("--bits", str(width))]
+            chosen = [] if model is None else ["--model", model]
+            arguments = ["--output", str(output), "--batch", str(batch), *widths, *chosen]
+            raise typer.Exit(probing.run_ranks(2 if procs is None else procs, arguments))
+        if procs is not None:
+            raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
+        made = probing.run_rank(bits or [8, 4, 3, 2], model, batch)
+        if made is not None:
+            made.save(output)
+            for table in probing.tables(made):
+                tables.show(table)
+            typer.echo("\n".join([*probing.lines(made), f"written: {output}"]))
+    except ConfigError as error:
+        typer.echo(f"gqsgd: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def advise(
+    model: Annotated[
+        str | None, typer.Option(help="torchvision:NAME, transformers:TYPE or FOLDER, or module:factory.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples of each rank in a step.")] = 32,
+    probe: Annotated[Path | None, typer.Option(help="What `gqsgd probe` has measured.")] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of a node's link, e.g. 10gbit.")] = None,
+    latency: Annotated[str, typer.Option(help="Latency of the link.")] = "50us",
+    intra: Annotated[str, typer.Option(help="Rate between the ranks of a node.")] = "200gbit",
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.  [default: the probe's, or 2]")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Ranks per node.  [default: the probe's, or 1]")] = None,
+    backward: Annotated[str | None, typer.Option(help="Length of the backward pass, e.g. 120ms.")] = None,
+    forward: Annotated[str | None, typer.Option(help="Length of the forward pass.  [default: half of it]")] = None,
+    codec: Annotated[str | None, typer.Option(help="Speed of the codec: h100, a100, cpu or measured.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it over nodes and over the link's rate.")] = None,
+    gantt: Annotated[Path | None, typer.Option(help="Draw what happens in a step: fp32, bf16, 8 and 4 bits.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
+    from lightning_gqsgd.cli import advising, tables
+    from lightning_gqsgd.errors import ConfigError
+    from lightning_gqsgd.performance.advice import candidates, recommendable
+
+    places = (nodes, gpus_per_node, backward, forward, codec)
+    try:
+        cluster = advising.Question(model, batch, probe, link, latency, intra, *places).cluster()
+        choices = candidates(cluster)
+        if plot is not None or gantt is not None:
+            from lightning_gqsgd.performance import pictures
+
+            if plot is not None:
+                pictures.draw_sweeps(cluster, plot)
+            if gantt is not None:
+                steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
+                pictures.draw_steps(steps, gantt)
+    except ConfigError as error:
+        typer.echo(f"gqsgd: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(advising.to_dict(cluster, choices), indent=1, ensure_ascii=False))
+        return
+    tables.show(advising.table(cluster, choices))
+    typer.echo("\n".join(advising.lines(cluster, choices)))
+
+
+@app.command()
+def doctor() -> None:
+    """Say whether this machine has what the package needs; exit code 1 if something is missing."""
+    from lightning_gqsgd.cli import doctor as examination
+
+    findings = examination.findings()
+    typer.echo("\n".join(examination.lines(findings)))
+    if any(finding.is_bad for finding in findings):
+        raise typer.Exit(1)
 
 
 def main() -> None:

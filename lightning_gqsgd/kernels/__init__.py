@@ -1,5 +1,5 @@
 """The inner loops: `reference` (PyTorch, any device, the truth), `cpu` (Numba) and `cuda` (Triton), with the same
-functions."""
+functions; and `meta`, whose functions compute nothing and count what there would be to compute."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def kernels_for(device: torch.device) -> ModuleType:
         from lightning_gqsgd.kernels import cuda
 
         return cuda
+    if device.type == "meta":
+        from lightning_gqsgd.kernels import meta
+
+        return meta
     from lightning_gqsgd.kernels import reference
 
     return reference

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -352,7 +352,7 @@ class Sequencer:
     def _advance(self, communicator: Communicator) -> None:
         """Resume every piece whose exchanges are through and whose turn it is."""
         lane = self._lanes.get(communicator)
-        while lane and (piece := next(_ready(lane), None)):
+        while lane and (piece := next(ready(lane), None)):
             try:
                 if piece.resume(communicator):
                     for work in piece.works:
@@ -389,9 +389,21 @@ class Sequencer:
             job.finish(communicator.describe(error, where))
 
 
-def _ready(lane: deque[_Piece]) -> Iterator[_Piece]:
+class Underway(Protocol):
+    """A piece, as far as its turn is concerned; see `_Piece`."""
+
+    stage: int
+    waiting_for: int
+    is_preface: bool
+    blocks: bool
+
+
+P = TypeVar("P", bound=Underway)
+
+
+def ready(lane: deque[P]) -> Iterator[P]:
     """Pieces whose exchanges are through and whose predecessor is a stage ahead, oldest first."""
-    ahead: _Piece | None = None
+    ahead: P | None = None
     for number, piece in enumerate(lane):
         if number == MAX_UNDER_WAY:
             return

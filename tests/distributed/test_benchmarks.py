@@ -103,3 +103,11 @@ def test_reducers() -> None:
 @pytest.mark.slow
 def test_training() -> None:
     assert "gqsgd_4bit" in _run("training", *LAB, "--model", "resnet18", "--batch-size", "2")
+
+
+@needs_root
+@pytest.mark.slow
+def test_prediction() -> None:
+    shown = _run("prediction", "--hosts", "2", "--rate", "none", "--model", "mlp", "--seconds", "1")
+    assert "mlp gqsgd_4bit, 2 hosts, none:" in shown
+    assert "Predicted against measured step time" in shown

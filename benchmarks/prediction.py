@@ -1,0 +1,186 @@
+"""The step times that the performance model predicts, against those that are measured, on links of given rates.
+
+    python -m benchmarks.prediction --save
+
+The benchmark needs Linux, root and iproute2, see `netlab`. In every lab, each process first measures the link, the
+kernels and the processors (`lightning_gqsgd.performance.probe`). Then all cases train in turns, among them one without
+communication, from which the model learns when buckets are ready. No constant of the model was chosen by step times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
+from benchmarks.report import Report
+from benchmarks.timing import in_turns
+from benchmarks.training import CLASSES, MODELS, Case
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.performance.model import BF16, NATIVE, predict
+from lightning_gqsgd.performance.probe import Probe
+from lightning_gqsgd.performance.probe import measure as probe_here
+from lightning_gqsgd.performance.recording import Recorder
+from lightning_gqsgd.performance.timeline import Timeline
+
+PROGRAM = "python -m benchmarks.prediction"
+
+#: Cases by name, with what the model calls them.
+METHODS: dict[str, GQSGDConfig | str] = {
+    "ddp": NATIVE,
+    "ddp_bf16": BF16,
+    "gqsgd": GQSGDConfig(bits=8, sample_every=0),
+    "gqsgd_4bit": GQSGDConfig(bits=4, sample_every=0),
+}
+BATCH_SIZE = {"mlp": 8, "resnet18": 16}
+#: The fewest and the most rounds. On slow links a step takes seconds, and varies less.
+ROUNDS = (2, 12)
+#: Rounds that warm up, where they are short.
+WARMUP = 2
+SHORT_S = 4.0
+#: Relative errors that the picture marks.
+BANDS = (0.1, 0.2)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Do one rank's part."""
+    rank, _ = begin()
+    probe = probe_here(torch.device("cpu"), "benchmarks.prediction", bits=(8, 4))
+    generator = torch.Generator().manual_seed(rank)
+    cases: dict[str, Case] = {}
+    recorders: dict[str, Recorder] = {}
+    for model in options.model:
+        network, shape = MODELS[model]()
+        batch = torch.randn(BATCH_SIZE[model], *shape, generator=generator)
+        labels = torch.randint(CLASSES, (BATCH_SIZE[model],), generator=generator)
+        update = torch.optim.SGD(network.parameters(), lr=1e-3).step
+        forward = partial(_loss, batch=batch, labels=labels)
+        recorders[model] = Recorder(network, forward, update, name=model)
+        cases |= {f"{model} {name}": Case(name, model, batch, labels) for name in METHODS}
+    steps: dict[str, Callable[[], object]] = {name: recorder.step for name, recorder in recorders.items()}
+    steps |= {name: partial(case.step) for name, case in cases.items()}
+    first = in_turns(steps, 1, warmup=0, before=dist.barrier)  # DDP builds its buckets anew after it
+    round_s = float(sum(slowest(values)[0] for values in first.values()))
+    rounds = int(np.clip(options.seconds / round_s, *ROUNDS))
+    seconds = in_turns(steps, rounds, warmup=WARMUP if round_s < SHORT_S else 0, before=dist.barrier)
+    timelines = {name: recorder.timeline().to_dict() for name, recorder in recorders.items()}
+    result = {name: slowest(values).tolist() for name, values in seconds.items()}
+    for case in cases.values():
+        if case.state is not None:
+            case.state.close()
+    with tempfile.TemporaryDirectory() as folder:
+        probe.save(Path(folder) / "probe.json")
+        text = (Path(folder) / "probe.json").read_text()
+    finish({"seconds": result, "timelines": timelines, "probe": text})
+
+
+def _loss(model: nn.Module, batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(batch), labels)
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run the workers in every lab."""
+    report = Report(
+        "prediction",
+        "Predicted against measured step time over shaped links",
+        {
+            "model": "",
+            "case": "",
+            "hosts": "d",
+            "rate": "",
+            "measured (ms)": ".0f",
+            "10 to 90 % (ms)": "",
+            "predicted (ms)": ".0f",
+            "error (%)": "+.1f",
+            "of it computation (ms)": ".0f",
+            "codec (ms)": ".0f",
+            "wire (ms)": ".0f",
+        },
+    )
+    in_labs(options, PROGRAM, report, partial(_add_rows, options))
+    errors = np.abs([float(row[7]) for row in report.rows])
+    report.notes = (
+        f"Over {len(errors)} settings, the median of the absolute errors is {np.median(errors):.1f} %, the worst is "
+        f"{errors.max():.1f} %, and {np.mean(errors <= 10):.0%} are within 10 %.",
+        "measured = median over rounds of the slowest host's time. Each process measures the link, its kernels and its "
+        "share of the processors once before the rounds, and when buckets are ready in a case of its own without "
+        "communication that runs in turns with the others. No step with communication enters the prediction.",
+    )
+    report.draw = partial(_draw, report)
+    return report
+
+
+def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "probe.json"
+        file.write_text(result["probe"])
+        costs = Probe.load(file).costs
+    for model in options.model:
+        timeline = Timeline.from_dict(result["timelines"][model])
+        for name, method in METHODS.items():
+            seconds = np.array(result["seconds"][f"{model} {name}"])
+            low, median, high = 1e3 * np.quantile(seconds, (0.1, 0.5, 0.9))
+            made = predict(timeline, costs, hosts, method)
+            error = 100 * (1e3 * made.step_s / median - 1)
+            parts = (1e3 * made.compute_s, 1e3 * made.codec_s, 1e3 * made.wire_s)
+            measured = (median, f"{low:.0f} to {high:.0f}", 1e3 * made.step_s, error)
+            report.rows.append([model, name, hosts, rate, *measured, *parts])
+            print(
+                f"{model} {name}, {hosts} hosts, {rate}: {median:.0f} ms, predicted {1e3 * made.step_s:.0f}", flush=True
+            )
+
+
+def _draw(report: Report, file: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    from pictures.style import COLOURS, DPI, STYLE
+
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(figsize=(5.4, 4.6), layout="constrained")
+        measured = np.array([float(row[4]) for row in report.rows])
+        predicted = np.array([float(row[6]) for row in report.rows])
+        ends = np.array([min(measured.min(), predicted.min()) / 1.3, max(measured.max(), predicted.max()) * 1.3])
+        for band in reversed(BANDS):
+            label = f"± {band:.0%}"
+            axes.fill_between(
+                ends, ends * (1 - band), ends * (1 + band), color="#888888", alpha=0.15, lw=0, label=label
+            )
+        axes.plot(ends, ends, color="#888888", lw=0.8)
+        for name in METHODS:
+            for hosts, marker in ((2, "o"), (4, "^")):
+                chosen = [n for n, row in enumerate(report.rows) if row[1] == name and row[2] == hosts]
+                label = name if hosts == 2 else None
+                axes.scatter(measured[chosen], predicted[chosen], s=22, marker=marker, color=COLOURS[name], label=label)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(
+            xlabel="measured step (ms)",
+            ylabel="predicted step (ms)",
+            title="Step time (circles: 2 hosts, triangles: 4)",
+        )
+        axes.legend()
+        figure.savefig(file, dpi=DPI)
+        plt.close(figure)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    add_labs(parser)
+    parser.set_defaults(hosts=[2, 4], rate=["50mbit", "200mbit", "1gbit", "none"])
+    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=25.0, help="of timed rounds per lab, about (default 25)")
+    work_or_present(parser, work, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What ``gqsgd doctor`` finds: whether this machine has what the package needs, a line for each question."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd.errors import ConfigError
+
+
+class Finding(NamedTuple):
+    """An answer.
+
+    Attributes:
+        question: what was looked at.
+        answer: what was found.
+        is_bad: whether training cannot work like this.
+    """
+
+    question: str
+    answer: str
+    is_bad: bool = False
+
+
+def findings() -> list[Finding]:
+    """All answers, in the order in which they are printed."""
+    questions: dict[str, Callable[[], Finding | str]] = {
+        "versions": _versions,
+        "devices": _devices,
+        "backends": _backends,
+        "CPU kernels": _cpu_kernels,
+        "GPU kernels": _gpu_kernels,
+        "Lightning": lambda: _strategy("lightning.pytorch.strategies"),
+        "pytorch_lightning": lambda: _strategy("pytorch_lightning.strategies"),
+        "Accelerate": lambda: _version("accelerate"),
+        "transformers": lambda: _version("transformers"),
+        "netlab": _iproute2,
+    }
+    answers = []
+    for question, ask in questions.items():
+        try:
+            answer = ask()
+        except Exception as error:  # the point of this command is to say what fails
+            answer = Finding(question, f"{type(error).__name__}: {error}", is_bad=True)
+        answers.append(Finding(question, answer) if isinstance(answer, str) else answer)
+    return answers
+
+
+def lines(answers: list[Finding]) -> list[str]:
+    """A line for each answer."""
+    width = max(len(finding.question) for finding in answers)
+    return [
+        f"{'FAIL' if finding.is_bad else 'ok  '}  {finding.question:{width}}  {finding.answer}" for finding in answers
+    ]
+
+
+def _versions() -> str:
+    names = ("lightning-gqsgd", "torch", "numba", "numpy")
+    return f"Python {platform.python_version()}, " + ", ".join(f"{name} {_version(name)}" for name in names)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> str:
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return ", ".join([f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", *names])
+
+
+def _backends() -> Finding | str:
+    if not dist.is_available():
+        return Finding("backends", "torch was built without torch.distributed; install another build", is_bad=True)
+    names = [name for name, has in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if has]
+    wanted = {"gloo", "nccl"} if torch.cuda.is_available() else {"gloo"}
+    if not wanted & set(names):
+        return Finding("backends", f"neither Gloo nor NCCL, which the package needs; torch has {names}", is_bad=True)
+    return ", ".join(names)
+
+
+def _cpu_kernels() -> str:
+    from lightning_gqsgd.kernels.cpu.cache import writable_folder
+
+    _average(torch.device("cpu"))
+    folder = writable_folder()
+    return "compile and run; " + (f"kept in {folder}" if folder else "no folder to keep them in is writable")
+
+
+def _gpu_kernels() -> Finding | str:
+    triton = _version("triton")
+    if not torch.cuda.is_available():
+        return f"no GPU to run them on; Triton {triton}"
+    try:
+        _average(torch.device("cuda"))
+    except ConfigError as error:
+        return Finding("GPU kernels", str(error), is_bad=True)
+    return f"compile and run; Triton {triton}"
+
+
+def _average(device: torch.device) -> None:
+    """Average two gradients with the default configuration, once."""
+    from lightning_gqsgd.compiling import compile_kernels
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.reducers import resolve
+
+    compile_kernels(resolve(GQSGDConfig(), 2), torch.float32, device, 2)
+
+
+def _strategy(module: str) -> Finding | str:
+    """Whether a Lightning package knows the strategy "gqsgd"."""
+    package, name = module.partition(".")[0], "gqsgd"
+    if _version(package) == "not installed":
+        return "not installed"
+    registry = importlib.import_module(module).StrategyRegistry
+    if name not in registry.available_strategies():
+        answer = (
+            f'{_version(package)} does not know strategy="{name}"; import lightning_gqsgd before the Trainer is made'
+        )
+        return Finding(package, answer, is_bad=True)
+    return f'{_version(package)} knows strategy="{name}"'
+
+
+def _iproute2() -> str:
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if sys.platform != "linux":
+        return "slow links on one machine need Linux"
+    return f"{' and '.join(missing)} missing: apt-get install iproute2" if missing else "ip and tc are there"

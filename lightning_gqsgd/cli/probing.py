@@ -1,0 +1,157 @@
+"""What ``gqsgd probe`` does: as one of torchrun's ranks, or as the parent of ranks of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.performance import models
+from lightning_gqsgd.performance.probe import Probe, measure, to_rows
+from lightning_gqsgd.performance.recording import Recorder
+from lightning_gqsgd.performance.timeline import Timeline
+
+#: Seconds that ranks wait for each other.
+_TIMEOUT_S = 120
+#: Steps from which a model's timeline is taken, after those that warm up.
+_STEPS, _WARMUP = 8, 3
+#: Most processes of one machine.
+MOST_PROCS = 64
+
+
+def is_rank() -> bool:
+    """Whether a launcher has given this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check(model: str | None, output: Path) -> None:
+    """Raise ConfigError for a model that cannot be built, or a file that cannot be written, before anything starts."""
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.parent}; name a file in a folder that exists")
+    if model is not None and models.build(model, 1, torch.device("meta")).inputs is None:
+        raise ConfigError(
+            f"the inputs of {model} are not known; let its factory return the model and a tuple of inputs"
+        )
+
+
+def run_ranks(procs: int, arguments: Sequence[str]) -> int:
+    """Run ``gqsgd probe`` as ranks on this machine; returns 0, or the exit code of a rank that failed.
+
+    Args:
+        procs: number of ranks.
+        arguments: of the command, without ``--procs``.
+
+    Raises:
+        ConfigError: too few or too many ranks.
+    """
+    if not 2 <= procs <= MOST_PROCS:
+        raise ConfigError(f"--procs {procs} is out of range: 2 to {MOST_PROCS}")
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(procs),
+        "LOCAL_WORLD_SIZE": str(procs),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    command = [sys.executable, "-m", "lightning_gqsgd.cli", "probe", *arguments]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(procs)
+    ]
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            time.sleep(0.05)
+        return next((code for code in codes if code), 0)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_rank(bits: Sequence[int], model: str | None, batch: int) -> Probe | None:
+    """Measure as one of a launcher's ranks; returns the probe on rank 0, and None on the others.
+
+    Raises:
+        ConfigError: one rank, or a model that cannot be built.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    try:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        probe = measure(device, "gqsgd probe", bits, per_node)
+        if model is not None:
+            probe = replace(probe, timelines=(timeline_of(model, batch, device),))
+        return probe if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def timeline_of(name: str, batch: int, device: torch.device) -> Timeline:
+    """The timeline of a model by its name. A collective."""
+    built = models.build(name, batch, device)
+    inputs = built.inputs
+    assert inputs is not None  # see `check`
+    update = torch.optim.SGD(built.model.parameters(), lr=1e-6).step
+    recorder = Recorder(built.model, lambda wrapped: models.loss_of(wrapped(*inputs)), update, name)
+    for number in range(_WARMUP + _STEPS):
+        if number == _WARMUP:
+            recorder.forget()
+        recorder.step()
+    return recorder.timeline()
+
+
+def tables(probe: Probe) -> list[Table]:
+    """What was measured, for people."""
+    rows = to_rows(probe)
+    links = _table(f"{probe.ranks} ranks over {probe.backend}, {probe.per_node} per node", list(rows[0]))
+    for row in rows:
+        links.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in row.values()))
+    kernels = _table(f"Kernels on {probe.device}", ["codec", "encode (ns)", "decode (ns)", "add (ns)"])
+    for name, gamma in probe.costs.gammas.items():
+        kernels.add_row(name, *(f"{1e9 * value:.3g}" for value in (gamma.encode_s, gamma.decode_s, gamma.reduce_s)))
+    return [links, kernels]
+
+
+def lines(probe: Probe) -> list[str]:
+    """The remaining constants, in words."""
+    costs = probe.costs
+    said = [
+        f"Each rank has {costs.cores:.2g} processors, {costs.thread:.2g} with one thread; a copy takes "
+        f"{1e9 * costs.touch_s:.2g} ns per byte, a launch {1e6 * costs.launch_s:.3g} µs. Measured in "
+        f"{probe.seconds:.0f} s."
+    ]
+    return said + [
+        f"{line.name}: {len(line.buckets)} buckets, ready after "
+        + ", ".join(f"{1e3 * bucket.ready_s:.0f}" for bucket in line.buckets)
+        + f" of {1e3 * line.backward_s:.0f} ms."
+        for line in probe.timelines
+    ]
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return made
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

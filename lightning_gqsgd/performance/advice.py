@@ -1,0 +1,212 @@
+"""Which compression a cluster should take: predictions of all candidates, and a sentence that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.performance.costs import Costs, Link, at_ranks, collectives_between
+from lightning_gqsgd.performance.model import BF16, NATIVE, Prediction, predict
+from lightning_gqsgd.performance.probe import codec_of_bits
+from lightning_gqsgd.performance.timeline import Timeline
+
+#: Widths of codes that are compared, most exact ones first.
+BITS = (8, 4, 3, 2)
+#: The fewest bits that are recommended: below, the error of one mean is as large as the gradient (docs/choosing.md).
+FEWEST_BITS = 4
+#: The least gain in time that is worth a change.
+WORTH = 0.05
+#: Predictions that differ by less are taken as equal, and the more exact candidate is recommended.
+CLOSE = 0.03
+#: The numbers of nodes of a sweep, and the factors by which a sweep changes the rate of links.
+SWEEP_NODES = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
+RATE_FACTORS = tuple(10 ** (step / 8) for step in range(-16, 17))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines, their network, and what a rank computes.
+
+    Attributes:
+        timeline: of each rank.
+        costs_at: costs at a number of nodes, with links whose rate is multiplied by a factor.
+        nodes: number of nodes.
+        per_node: ranks on each node.
+        batch: samples of each rank in a step.
+        link: rate of the link between nodes in bytes per second; None: it was measured.
+        notes: how sure the numbers are, for people.
+    """
+
+    timeline: Timeline
+    costs_at: Callable[[int, float], Costs]
+    nodes: int
+    per_node: int
+    batch: int
+    link: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("nodes", self.nodes), ("gpus-per-node", self.per_node), ("batch", self.batch)):
+            if value < 1:
+                raise ConfigError(f"--{name} {value} has to be at least 1")
+        if self.ranks < 2:
+            raise ConfigError("one rank sends nothing; give --nodes or --gpus-per-node above 1")
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way of averaging gradients, and what it is predicted to take.
+
+    Attributes:
+        name: for people, e.g. ``"4 bit, hierarchical"``.
+        method: see `model.predict`.
+        prediction: the prediction.
+    """
+
+    name: str
+    method: GQSGDConfig | str
+    prediction: Prediction
+
+    @property
+    def keywords(self) -> str:
+        """What to give `GQSGDStrategy` or `register_gqsgd`; empty for what needs neither."""
+        if isinstance(self.method, str):
+            return ""
+        reducer = ', reducer="hierarchical"' if self.method.reducer == "hierarchical" else ""
+        return f"bits={self.method.bits}{reducer}"
+
+
+def over_links(device_costs: Callable[[dict[str, Any]], Costs], per_node: int, link: Link, inside: Link) -> Any:
+    """The function `Cluster.costs_at` of links with given rates."""
+
+    def costs_at(nodes: int, factor: float) -> Costs:
+        faster = replace(link, bytes_per_s=link.bytes_per_s * factor)
+        return device_costs(collectives_between(nodes, per_node, faster, inside))
+
+    return costs_at
+
+
+def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
+    """The function `Cluster.costs_at` of a link that was measured."""
+
+    def costs_at(nodes: int, factor: float) -> Costs:
+        scaled = at_ranks(costs, measured_ranks, nodes * per_node) if nodes * per_node > 1 else costs
+        faster = {
+            key: cost
+            if key.startswith("node ")
+            else replace(cost, beta_s=cost.beta_s / factor, alone_s=cost.alone_s / factor)
+            for key, cost in scaled.collectives.items()
+        }
+        return replace(scaled, collectives=faster)
+
+    return costs_at
+
+
+def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = BITS) -> dict[str, GQSGDConfig | str]:
+    """The candidates for a number of nodes, by name, most exact ones first."""
+    ways: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
+    if cluster.timeline.dtype == torch.float32:
+        ways["bf16"] = BF16
+    for bits in widths:
+        if codec_of_bits(bits) not in costs.gammas:
+            continue
+        ways[f"{bits} bit"] = GQSGDConfig(bits=bits, sample_every=0)
+        if nodes > 1 and cluster.per_node > 1:
+            levels = GQSGDConfig(bits=bits, sample_every=0, reducer="hierarchical", node_size=cluster.per_node)
+            ways[f"{bits} bit, hierarchical"] = levels
+    return ways
+
+
+def candidates(
+    cluster: Cluster, *, nodes: int | None = None, factor: float = 1.0, widths: Sequence[int] = BITS
+) -> list[Candidate]:
+    """Predictions of all candidates, on another number of nodes or on links of another rate, if given.
+
+    Args:
+        cluster: the cluster.
+        nodes: number of nodes; None: the cluster's.
+        factor: by which the rate of the links changes.
+        widths: bits of the codes that are compared.
+    """
+    nodes = cluster.nodes if nodes is None else nodes
+    costs = cluster.costs_at(nodes, factor)
+    make = partial(predict, cluster.timeline, costs, nodes * cluster.per_node)
+    return [Candidate(name, method, make(method)) for name, method in methods(cluster, nodes, costs, widths).items()]
+
+
+def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are exact enough for most trainings."""
+    return [
+        candidate
+        for candidate in choices
+        if isinstance(candidate.method, str) or candidate.method.num_bits >= FEWEST_BITS
+    ]
+
+
+def best_of(choices: Sequence[Candidate]) -> Candidate:
+    """The most exact candidate among those whose steps are about as short as the shortest.
+
+    Plain DDP is the best one as long as none gains as much as is `WORTH` a change. Candidates with fewer than
+    `FEWEST_BITS` bits do not count.
+    """
+    choices = recommendable(choices)
+    shortest = min(candidate.prediction.step_s for candidate in choices)
+    limit = min(shortest * (1 + CLOSE), choices[0].prediction.step_s * (1 - WORTH))
+    return next((candidate for candidate in choices if candidate.prediction.step_s <= limit), choices[0])
+
+
+def recommendation(choices: Sequence[Candidate]) -> str:
+    """What to do, and why, in one sentence."""
+    plain, best = choices[0].prediction, best_of(choices)
+    made = best.prediction
+    waits = f"a step of plain DDP waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for gradients"
+    shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
+    if best is choices[0]:
+        gain = max(0.0, 1 - shortest / plain.step_s)
+        return f"Not worth it: {waits}, and no compression would shorten it by more than {gain:.0%}; keep plain DDP."
+    saved = f"predicted to take {_ms(made.step_s)}, {plain.step_s / made.step_s:.2f} times faster"
+    if best.method == BF16:
+        return f"Take torch's bf16_compress_hook, {saved}: {waits}, and half the bytes are enough to hide most of it."
+    rest = (
+        f"the link is still busy for {_ms(made.wire_s)}"
+        if made.wire_s > made.codec_s
+        else (f"encoding and decoding take {_ms(made.codec_s)}")
+    )
+    return f"Take {best.keywords}, {saved}: {waits}, and with {best.name} {rest}, {_ms(made.exposed_s)} of it exposed."
+
+
+def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
+    """Candidates that can be recommended over numbers of nodes; those with fewer bits take as long to predict."""
+    counts = [nodes for nodes in SWEEP_NODES if nodes * cluster.per_node > 1]
+    widths = [bits for bits in BITS if bits >= FEWEST_BITS]
+    return {nodes: candidates(cluster, nodes=nodes, widths=widths) for nodes in counts}
+
+
+def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
+    """Candidates over the factor by which the rate of the links changes."""
+    return {factor: candidates(cluster, factor=factor) for factor in RATE_FACTORS}
+
+
+def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
+    """The smallest factor from which on no candidate is worth a change; None: one is, even on the fastest links."""
+    limit = None
+    for factor, choices in sorted(sweep.items(), reverse=True):
+        if best_of(choices) is not choices[0]:
+            break
+        limit = factor
+    return limit
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

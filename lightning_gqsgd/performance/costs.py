@@ -1,0 +1,228 @@
+"""What a collective, a kernel and a launch cost: the constants of the model's clock.
+
+`Costs` come from three places: a probe on the machines themselves (`probe`), a link's rate and latency
+(`collectives_between`), and a device's memory bandwidth (`ESTIMATES`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.meta import Work
+
+#: Kinds of collectives that have a cost; sums have one for each dtype, because ranks add them.
+KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
+#: The kind whose cost a sum of another dtype has, if that dtype was not measured: a word of as many bytes or more.
+_STANDS_FOR = {"sum/float16": "sum/bfloat16", "sum/float64": "sum/float32", "sum/int64": "sum/float32"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What one kind of collective costs between certain ranks.
+
+    Attributes:
+        alpha_s: seconds before the first byte, however long the message is.
+        beta_s: seconds of the link for each byte that a rank sends, when other collectives fill the pauses.
+        alone_s: further seconds for each byte until the result is there, when no other collective is under way. A
+            collective that sends and receives in turns has them.
+        cpu_s: processor-seconds of a rank for each call.
+        cpu_beta_s: processor-seconds of a rank for each byte that it sends.
+    """
+
+    alpha_s: float
+    beta_s: float
+    alone_s: float = 0.0
+    cpu_s: float = 0.0
+    cpu_beta_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """Processor-seconds that a codec takes for each coordinate on one thread.
+
+    Attributes:
+        encode_s: to encode a coordinate.
+        decode_s: to decode a coordinate of one message into the gradient.
+        reduce_s: to decode a coordinate of one message where it is added to those of other messages.
+    """
+
+    encode_s: float
+    decode_s: float
+    reduce_s: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network between machines, or the wires inside one.
+
+    Attributes:
+        bytes_per_s: bytes that an end can send in a second while it receives as many.
+        latency_s: seconds from the start of a message to its first byte at the other end.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All constants of the clock.
+
+    Attributes:
+        collectives: by scope and kind, e.g. ``"all sum/float32"`` or ``"peers all_to_all"``.
+        gammas: by codec, e.g. ``"companded/4"``.
+        touch_s: processor-seconds for each byte that an operation of PyTorch reads or writes.
+        launch_s: processor-seconds to start a kernel or an operation of PyTorch.
+        cores: processors that each rank has for itself. Backward pass, codec and collectives share them. A GPU counts
+            as 1: kernels of the codec take the time that they need from those of the backward pass.
+        thread: processors that a rank gets with one thread, at most 1. It is less where ranks, or other programs, share
+            processors; several threads of a rank may then get more together.
+        on_streams: whether collectives run on streams of a GPU (NCCL), and not on a thread (Gloo).
+        source: where the numbers are from, for people.
+    """
+
+    collectives: Mapping[str, Collective]
+    gammas: Mapping[str, Gamma]
+    touch_s: float = 0.0
+    launch_s: float = 0.0
+    cores: float = 2.0
+    thread: float = 1.0
+    on_streams: bool = False
+    source: str = field(default="given", compare=False)
+
+    @property
+    def speed(self) -> float:
+        """Processor-seconds that one thread does in a second."""
+        return min(1.0, self.thread, self.cores)
+
+    def collective(self, scope: str, kind: str) -> Collective:
+        """The cost of a collective between the ranks of a scope.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for name in (kind, _STANDS_FOR.get(kind, kind)):
+            cost = self.collectives.get(f"{scope} {name}")
+            if cost is not None:
+                return cost
+        raise ConfigError(
+            f"the costs ({self.source}) say nothing of {kind!r} between ranks of the scope {scope!r}: run `gqsgd "
+            "probe` again with as many processes per node, or give --link"
+        )
+
+    def seconds(self, work: Work) -> float:
+        """Processor-seconds of a work.
+
+        Raises:
+            ConfigError: the codec's cost is not known.
+        """
+        if work.kind == "torch":
+            return self.launch_s + self.touch_s * work.nbytes
+        if work.kind in ("maxima", "rotate"):  # read, or read and write, 4 bytes a coordinate
+            return self.launch_s + self.touch_s * work.numel * (4 if work.kind == "maxima" else 8)
+        gamma = self.gammas.get(work.codec)
+        if gamma is None:
+            raise ConfigError(
+                f"the costs ({self.source}) say nothing of the codec {work.codec!r}, only of "
+                f"{', '.join(self.gammas)}: run `gqsgd probe --bits` with its bits"
+            )
+        each = {
+            "encode": gamma.encode_s,
+            "reduce": work.sources * gamma.reduce_s + gamma.encode_s,
+            "decode": work.sources * gamma.decode_s,
+            "decode_sum": gamma.decode_s,
+            "combine": gamma.reduce_s + gamma.encode_s,
+        }[work.kind]
+        return self.launch_s + each * work.numel
+
+
+def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> dict[str, Collective]:
+    """Costs of collectives over links with given rates, by scope and kind.
+
+    The ranks of a node share its link to other nodes. A ring passes each node's link once in each direction, so the
+    link carries what one rank sends (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). In an all-to-all over
+    all ranks, each of g ranks sends (n-g)/(n-1) of its bytes through the link; between ranks with the same place on
+    each node, g collectives share the link. Latencies count once per level of a tree over nodes and one over the
+    ranks of a node, twice for a sum or a maximum, which is how NCCL takes short messages.
+
+    Args:
+        nodes: number of nodes.
+        per_node: ranks on each node, g.
+        link: of a node, to the other nodes.
+        inside: of a rank, to the ranks of its node.
+    """
+    ranks = nodes * per_node
+    outer_depth, inner_depth = (math.ceil(math.log2(count)) for count in (nodes, per_node))
+    costs = {}
+    for kind in KINDS:
+        passes = 2 if kind == "max" or kind.startswith("sum") else 1
+        direct = kind == "all_to_all"  # all pairs at once
+        outer_s = link.latency_s * (min(1, outer_depth) if direct else passes * outer_depth)
+        inner_s = inside.latency_s * (min(1, inner_depth) if direct else passes * inner_depth)
+        through = per_node * (ranks - per_node) / max(1, ranks - 1) if direct else 1.0
+        shares = {"all": through, "peers": float(per_node)} if nodes > 1 else {"all": 0.0}
+        for scope, share in shares.items():
+            beta = max(share / link.bytes_per_s, 1 / inside.bytes_per_s if scope == "all" and per_node > 1 else 0.0)
+            alpha = outer_s + (inner_s if scope == "all" else 0.0)
+            costs[f"{scope} {kind}"] = Collective(alpha, beta)
+        costs[f"node {kind}"] = Collective(inner_s, 1 / inside.bytes_per_s)
+    return costs
+
+
+def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
+    """Costs that were measured at one number of ranks, for another number of ranks on links of the same kind.
+
+    A byte costs the same, since what ranks send is counted. The start of a collective takes a number of messages in a
+    row: n-1 over Gloo, whose collectives are rings and pairs; log2 n over NCCL, where it is a tree.
+    """
+    hops: tuple[float, float] = (measured - 1, ranks - 1)
+    if costs.on_streams:
+        hops = (math.log2(measured), math.log2(ranks))
+    scale = hops[1] / hops[0]
+    scaled = {
+        key: replace(cost, alpha_s=cost.alpha_s * scale, cpu_s=cost.cpu_s * scale) if key.startswith("all ") else cost
+        for key, cost in costs.collectives.items()
+    }
+    return replace(costs, collectives=scaled)
+
+
+@dataclass(frozen=True)
+class Device:
+    """An estimate of a device's codec from the bytes that its kernels move.
+
+    Attributes:
+        bytes_per_s: bytes that kernels read and write in a second.
+        launch_s: seconds to start a kernel.
+        on_streams: whether it is a GPU.
+        cores: see `Costs`.
+        note: how sure the numbers are.
+    """
+
+    bytes_per_s: float
+    launch_s: float
+    on_streams: bool
+    cores: float
+    note: str
+
+    def gamma(self, bits: int) -> Gamma:
+        """A codec that reads and writes each coordinate, 4 bytes, and its code once."""
+        code = bits / 8
+        moved_s = (4 + code) / self.bytes_per_s
+        return Gamma(encode_s=moved_s, decode_s=moved_s, reduce_s=code / self.bytes_per_s)
+
+    def costs(self, collectives: Mapping[str, Collective]) -> Costs:
+        """All constants, with given costs of collectives."""
+        gammas = {f"{family}/{bits}": self.gamma(bits) for family in ("linear", "companded") for bits in range(1, 9)}
+        costs = Costs(collectives, gammas, 1 / self.bytes_per_s, self.launch_s, self.cores, source=self.note)
+        return replace(costs, on_streams=self.on_streams)
+
+
+#: Codecs by the name of their device. A GPU's kernels are taken to reach 60 % of its memory's rated bandwidth.
+ESTIMATES = {
+    "h100": Device(0.6 * 3.35e12, 10e-6, True, 1.0, "h100: an estimate from memory bandwidth, not a measurement"),
+    "a100": Device(0.6 * 1.56e12, 10e-6, True, 1.0, "a100: an estimate from memory bandwidth, not a measurement"),
+    "cpu": Device(12e9, 50e-6, False, 2.0, "cpu: measured on one server core, an estimate for others"),
+}

@@ -1,0 +1,356 @@
+"""Measures what the model needs to know of a device and of the network between ranks: `measure`, a collective.
+
+Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
+sends for the time per byte. The latter is measured twice: one collective at a time, and a row of them of which several
+are always under way, as in training, where they fill each other's pauses. Kernels are timed in seconds of the thread's
+own processor time, so that other programs of the machine do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd.codecs import codec_of
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.meta import codec_name
+from lightning_gqsgd.kernels.wire import scale_format
+from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.performance.costs import KINDS, Collective, Costs, Gamma
+from lightning_gqsgd.performance.profile import message_of
+from lightning_gqsgd.performance.timeline import Timeline
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.transport.communicator import Communicator
+
+#: Version of the file that a probe is kept in.
+VERSION = 1
+
+#: Collectives that are under way at once in a row.
+AT_ONCE = 4
+#: Bytes of the short message.
+SHORT_BYTES = 4096
+#: Bytes of the longest message of a kind: of a piece's codes at 8 bits, of its scales, and of a large bucket of DDP.
+LONG_BYTES = {"max": 1 << 14, "sum/float32": 1 << 24, "sum/bfloat16": 1 << 24}
+PIECE_BYTES = 1 << 19
+#: The first long message that is tried; each next one is four times as long, until one takes so many seconds.
+FIRST_LONG_BYTES = 1 << 14
+LONG_ENOUGH_S = 0.1
+#: Seconds of repetitions of one message length, about, and the fewest and the most repetitions.
+PATIENCE_S = 0.3
+REPEATS = (3, 15)
+#: The shortest and the longest row.
+ROWS = (12, 32)
+#: Seconds in which processors are counted, once for each kind of collective: other programs come and go.
+COUNTING_S = 0.1
+#: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
+MOST_THREADS = 4
+
+#: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
+CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
+_SOURCES = 4
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured.
+
+    Attributes:
+        costs: the constants, for `ranks` ranks.
+        ranks: number of ranks.
+        per_node: ranks of each node.
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: name of the device that computes.
+        seconds: how long the measurements took.
+        timelines: of models, if any were measured.
+    """
+
+    costs: Costs
+    ranks: int
+    per_node: int
+    backend: str
+    device: str
+    seconds: float
+    timelines: tuple[Timeline, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write the probe as JSON."""
+        values = {**asdict(replace(self, timelines=())), "timelines": [line.to_dict() for line in self.timelines]}
+        path.write_text(json.dumps({"version": VERSION, **values}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Probe:
+        """Read a probe that `save` wrote.
+
+        Raises:
+            ConfigError: there is no such file, or it is no probe of this version.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
+        except ValueError:
+            raise ConfigError(f"{path} is no JSON: run `gqsgd probe --output {path}` again") from None
+        version = values.pop("version", None) if isinstance(values, dict) else None
+        if version != VERSION:
+            raise ConfigError(
+                f"{path} is no probe of version {VERSION} (its version: {version}): run `gqsgd probe --output {path}` "
+                "again"
+            )
+        costs = values.pop("costs")
+        costs["collectives"] = {key: Collective(**cost) for key, cost in costs["collectives"].items()}
+        costs["gammas"] = {key: Gamma(**gamma) for key, gamma in costs["gammas"].items()}
+        timelines = tuple(map(Timeline.from_dict, values.pop("timelines")))
+        return cls(**values, costs=Costs(**{**costs, "source": str(path)}), timelines=timelines)
+
+
+def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), per_node: int = 1) -> Probe:
+    """Measure this device and the network between the ranks of the default process group. A collective.
+
+    Args:
+        device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
+        key: a name that no other probe of this process group has had.
+        bits: the widths of codes, of the default configuration's codec, whose kernels are timed.
+        per_node: ranks of each node.
+
+    Raises:
+        ConfigError: there is one rank only, or ranks do not make nodes of this size.
+    """
+    assert dist.group.WORLD is not None
+    ranks = dist.get_world_size()
+    if ranks < 2:
+        raise ConfigError("one process has nobody to send to: start at least two, e.g. `gqsgd probe --procs 2`")
+    if ranks % per_node:
+        raise ConfigError(f"{ranks} ranks do not make nodes of {per_node}; start as many on every node")
+    begun = time.perf_counter()
+    communicator = Communicator(device, dist.group.WORLD, key)
+    scopes = (ALL, Scope("node", per_node), Scope("peers", per_node)) if 1 < per_node < ranks else (ALL,)
+    communicator.extend([scopes] * AT_ONCE)
+    try:
+        clock = _Stopwatch(communicator)
+        collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
+        on_streams = communicator.backend == "nccl"
+        thread = 1.0 if on_streams else median(clock.thread)
+        cores = 1.0 if on_streams else max(thread, median(clock.cores))
+        gammas = {codec_of_bits(width): _gamma(device, width) for width in bits}
+        costs = Costs(collectives, gammas, *_copying(device), cores, thread, on_streams, source="measured")
+    finally:
+        communicator.close()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return Probe(costs, ranks, per_node, communicator.backend, name, time.perf_counter() - begun)
+
+
+class _Stopwatch:
+    """Times collectives; what ranks measure differently is as long as the slowest says.
+
+    Attributes:
+        cores: processors that this rank got while all ranks wanted as many as they can have, the smallest of all ranks,
+            at several times.
+        thread: the same while all ranks ran one thread.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.cores: list[float] = []
+        self.thread: list[float] = []
+
+    def collective(self, kind: str, scope: Scope) -> Collective:
+        """The constants of one kind of collective."""
+        self.cores.append(_processors(self._communicator, min(MOST_THREADS, os.cpu_count() or 1)))
+        self.thread.append(_processors(self._communicator, 1))
+        members = len(scope.members(self._communicator.rank, self._communicator.size))
+        alpha_s, cpu_s = self._repeat(kind, SHORT_BYTES, scope)
+        longest = LONG_BYTES.get(kind, PIECE_BYTES)
+        if kind == "all_gather" and members > 2:  # of the shards of a piece; beyond two ranks nobody gathers pieces
+            longest //= members
+        nbytes = min(FIRST_LONG_BYTES, longest)
+        while nbytes < longest and self._row(kind, nbytes, scope, 1)[0] < LONG_ENOUGH_S:
+            nbytes = min(4 * nbytes, longest)
+        sent = self._exchange(kind, nbytes, scope)[1]
+        alone_s, _ = self._repeat(kind, nbytes, scope)
+        count = min(ROWS[1], max(ROWS[0], int(PATIENCE_S / alone_s)))
+        start_s, _ = self._row(kind, nbytes, scope, AT_ONCE)
+        row_s, row_cpu_s = self._row(kind, nbytes, scope, count)
+        alone_beta_s = (alone_s - alpha_s) / sent
+        # A row begins with pauses that nothing fills, and two rows of different lengths have the same ones.
+        beta_s = (row_s - start_s) / ((count - AT_ONCE) * sent)
+        if beta_s <= 0:  # other programs slowed the shorter row down
+            beta_s = row_s / (count * sent)
+        if alone_beta_s > 0:  # not so where a short message takes as long as a long one
+            beta_s = min(beta_s, alone_beta_s)
+        cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
+        return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, cpu_beta_s)
+
+    def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
+        """A collective of messages of about this length, and the bytes that a rank sends in it."""
+        rank, size, device = self._communicator.rank, self._communicator.size, self._communicator.device
+        members = len(scope.members(rank, size))
+        name, _, dtype = kind.partition("/")
+        if name == "all_to_all":
+            tensor = torch.zeros(-(-nbytes // members) * members, dtype=torch.uint8, device=device)
+            exchange = Exchange(name, torch.empty_like(tensor), tensor, scope=scope)
+        elif name == "all_gather":
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            everyone = torch.empty(members, nbytes, dtype=torch.uint8, device=device)
+            exchange = Exchange(name, everyone, tensor, scope=scope)
+        else:
+            of = _DTYPES[dtype] if dtype else torch.int32
+            tensor = torch.zeros(max(1, nbytes // of.itemsize), dtype=of, device=device)
+            exchange = Exchange(name, tensor, tensor, scope=scope)
+        return exchange, message_of(exchange, rank, size).sent_bytes
+
+    def _repeat(self, kind: str, nbytes: int, scope: Scope) -> tuple[float, float]:
+        """Median seconds of one collective, and mean processor-seconds of a rank; all ranks get the same numbers."""
+        walls: list[float] = []
+        cpu_s = 0.0
+        while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < PATIENCE_S):
+            wall_s, once_cpu_s = self._row(kind, nbytes, scope, 1)
+            walls.append(wall_s)
+            cpu_s += once_cpu_s
+        return median(walls), cpu_s / len(walls)
+
+    def _row(self, kind: str, nbytes: int, scope: Scope, count: int) -> tuple[float, float]:
+        """Seconds of a row of collectives of which `AT_ONCE` are under way, and processor-seconds of a rank."""
+        exchanges = [self._exchange(kind, nbytes, scope)[0] for _ in range(min(count, AT_ONCE))]
+        under_way: deque[Any] = deque()
+        dist.barrier()
+        cpu, begun = time.process_time(), time.perf_counter()
+        for number in range(count):
+            if len(under_way) == AT_ONCE:
+                under_way.popleft().wait()
+            place = number % AT_ONCE
+            under_way.append(self._communicator.start(exchanges[place], 1 + place))
+        for work in under_way:
+            work.wait()
+        if exchanges[0].input.is_cuda:
+            torch.cuda.synchronize()
+        times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
+        wall_s, cpu_s = slowest(times, self._communicator.device).tolist()
+        return wall_s, cpu_s
+
+
+def slowest(values: Tensor, device: torch.device) -> Tensor:
+    """Element-wise maximum over the ranks of the default process group, on the host."""
+    moved = values.to(device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    return moved.cpu()
+
+
+def _processors(communicator: Communicator, count: int) -> float:
+    """Processors that this rank gets while all ranks run so many busy threads: the smallest of all ranks."""
+    data = bytes(1 << 20)
+
+    def work(deadline: float) -> None:
+        while time.perf_counter() < deadline:
+            hashlib.blake2b(data).digest()  # lets other threads run
+
+    dist.barrier()
+    cpu, begun = time.process_time(), time.perf_counter()
+    threads = [threading.Thread(target=work, args=(begun + COUNTING_S,)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    mine = (time.process_time() - cpu) / (time.perf_counter() - begun)
+    return -float(slowest(torch.tensor([-mine], dtype=torch.float64), communicator.device)[0])
+
+
+def codec_of_bits(bits: int) -> str:
+    """The name that costs have for the codes of the default configuration at a width."""
+    config = GQSGDConfig(bits=bits)
+    q = codec_of(config).quantiser(config.block_size)
+    return codec_name(q.kind, q.bits)
+
+
+def _gamma(device: torch.device, bits: int) -> Gamma:
+    """Seconds of a codec's kernels for each coordinate."""
+    numel = CODEC_NUMEL[device.type]
+    codec = _Codec(device, bits, numel)
+    encode_s, decode_s = _seconds(codec.encode, device), _seconds(codec.decode, device)
+    return Gamma(encode_s / numel, decode_s / numel, _seconds(codec.add, device) / _SOURCES / numel)
+
+
+class _Codec:
+    """A tensor, messages of several sources, and what is done with them."""
+
+    def __init__(self, device: torch.device, bits: int, numel: int) -> None:
+        config = GQSGDConfig(bits=bits)
+        self._q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
+        self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+        table = cut([Segment(0, numel, raw=False)], config.block_size)
+        sizes = {"scale_bytes": form.nbytes, "raw_bytes": form.raw_bytes}
+        self._layout = place(table, self._q, shards=1, **sizes).on(device)
+        self._kernels = kernels_for(device)
+        self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
+        self._keys = tuple((number, 2) for number in range(_SOURCES))
+        for number in range(_SOURCES):
+            self.encode(number)
+
+    def encode(self, source: int = 0) -> None:
+        """Write the message of a source."""
+        self._kernels.encode(self._x, self._layout.blocks, self._wires[source], self._q, self._keys[source])
+
+    def decode(self) -> None:
+        """Decode the message of one source."""
+        self._kernels.decode(self._wires[:1], self._layout.blocks, self._x, self._q, self._keys[:1])
+
+    def add(self) -> None:
+        """Decode the mean of the messages of all sources."""
+        self._kernels.decode(self._wires, self._layout.blocks, self._x, self._q, self._keys)
+
+
+def _copying(device: torch.device) -> tuple[float, float]:
+    """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
+    x = torch.zeros(1 << 22, device=device)
+    y, config = torch.empty_like(x), GQSGDConfig()
+    launch_s = _seconds(_Codec(device, config.num_bits, config.block_size).encode, device)
+    return max(0.0, _seconds(lambda: y.copy_(x), device) - launch_s) / (2 * x.nbytes), launch_s
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeat: int = 12) -> float:
+    """Median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time."""
+    call()
+    times = []
+    for _ in range(repeat):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            call()
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begun)
+        else:
+            begun = time.thread_time()
+            call()
+            times.append(time.thread_time() - begun)
+    return median(times)
+
+
+def to_rows(probe: Probe) -> list[dict[str, Any]]:
+    """The constants of collectives as rows of a table, in µs and ns."""
+    return [
+        {
+            "collective": key,
+            "α (µs)": 1e6 * cost.alpha_s,
+            "β (ns/B)": 1e9 * cost.beta_s,
+            "Gbit/s": 8e-9 / cost.beta_s if cost.beta_s else float("inf"),
+            "alone (ns/B)": 1e9 * (cost.beta_s + cost.alone_s),
+            "processor (µs)": 1e6 * cost.cpu_s,
+            "processor (ns/B)": 1e9 * cost.cpu_beta_s,
+        }
+        for key, cost in probe.costs.collectives.items()
+    ]

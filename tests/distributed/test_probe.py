@@ -1,0 +1,142 @@
+"""`gqsgd probe` and `gqsgd doctor` on real processes; their figures are nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from lightning_gqsgd.cli import doctor
+from lightning_gqsgd.cli.app import app
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.performance import predict
+from lightning_gqsgd.performance.costs import KINDS
+from lightning_gqsgd.performance.probe import Probe
+from lightning_gqsgd.performance.recording import Recorder
+from tests.distributed.ranks import run
+
+
+def network() -> tuple[nn.Module, tuple[Any, ...]]:
+    """A model of two buckets, and its inputs."""
+    return nn.Sequential(nn.Linear(500, 700), nn.ReLU(), nn.Linear(700, 600)), (torch.zeros(4, 500),)
+
+
+def _gqsgd(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_gqsgd.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=root,
+    )
+
+
+@pytest.mark.slow
+def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> None:
+    file = tmp_path / "probe.json"
+    words = ("--output", str(file), "--bits", "4", "--model", "tests.distributed.test_probe:network")
+    done = _gqsgd(tmp_path, "probe", "--procs", "2", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"written: {file}" in done.stdout
+    assert "2 ranks over gloo, 2 per node" in done.stdout
+    probe = Probe.load(file)
+    assert (probe.ranks, probe.per_node, probe.backend) == (2, 2, "gloo")
+    assert list(probe.costs.collectives) == [f"all {kind}" for kind in KINDS]
+    for cost in probe.costs.collectives.values():
+        assert cost.alpha_s > 0
+        assert cost.beta_s > 0
+        assert cost.alone_s >= 0
+    assert 0 < probe.costs.cores <= 64
+    (line,) = probe.timelines
+    assert line.numel == 500 * 700 + 700 + 700 * 600 + 600
+    made = predict(line, probe.costs, 2, GQSGDConfig(bits=4, sample_every=0))
+    assert made.step_s > line.compute_s * 0.99
+    advised = _gqsgd(tmp_path, "advise", "--probe", str(file), "--json")
+    assert advised.returncode == 0, advised.stderr
+    assert json.loads(advised.stdout)["nodes"] == 1
+
+
+def _record(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, inputs = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    recorder = Recorder(model, lambda wrapped: wrapped(*inputs).sum(), name="mine")
+    for _ in range(4):
+        recorder.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    return recorder.timeline().to_dict()
+
+
+def test_the_timeline_of_a_model_is_the_same_on_all_ranks_and_has_all_parameters_once(tmp_path: Path) -> None:
+    first, second = run(_record, 2, tmp_path)
+    assert first == second
+    numbers = [number for _, segments in first["buckets"] for number, _, _ in segments]
+    assert sorted(numbers) == [0, 1, 2, 3]
+    times = [ready for ready, _ in first["buckets"]]
+    assert times == sorted(times)
+    assert times[-1] <= first["backward_s"]
+
+
+@pytest.mark.parametrize("procs", ["1", "65"])
+def test_too_few_or_too_many_processes_exit_with_2(procs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["probe", "--procs", procs])
+    assert result.exit_code == 2
+    assert f"--procs {procs} is out of range: 2 to 64" in result.stderr
+
+
+def without_inputs() -> nn.Module:
+    """A model of which nobody knows what it can be called with."""
+    return nn.Linear(2000, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--output", "/nowhere/probe.json"], "there is no folder /nowhere"),
+        (["--model", "torchvision:resnt50"], "did you mean 'resnet50'?"),
+        (["--model", "tests.distributed.test_probe:without_inputs"], "let its factory return the model and a tuple"),
+    ],
+)
+def test_bad_options_exit_with_2_and_one_line_before_any_process_starts(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["probe", *arguments])
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_rank_of_a_launcher_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, ["probe", "--procs", "2"])
+    assert result.exit_code == 2
+    assert "leave out --procs" in result.stderr
+
+
+def test_the_doctor_answers_every_question_in_a_line() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) == 10
+    assert all(line.startswith("ok  ") for line in lines)
+    assert 'knows strategy="gqsgd"' in result.stdout
+
+
+def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise OSError("no kernels today")
+
+    monkeypatch.setattr(doctor, "_cpu_kernels", broken)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "FAIL  CPU kernels" in result.stdout
+    assert "OSError: no kernels today" in result.stdout
