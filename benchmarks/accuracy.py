@@ -83,10 +83,10 @@ def measure(options: argparse.Namespace) -> Report:
         {"bits": "d", "dither": "", "block": "d", "bits on the wire": ".2f"}
         | {f"{kind}, n = {ranks}": ".2f" for kind in KINDS for ranks in options.ranks},
         notes=(
-            "bits on the wire: codes and scales, per coordinate. The default of linear codes is adaptive dither in blocks of 256: "
-            "subtractive dither has the smaller error except where most coordinates are zero, and adaptive takes the "
-            "better one block by block. Smaller blocks are more accurate per coordinate; 256 is where codec speed "
-            "(`python -m benchmarks.kernels --block-size 64 256`) and error meet.",
+            "bits on the wire: codes and scales, per coordinate. The default of linear codes is adaptive dither in "
+            "blocks of 256: subtractive dither has the smaller error except where most coordinates are zero, and "
+            "adaptive takes the better one block by block. Smaller blocks are more accurate per coordinate; 256 is "
+            "where codec speed (`python -m benchmarks.kernels --block-size 64 256`) and error meet.",
         ),
     )
     data = {
