@@ -73,6 +73,7 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "4 bit, blocks of 256" in _run_here(kernels, monkeypatch, capsys, *small)
 
 
+@pytest.mark.slow
 def test_accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(accuracy, "NUMEL", 1 << 14)
     few = ("--bits", "8", "--block-size", "256", "--ranks", "2")

@@ -67,7 +67,10 @@ LINEAR = [
 ]
 
 
-@pytest.mark.parametrize(("number", "bits", "dither"), LINEAR)
+@pytest.mark.parametrize(
+    ("number", "bits", "dither"),
+    [pytest.param(*case, marks=() if case[1] in (1, 3, 4, 8) else pytest.mark.slow) for case in LINEAR],
+)
 def test_linear_codes(number: int, bits: int, dither: str) -> None:
     """Under scales that are given or not, of blocks that are turned or not, in turns."""
     case = case_of(number, bits, dither)

@@ -478,7 +478,7 @@ def test_sign_of_a_zero_is_drawn(kernels) -> None:
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mantissa", [0, 1, 2, 3])
-@pytest.mark.parametrize("bits", [3, 5, 8])
+@pytest.mark.parametrize("bits", [3, pytest.param(5, marks=pytest.mark.slow), 8])
 def test_exponential_codes_are_neighbours_and_levels_are_kept(kernels, bits: int, mantissa: int, dtype) -> None:
     codec = ExponentialCodec(bits, mantissa)
     q = codec.quantiser(256)

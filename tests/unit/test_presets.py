@@ -19,7 +19,14 @@ STATELESS = [name for name, preset in PRESETS.items() if not kinds(preset.config
 LIMITS = {"gqsgd": 0.02, "gqsgd_sum": 0.03, "gqsgd_exponential": 0.07, "gqsgd_4bit": 0.25, "dq_psgd": 0.4, "qsgd": 0.3}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.float16)),
+    ],
+)
 @pytest.mark.parametrize("numel", [0, 1, 7, 255, 257, 10_000])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_sizes_and_dtypes(preset: str, numel: int, dtype: torch.dtype) -> None:
