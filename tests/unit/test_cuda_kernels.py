@@ -326,13 +326,14 @@ def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # compilers take minutes, more on a busy machine
 @pytest.mark.parametrize("cases", ["few", "all"])
 def test_compiled_kernels_move_16_bytes_at_a_time(cases: str) -> None:
     """For Hopper, without a GPU: what the interpreter runs is no proof that it compiles, or to what."""
     script = Path(__file__).with_name("compile_for_gpu.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, script, cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr
     for name, counts in json.loads(done.stdout.splitlines()[-1]).items():
         assert counts["inexact divisions"] == counts["inexact roots"] == 0, name
