@@ -10,6 +10,7 @@ from lightning_gqsgd import memory as memories
 from lightning_gqsgd.codecs import CODECS, codec_of, scales
 from lightning_gqsgd.codecs.companded import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.exponential import MAX_MANTISSA
+from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.linear import DITHERS
 from lightning_gqsgd.errors import (
     ConfigError,
@@ -41,9 +42,11 @@ class GQSGDConfig:
             compression, arXiv 1905.10988); ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest
             coordinates of each block. The last two are biased, so they need a memory. ``"auto"``: companded, or linear
             where another field asks for what only linear codes have: sums of codes, global scales, Elias codes, a
-            dither that is not taken off, ``levels``, or one bit. The field itself holds the name of the codec.
+            dither that is not taken off, ``levels``, or one bit; and ``"float"``, for 16 or 32 bits: floating-point
+            numbers that the backend's own all-reduce adds up. The field itself holds the name of the codec.
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
-            companded or an exponential one, 1 to 4 of eden. None: the codec's own number, which is 8 for the first
+            companded or an exponential one, 1 to 4 of eden. 16: bf16 numbers, rounded at random. 32: the gradient as it
+            is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for the first
             three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps. 1 excludes stochastic
             rounding. The field itself holds the number.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
@@ -70,13 +73,13 @@ class GQSGDConfig:
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
             ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
-            (no compression) or ``"auto"`` (least predicted error).
+            (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
         node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: LOCAL_WORLD_SIZE, which
             torchrun sets.
         memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, a `Memory` or its three
             numbers by name; ``"auto"``: none, where the codec is unbiased.
         memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``.
-        min_numel: parameters with fewer elements travel uncompressed inside the same messages.
+        min_numel: parameters with fewer elements travel uncompressed inside the same messages. 16 bits round all.
         exclude: shell-style patterns of parameter names that travel uncompressed, e.g. ``("*.embedding.*",)``.
         warmup_steps: number of first steps in which everything travels uncompressed.
         seed: key of the counter-based dither; equal on all ranks.
@@ -147,7 +150,8 @@ class GQSGDConfig:
         bits, what = codec_of(self).describe()
         what += ["rotated"] if self.rotation else []
         what += ["Elias codes"] if self.coder == "elias" else []
-        what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
+        if self.codec != "float":
+            what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
         for way, memory in (("", self.up), (" on the way back", self.down)):
             if memory is not None:
                 numbers = ", ".join(f"{name} {value:.3g}" for name, value in asdict(memory).items() if value)
@@ -189,7 +193,7 @@ class GQSGDConfig:
         check_one_of("coder", self.coder, CODERS)
         check_one_of("reducer", self.reducer, ("auto", *REDUCERS))
         if self.codec == "auto":
-            object.__setattr__(self, "codec", "linear" if self._needs_linear_codes() else "companded")
+            object.__setattr__(self, "codec", self._automatic_codec())
         if self.block_size == 0 and not isinstance(self.block_size, bool):
             object.__setattr__(self, "block_size", CODECS[self.codec].default_block_size)
         check_integer("mantissa", self.mantissa, 0, MAX_MANTISSA)
@@ -210,9 +214,17 @@ class GQSGDConfig:
         for name in ("memory", "memory_down"):
             object.__setattr__(self, name, memories.parse(name, getattr(self, name)))
         if self.bits is None:
-            object.__setattr__(self, "bits", CODECS[self.codec].default_bits)
+            object.__setattr__(self, "bits", 16 if self.reducer == "bf16" else CODECS[self.codec].default_bits)
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
             raise ConfigError(f"bits={self.bits!r} must be an integer")
+        if self.codec == "float" and self.reducer == "auto":
+            object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
+
+    def _automatic_codec(self) -> str:
+        """The name of the codec that "auto" stands for."""
+        if self.bits in REDUCER_OF_BITS or (self.bits is None and self.reducer in REDUCER_OF_BITS.values()):
+            return "float"
+        return "linear" if self._needs_linear_codes() else "companded"
 
     def _needs_linear_codes(self) -> bool:
         """Whether a field asks for what companded codes do not have, and linear ones do."""
