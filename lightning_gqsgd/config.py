@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_gqsgd import memory as memories
@@ -26,6 +26,8 @@ __all__ = ["ConfigError", "GQSGDConfig", "Memory"]
 
 #: How codes are written: with a fixed width, or as Elias omega codes.
 CODERS = ("fixed", "elias")
+#: The numbers of bits that ``auto`` chooses among if it is not told.
+ALLOW = (32, 16, 8, 4)
 _LARGEST = 2**63 - 1
 
 
@@ -84,6 +86,9 @@ class GQSGDConfig:
         warmup_steps: number of first steps in which everything travels uncompressed.
         seed: key of the counter-based dither; equal on all ranks.
         sample_every: measure the relative error on a sample of coordinates every this many steps; 0 switches it off.
+        auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
+            the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
+        allow: with ``auto``, the numbers of bits that may be taken, at least two.
 
     Raises:
         ConfigError: a value out of its range, or a combination that cannot work.
@@ -111,12 +116,31 @@ class GQSGDConfig:
     warmup_steps: int = 0
     seed: int = 0
     sample_every: int = 100
+    auto: bool = False
+    allow: tuple[int, ...] = ALLOW
 
     def __post_init__(self) -> None:
         self._check_values()
         self._check_codec()
         check_reducer(self)
         memories.check(self)
+        if self.auto:
+            self.candidates()
+
+    def candidates(self) -> dict[int, GQSGDConfig]:
+        """With ``auto``, the configurations to choose among, by their bits, widest first.
+
+        Raises:
+            ConfigError: one of them cannot work, or has a memory, which would not survive a change of bits.
+        """
+        if self.remembers:
+            raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
+        alike = {name: getattr(self, name) for name in ("min_numel", "warmup_steps", "seed", "sample_every", "exclude")}
+        fixed: dict[str, Any] = {"auto": False, "allow": ALLOW}
+        return {
+            bits: GQSGDConfig(bits=bits, **alike) if bits in REDUCER_OF_BITS else replace(self, bits=bits, **fixed)
+            for bits in self.allow
+        }
 
     @property
     def num_bits(self) -> int:
@@ -147,6 +171,10 @@ class GQSGDConfig:
 
     def describe(self) -> str:
         """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
+        if self.auto:
+            codes = [config for bits, config in self.candidates().items() if bits not in REDUCER_OF_BITS]
+            allowed = f"{', '.join(map(str, self.allow[:-1]))} or {self.allow[-1]} bits, by the length of steps"
+            return f"{allowed} (codes: {codes[0].describe()})" if codes else allowed
         bits, what = codec_of(self).describe()
         what += ["rotated"] if self.rotation else []
         what += ["Elias codes"] if self.coder == "elias" else []
@@ -175,7 +203,7 @@ class GQSGDConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, safe in checkpoints and messages."""
-        return {**asdict(self), "exclude": list(self.exclude)}
+        return {**asdict(self), "exclude": list(self.exclude), "allow": list(self.allow)}
 
     def dither_key(self, step: int, stream: int) -> tuple[int, int]:
         """Two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
@@ -188,6 +216,7 @@ class GQSGDConfig:
 
     def _check_values(self) -> None:
         """Check the fields one by one, and bring those with several spellings into one."""
+        self._check_auto()
         check_one_of("codec", self.codec, ("auto", *CODECS))
         check_one_of("dither", self.dither, DITHERS)
         check_one_of("coder", self.coder, CODERS)
@@ -219,6 +248,29 @@ class GQSGDConfig:
             raise ConfigError(f"bits={self.bits!r} must be an integer")
         if self.codec == "float" and self.reducer == "auto":
             object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
+
+    def _check_auto(self) -> None:
+        """Check ``auto`` and ``allow``, and give ``bits`` the most bits of a code that are allowed."""
+        if not isinstance(self.auto, bool):
+            raise ConfigError(f"auto={self.auto!r} must be True or False")
+        if isinstance(self.allow, (str, int)) or not all(type(bits) is int for bits in self.allow):
+            raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
+        allow = tuple(sorted(set(self.allow), reverse=True))
+        object.__setattr__(self, "allow", allow)
+        if not self.auto:
+            if allow != ALLOW:
+                raise ConfigError(f"allow={allow} is for auto=True; leave it out, or give auto=True")
+            return
+        if len(allow) < 2:
+            raise ConfigError(f"allow={allow} leaves auto=True nothing to choose; allow at least two, e.g. {ALLOW}")
+        if self.reducer in REDUCER_OF_BITS.values():
+            raise ConfigError(f"reducer={self.reducer!r} leaves auto=True nothing to choose; leave reducer out")
+        bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
+        if self.bits not in (None, bits):
+            raise ConfigError(
+                f"bits={self.bits} with auto=True; allow={allow} says what may be taken: leave bits out, or auto"
+            )
+        object.__setattr__(self, "bits", bits)
 
     def _automatic_codec(self) -> str:
         """The name of the codec that "auto" stands for."""
