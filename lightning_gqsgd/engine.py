@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -159,10 +159,14 @@ class Engine:
             The job, whose future completes with the tensor.
 
         Raises:
-            ConfigError: a tensor that cannot be reduced.
+            ConfigError: a tensor that cannot be reduced, or ranks that differ where this rank compares first.
             RuntimeError: the engine is closed.
         """
         self.check_open()
+        if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
+            # Raised at once, and not by a future, so that DDP hands over no further bucket of this step.
+            self._agree_on(request.agreement)
+            request = replace(request, agreement=None)
         counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
         starts, preface, blocks = [], None, True
         if self.world_size > 1 and x.numel():
@@ -174,8 +178,7 @@ class Engine:
             if isinstance(request.agreement, Card):
                 preface = self._compare(request.agreement)
             elif request.agreement is not None:
-                steps = partial(self._stamps.steps, request.agreement, at_once=request.compares_first)
-                preface, blocks = steps, _is_special(request)
+                preface, blocks = partial(self._stamps.steps, request.agreement), _is_special(request)
         job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks)
         self._submit(job)
         return job
@@ -238,10 +241,7 @@ class Engine:
     def _reduce_directly(self, x: Tensor, request: Request, start: Start, direct: DirectRunner) -> Job:
         """Start a native all-reduce in this thread."""
         if isinstance(request.agreement, Stamp):
-            if request.compares_first:
-                self._agree_on(request.agreement)
-            else:
-                direct.compare(self._stamps, request.agreement)
+            direct.compare(self._stamps, request.agreement)
         counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
         job = Job(x, [], request.name, counters, telemetry, request.ends_step)
         error = self._error()
@@ -257,7 +257,7 @@ class Engine:
             ConfigError: stamps differ.
         """
         nothing = torch.empty(0, device=self.communicator.control_device)
-        steps = partial(self._stamps.steps, stamp)
+        steps = partial(self._stamps.steps, stamp, at_once=True)
         job = Job(nothing, [], f"step {stamp.step}", self.telemetry.bucket(0), self.telemetry, False, steps)
         self._submit(job)
         job.wait()
@@ -298,11 +298,10 @@ class Engine:
 
 
 def _is_special(request: Request) -> bool:
-    """Whether a rank at another step might send other messages: in steps that sample errors, in the warm-up, and after
-    a state was loaded."""
+    """Whether a rank at another step might send other messages: in steps that sample errors, and in the warm-up."""
     config = request.config
     samples = bool(config.sample_every) and request.step % config.sample_every == 0
-    return samples or not request.compressed or request.compares_first
+    return samples or not request.compressed
 
 
 class PlanKey(NamedTuple):

@@ -202,8 +202,10 @@ class GQSGDState:
         if steering is None:
             compresses = REDUCERS[self.config.reducer].compresses
             return Stamp(self.config.seed, step, self._digest) if compresses else None
-        periods = engine.periods(step - 2)
+        periods, before = engine.periods(step - 2), self._config
         self._config, period_us = steering.begin_step(step, periods, logs=engine.rank == 0)
+        # A rank that has decided otherwise than others is found before any message of another size is sent.
+        self._compares_first |= self._config is not before
         engine.telemetry.choice = {"bits": steering.trials.bits, "trying": float(steering.trials.is_trying)}
         return Stamp(self.config.seed, step, steering.digest(self._digest), period_us)
 

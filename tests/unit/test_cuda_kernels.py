@@ -23,7 +23,7 @@ from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.layout import Segment, cut
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store, resolve
 from tests.unit import test_kernels as plain
 from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
@@ -280,12 +280,12 @@ DIFFERENT = ("gqsgd_sum", "gqsgd_exponential_tree", "dq_psgd")
     "name",
     [
         pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow)
-        for name, preset in PRESETS.items()
+        for name, preset in FIXED.items()
         if preset.config.coder == "fixed"
     ],
 )
 def test_presets_give_the_bits_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve(PRESETS[name].config, 2)
+    config = resolve(FIXED[name].config, 2)
     expected = average(config, 2)
     monkeypatch.setattr(kernels, "cpu", cuda)
     for of_cpu, of_cuda in zip(expected, average(config, 2), strict=True):
