@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +87,10 @@ def train(cfg: DictConfig, folder: Path) -> float:
         enable_progress_bar=_interactive(),
         enable_checkpointing=bool(cfg.checkpoint),
     )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    if cfg.test:
-        trainer.test(module, datamodule=data, verbose=False)
+    with _interrupts(trainer):
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        if cfg.test:
+            trainer.test(module, datamodule=data, verbose=False)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()
@@ -96,6 +99,17 @@ def train(cfg: DictConfig, folder: Path) -> float:
         finish(folder, result, str(folder / CHECKPOINTS / LAST) if cfg.checkpoint else None)
     metrics = result["metrics"]
     return metrics.get(module.metric.test, metrics.get(module.metric.val, float("nan")))
+
+
+@contextmanager
+def _interrupts(trainer: Trainer) -> Iterator[None]:
+    """Raise KeyboardInterrupt for an interrupted training; Lightning ends the process with exit code 1 instead."""
+    try:
+        yield
+    except SystemExit:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from None
+        raise
 
 
 def _summary(config: dict[str, Any], network: torch.nn.Module, threads: int, folder: Path) -> dict[str, str]:

@@ -372,7 +372,7 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
     assert again.returncode == 1
     assert again.stdout.count("finished before") == 2
     assert times == {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}
-    assert "powersgd, seed 0: exit code 1" in again.stdout
+    assert "powersgd, seed 0: exit code 2" in again.stdout
     assert "powersgd needs CUDA" in again.stdout
     assert "table: " in again.stdout  # of the two others
 
