@@ -1,16 +1,12 @@
-"""Runs the cells of a comparison one after another, each in fresh processes."""
+"""Runs the cells of a comparison one after another, each in processes of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +17,10 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from rich.table import Column
 
 from recipes.comparison.plan import CELL_FILE, Cell
+from recipes.comparison.processes import Starter
 from recipes.files import RESULT_FILE
-from recipes.launch.processes import folder_argument
 from recipes.measuring.metrics import METRICS
 
-ROOT = Path(__file__).resolve().parents[2]
 LOG = "output.log"
 TAIL_LINES = 25
 
@@ -57,14 +52,14 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
         The cells that failed.
     """
     failures = []
-    with _lines(cells, console) as line:
+    with closing(Starter()) as starter, _lines(cells, console) as line:
         for number, cell in enumerate(cells):
             if not fresh and cell.is_finished():
                 line(number, "finished before", done=True)
                 continue
             try:
                 line(number, "starting")
-                failure = _run(cell, partial(line, number))
+                failure = _run(cell, starter, partial(line, number))
             except KeyboardInterrupt:
                 line(number, "stopped", done=True)
                 raise
@@ -73,48 +68,23 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
     return failures
 
 
-def command(cell: Cell) -> list[str]:
-    """Command line of one cell."""
-    return [sys.executable, str(ROOT / "recipes" / "run.py"), *cell.overrides, folder_argument(cell.folder)]
-
-
-def _run(cell: Cell, say: Callable[[str], None]) -> Failure | None:
+def _run(cell: Cell, starter: Starter, say: Callable[[str], None]) -> Failure | None:
     if (cell.folder / CELL_FILE).exists():
         shutil.rmtree(cell.folder)  # an unfinished run, or one with another configuration
     cell.folder.mkdir(parents=True, exist_ok=True)
     (cell.folder / CELL_FILE).write_text(json.dumps(cell.config, indent=2) + "\n")
     log = cell.folder / LOG
-    with open(log, "wb") as output:
-        # The run has a session of its own, so that an interrupt ends the run with all its processes.
-        process = subprocess.Popen(
-            command(cell),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                time.sleep(0.3)
-                say(_latest(log))
-        finally:
-            _end(process)
-    if process.returncode == 0 and (cell.folder / RESULT_FILE).is_file():
-        return None
-    reason = f"exit code {process.returncode}" if process.returncode else f"no {RESULT_FILE}"
-    return Failure(cell, reason, "\n".join(_read(log).splitlines()[-TAIL_LINES:]))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run; after a normal end nothing is left."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
+    run = starter.start(cell, log)
     try:
-        process.wait(timeout=20)  # netlab gives its hosts 5 s, and takes the lab down then
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        while (code := run.poll()) is None:
+            time.sleep(0.3)
+            say(_latest(log))
+    finally:
+        run.end()
+    if code == 0 and (cell.folder / RESULT_FILE).is_file():
+        return None
+    reason = f"exit code {code}" if code else f"no {RESULT_FILE}"
+    return Failure(cell, reason, "\n".join(_read(log).splitlines()[-TAIL_LINES:]))
 
 
 def _latest(log: Path) -> str:

@@ -20,8 +20,9 @@ from recipes.comparison import plan as planning
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
 from recipes.comparison.plots import save_curves
+from recipes.comparison.processes import command
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
-from recipes.comparison.runner import LOG, command
+from recipes.comparison.runner import LOG
 from recipes.files import RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY
