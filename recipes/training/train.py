@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,7 +36,7 @@ from recipes.tasks.task import Task
 from recipes.training.building import build
 from recipes.training.checkpoints import CHECKPOINTS, LAST, find_checkpoint
 from recipes.training.machine import machine_facts
-from recipes.training.progress import PlainProgress
+from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.report import StartupSummary, finish, run_facts
 
 
@@ -84,7 +84,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         default_root_dir=folder,
         num_sanity_val_steps=0,
         enable_model_summary=False,
-        enable_progress_bar=_interactive(),
+        enable_progress_bar=False,  # the callbacks above show the whole run
         enable_checkpointing=bool(cfg.checkpoint),
     )
     with _interrupts(trainer):
@@ -128,7 +128,7 @@ def _summary(config: dict[str, Any], network: torch.nn.Module, threads: int, fol
 
 def _callbacks(cfg: DictConfig, folder: Path, metric: Metric) -> list[Callback]:
     """The callbacks that show progress and keep checkpoints."""
-    callbacks: list[Callback] = [RichProgressBar() if _interactive() else PlainProgress(metric)]
+    callbacks: list[Callback] = [LiveProgress(metric) if _interactive() else PlainProgress(metric)]
     if cfg.checkpoint:
         # One file, which is written over after each validation; Lightning saves atomically.
         callbacks.append(
