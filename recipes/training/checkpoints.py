@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from recipes.errors import RecipeError
-from recipes.files import RESULT_FILE
+from recipes.files import RESULT_FILE, WANDB_ID_FILE
 
 CHECKPOINTS = "checkpoints"
 LAST = "last.ckpt"
@@ -47,6 +47,23 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
             "leave resume out for a new run, or name a file with ckpt_path=PATH"
         )
     return str(earlier[-1])
+
+
+def carry_wandb_id(checkpoint: str | None, folder: Path) -> None:
+    """Give a run that goes on the id of the W&B run that it continues, and a new run none.
+
+    Args:
+        checkpoint: path of the checkpoint; None for a new run.
+        folder: folder of the run, in which the id is found.
+    """
+    own = folder / WANDB_ID_FILE
+    if checkpoint is None:
+        own.unlink(missing_ok=True)
+        return
+    earlier = Path(checkpoint).parents[1] / WANDB_ID_FILE
+    if earlier.is_file() and not own.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        own.write_text(earlier.read_text())
 
 
 def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:

@@ -34,7 +34,7 @@ from recipes.measuring.metrics import Metric
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
 from recipes.training.building import build
-from recipes.training.checkpoints import CHECKPOINTS, LAST, find_checkpoint
+from recipes.training.checkpoints import CHECKPOINTS, LAST, carry_wandb_id, find_checkpoint
 from recipes.training.machine import machine_facts
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.report import StartupSummary, finish, run_facts
@@ -147,6 +147,8 @@ def _loggers(
     else:
         csv = ContinuedCSVLogger(folder)
     loggers: list[Logger] = [csv]
+    if is_rank_zero():
+        carry_wandb_id(checkpoint, folder)
     if "_target_" in cfg.logger:
         labels = Labels(name, cfg.logger.get("group") or cfg.title, cfg.title, cfg.strategy.name, cfg.hardware.name)
         loggers.append(build(cfg.logger, leave_out=("name", "group"), folder=str(folder), labels=labels, metric=metric))
