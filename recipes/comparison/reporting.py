@@ -23,6 +23,7 @@ from recipes.comparison.results import (
     write_tables,
 )
 from recipes.comparison.runner import Failure, name_of
+from recipes.comparison.slower_links import elsewhere
 
 
 def report(plan: Plan, failed: set[Path], command: str, console: Console) -> None:
@@ -44,6 +45,12 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
         files += _write(section)
     if any(knows_bound(section.lines) for section in sections):
         console.print(BOUND_NOTE, style="dim", highlight=False, soft_wrap=False)
+    for section in sections:
+        if section.elsewhere:
+            console.print("\n".join(["", *section.elsewhere.lines, ""]), markup=False, highlight=False)
+            console.print(
+                f"measured instead, on Linux and as root: {command} hardware=netlab links=100mbit", highlight=False
+            )
     files.append(plan.folder / "comparison.html")
     write_page(
         sections,
@@ -82,7 +89,8 @@ def _section(plan: Plan, link: str | None, variants: dict[str, list[Run]]) -> Se
     given = plan.settings.target
     target = common_target(variants) if given is None else given
     folder = plan.folder / link if link else plan.folder
-    return Section(_title(plan, variants, link), folder, variants, compare(variants, target), target)
+    slower = None if link else elsewhere([cell.config for cell in plan.cells], variants)
+    return Section(_title(plan, variants, link), folder, variants, compare(variants, target), target, slower)
 
 
 def _show_table(section: Section, console: Console) -> None:
