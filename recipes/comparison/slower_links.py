@@ -44,7 +44,7 @@ class Elsewhere:
         return (
             f"These {self.processes} processes exchange gradients through the memory of one machine, which is faster "
             "than most networks: compression has little to gain here. It pays where steps wait for a slower link. "
-            f"Predicted for hosts with such links, of which each computes {1e3 * self.compute_s:.0f} ms per step as here:"
+            f"Predicted for hosts with such links, each of which computes {1e3 * self.compute_s:.0f} ms per step:"
         )
 
     @property
