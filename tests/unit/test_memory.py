@@ -113,11 +113,11 @@ def test_references_follow_constant_gradients() -> None:
     mean = torch.stack(given).mean(0)
     for preset, down in (("diana", 0.02), ("cd_adam", 0.02)):
         ranks = VirtualRanks(4, SEGMENTS, preset=preset)
-        errors = [float((ranks.average(given, step)[0] - mean).norm() / mean.norm()) for step in range(220)]
+        errors = [float((ranks.average(given, step)[0] - mean).norm() / mean.norm()) for step in range(300)]
         assert errors[-1] < down * errors[0]
         assert errors[-1] < 0.01
     ranks = VirtualRanks(4, SEGMENTS, preset="diana", memory="none")
-    errors = [float((ranks.average(given, step)[0] - mean).norm() / mean.norm()) for step in range(220)]
+    errors = [float((ranks.average(given, step)[0] - mean).norm() / mean.norm()) for step in range(300)]
     assert errors[-1] > 0.5 * errors[0]
 
 
