@@ -158,24 +158,6 @@ def test_the_error_of_the_mean_does_not_depend_on_the_gradients(kind: str, bits:
         assert error <= 0.53
 
 
-@pytest.mark.parametrize(
-    "fields", [{"reducer": "two_shot"}, {"reducer": "gather"}, {"reducer": "hierarchical", "node_size": 2}]
-)
-def test_reducers_are_unbiased(fields: dict) -> None:
-    generator = torch.Generator().manual_seed(4)
-    shared = torch.randn(1024, generator=generator)
-    gradients = [shared * (1 + 0.3 * torch.randn(1024, generator=generator)) for _ in range(4)]
-    mean = torch.stack([x.double() for x in gradients]).mean(0)
-    total, squares, repeats = torch.zeros_like(mean), torch.zeros_like(mean), 120
-    for step in range(repeats):
-        error = average(gradients, step=step, codec="eden", bits=3, **fields)[0].double() - mean
-        total += error
-        squares += error.square()
-    z = (total / repeats) / (squares / repeats / repeats).sqrt()
-    assert abs(float(z.mean())) * math.sqrt(z.numel()) < 4
-    assert 0.85 < float(z.std()) < 1.15
-
-
 @pytest.mark.parametrize(("reducer", "ranks"), [("gather", 2), ("two_shot", 8)])
 def test_error_of_the_mean_of_gaussian_gradients_is_as_predicted(reducer: str, ranks: int) -> None:
     """In units of the squared scale, which is the root mean square over 1 - D; gradients of ranks are equal."""
