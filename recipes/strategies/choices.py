@@ -7,11 +7,12 @@ that a new preset is a choice as soon as it is in `lightning_gqsgd.presets`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd.errors import did_you_mean
 from lightning_gqsgd.presets import PRESETS
@@ -20,6 +21,9 @@ from recipes.errors import RecipeError
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUP = "strategy"
 TARGET = "lightning_gqsgd.GQSGDStrategy"
+
+#: Bits of the package's own codec where a preset names no number.
+DEFAULT_BITS = 8
 
 #: What ``strategy=all`` of compare.py stands for: every preset, and the baselines that run on every device.
 ALL = ("ddp", "ddp_bf16", *PRESETS)
@@ -52,7 +56,12 @@ def _node(name: str) -> dict[str, Any]:
     preset = PRESETS[name]
     # A key that is listed is changed by strategy.bits=2, another one is added by +strategy.bits=2. The package's own
     # codec is used at different numbers of bits; the systems of the literature have theirs.
-    return {**node, "bits": preset.config.bits} if set(preset.fields) <= {"bits"} else node
+    return {**node, "bits": preset.fields.get("bits", DEFAULT_BITS)} if set(preset.fields) <= {"bits"} else node
+
+
+def searches_elsewhere(arguments: Sequence[str]) -> bool:
+    """Whether a command line adds folders to Hydra's search path, which may hold further choices."""
+    return any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments)
 
 
 def check_strategies(arguments: Sequence[str]) -> None:
@@ -65,7 +74,7 @@ def check_strategies(arguments: Sequence[str]) -> None:
     Raises:
         UnknownStrategyError: a name is no choice of ``strategy=``.
     """
-    if any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments):
+    if searches_elsewhere(arguments):
         return
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -73,6 +82,26 @@ def check_strategies(arguments: Sequence[str]) -> None:
             continue  # another group, or a value in Hydra's grammar of sweeps
         for name in value.split(","):
             _check(name)
+
+
+def check_settings(node: Mapping[str, Any]) -> None:
+    """Refuse a configuration of gqsgd that cannot work, before Lightning is imported; this imports torch.
+
+    Args:
+        node: the node ``strategy`` of a configuration.
+
+    Raises:
+        ConfigError: the fields of the node make no configuration of gqsgd.
+    """
+    if node["_target_"] != TARGET:
+        return
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.presets import make_config
+
+    plain: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    # Other entries are arguments of Lightning's strategy.
+    fields = {name: value for name, value in plain.items() if name in GQSGDConfig.field_names()}
+    make_config(plain.get("preset"), **fields)
 
 
 def _check(name: str) -> None:
