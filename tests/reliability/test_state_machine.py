@@ -176,9 +176,8 @@ class Machine:
         hook, data = self._numbers.choice(self._saved)
         answers = self.ask("load", data=data)
         errors = [bool(answer.error) for answer in answers]
-        if any(errors):
-            if not all(errors) or hook == self._hook:
-                self.fail("load has to work, or to be refused by both ranks", answers)
+        if any(errors) and (not all(errors) or hook == self._hook):
+            self.fail("load has to work, or to be refused by both ranks", answers)
         self.must_work("train", steps=2)
 
     def load_badly(self) -> None:
