@@ -42,6 +42,7 @@ STRATEGY_PRESETS = (
     "gqsgd_4bit",
     "gqsgd_3bit",
     "gqsgd_2bit",
+    "gqsgd_auto",
     "gqsgd_sum",
     "gqsgd_exponential",
     "gqsgd_exponential_tree",

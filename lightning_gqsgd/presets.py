@@ -66,6 +66,7 @@ PRESETS: dict[str, Preset] = {
     "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
     "gqsgd_3bit": Preset({"bits": 3}, _GLOBAL, "the same at 3 bits"),
     "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "turned coordinates at the best 2-bit levels"),
+    "gqsgd_auto": Preset({"auto": True}, _GLOBAL, "32, 16, 8 or 4 bits, whichever makes steps shortest"),
     "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
     "gqsgd_exponential": Preset(
         _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums"
@@ -152,6 +153,10 @@ PRESETS: dict[str, Preset] = {
         "the largest 1 % of each block, errors fed back",
     ),
 }
+
+
+#: Presets with one configuration for all steps, which do not need steps to be timed.
+FIXED = {name: preset for name, preset in PRESETS.items() if not preset.fields.get("auto")}
 
 
 def make_config(preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDConfig:

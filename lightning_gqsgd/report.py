@@ -28,8 +28,9 @@ def report(
         is_one_node = requested.reducer != config.reducer
         cause = f"all {world_size} ranks are on one node" if is_one_node else f"reducer={config.reducer!r}"
         return f"gqsgd: {config.reducer} allreduce over {world_size} ranks, nothing compressed ({cause})"
-    raw = [parameter for parameter in trained if parameter.raw]
-    coded = [parameter for parameter in trained if not parameter.raw]
+    rounds_all = config.codec == "float"
+    raw = [parameter for parameter in trained if parameter.raw and not rounds_all]
+    coded = [parameter for parameter in trained if not parameter.raw or rounds_all]
     if not coded:
         return (
             f"gqsgd: NOTHING IS COMPRESSED over {world_size} ranks: {_raw(raw, config)}. Parameters of at least "

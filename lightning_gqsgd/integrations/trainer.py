@@ -67,6 +67,8 @@ class TrainerMixin(_Base):
         warmup_steps: int | None = None,
         seed: int | None = None,
         sample_every: int | None = None,
+        auto: bool | None = None,
+        allow: Sequence[int] | None = None,
         telemetry: bool = True,
         **kwargs: Any,
     ) -> None:

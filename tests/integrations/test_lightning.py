@@ -359,10 +359,14 @@ def test_every_field_is_an_argument() -> None:
         "warmup_steps": 3,
         "seed": 4,
         "sample_every": 5,
+        "auto": False,
+        "allow": (32, 16, 8, 4),
     }
     assert set(values) == set(GQSGDConfig.field_names())
     assert lightning_gqsgd.GQSGDStrategy(**values).gqsgd_config == GQSGDConfig(**values)
     assert lightning_gqsgd.GQSGDFabricStrategy(**values).gqsgd_config == GQSGDConfig(**values)
+    chosen = GQSGDConfig(auto=True, allow=(32, 4))
+    assert lightning_gqsgd.GQSGDStrategy(auto=True, allow=[4, 32]).gqsgd_config == chosen
     assert lightning_gqsgd.GQSGDStrategy(preset="gqsgd_4bit", block_size=64).gqsgd_config == GQSGDConfig(
         bits=4, block_size=64
     )
@@ -381,6 +385,8 @@ def test_the_strategys_signature_the_fields_and_their_description_agree() -> Non
         taken = set(typing.get_args(types[name]))
         if name == "exclude":
             assert taken == {Sequence[str], type(None)}
+        elif name == "allow":
+            assert taken == {Sequence[int], type(None)}
         else:
             assert taken >= {*(typing.get_args(field) or (field,)), type(None)}
     described = re.findall(r"^        (\w+): ", str(GQSGDConfig.__doc__), re.MULTILINE)
