@@ -110,6 +110,7 @@ class Engine:
         self.plans = PlanCache()
         self._stamps = StampCheck(self.communicator.size, self.communicator.control_device)
         self._remedy, self._process = remedy, os.getpid()
+        self._refusal: BaseException | None = None  # why this rank sends nothing any more
         self._owns_runner = beside is None
         self._runner: Runner | None = runner_for(self.communicator, streams) if beside is None else beside._runner
         is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.communicator.size > 1
@@ -159,12 +160,11 @@ class Engine:
             The job, whose future completes with the tensor.
 
         Raises:
-            ConfigError: a tensor that cannot be reduced, or ranks that differ where this rank compares first.
+            ConfigError: a tensor that cannot be reduced.
             RuntimeError: the engine is closed.
         """
         self.check_open()
         if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
-            # Raised at once, and not by a future, so that DDP hands over no further bucket of this step.
             self._agree_on(request.agreement)
             request = replace(request, agreement=None)
         counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
@@ -251,28 +251,29 @@ class Engine:
         return job
 
     def _agree_on(self, stamp: Stamp) -> None:
-        """Compare a stamp over all ranks, and wait for that.
-
-        Raises:
-            ConfigError: stamps differ.
-        """
+        """Compare a stamp over all ranks, and wait for that. If stamps differ, this job and all later ones fail."""
         nothing = torch.empty(0, device=self.communicator.control_device)
         steps = partial(self._stamps.steps, stamp, at_once=True)
         job = Job(nothing, [], f"step {stamp.step}", self.telemetry.bucket(0), self.telemetry, False, steps)
         self._submit(job)
-        job.wait()
+        try:
+            job.wait()
+        except Exception as error:  # reported through the futures of jobs, as other ranks report it
+            self._refusal = self._refusal or error
 
     def _error(self) -> BaseException | None:
         """The error that has left the ranks at different places; None: there was none."""
+        if self._refusal is not None:
+            return self._refusal
         if self._direct is not None and self._direct.error is not None:
             return self._direct.error
         return None if self._runner is None else self._runner.error_of(self.communicator)
 
     def _submit(self, job: Job) -> None:
         assert self._runner is not None
-        if self._direct is not None and self._direct.error is not None:
-            error = self.communicator.describe(self._direct.error, f"{job.name}, after an earlier failure,")
-            job.finish(error)
+        error = self._refusal or (None if self._direct is None else self._direct.error)
+        if error is not None:
+            job.finish(self.communicator.describe(error, f"{job.name}, after an earlier failure,"))
         elif job.left:
             self._runner.submit(self.communicator, job)
         else:

@@ -129,7 +129,7 @@ class Facts:
         return {
             "name": self.name,
             "ranks": self.ranks,
-            "works": self.config is not None,
+            "works": self.config is not None or self.preset.config.auto,
             "problem": self.problem or None,
             "wire_bits": self.wire_bits,
             "sent_vs_fp32_ring": self.sent_ratio,

@@ -73,7 +73,7 @@ def test_the_table_of_presets_says_that_auto_chooses_in_training() -> None:
     facts = facts_of("gqsgd_auto", 8)
     assert "chosen in training" in facts.row()
     assert not any("gqsgd_auto" in note for note in notes([facts]))
-    assert facts.to_dict()["works"] is False
+    assert facts.to_dict()["works"] is True
 
 
 def test_steps_count_if_they_are_like_the_step_before() -> None:
