@@ -18,8 +18,7 @@ class System:
     """A system of the literature.
 
     Attributes:
-        fields: the fields of its compression's configuration that are not at their defaults; None: what it sends is not
-            compressed by a configuration.
+        fields: the fields of its compression's configuration that are not at their defaults.
         paper: where the system comes from.
         what: the system in a few words.
         home: what to import, and where from.
@@ -27,10 +26,10 @@ class System:
         sends: what a rank sends, and how many bits per coordinate.
         keeps: what a rank remembers, in numbers per coordinate, unless it says otherwise.
         guarantees: what its theory says, and on which problems.
-        where: ``"anywhere"``: in real training; ``"simulation"``: virtual workers in one process.
+        where: ``"training"``: in real training; ``"simulation"``: virtual workers in one process.
     """
 
-    fields: Mapping[str, Any] | None
+    fields: Mapping[str, Any]
     paper: str
     what: str
     home: str
@@ -41,9 +40,9 @@ class System:
     where: str = "simulation"
 
     @property
-    def config(self) -> GQSGDConfig | None:
+    def config(self) -> GQSGDConfig:
         """The configuration of its compression, for the argument ``preset`` of all that takes one."""
-        return None if self.fields is None else GQSGDConfig(**self.fields)
+        return GQSGDConfig(**self.fields)
 
 
 #: Ternary codes whose scale is at most 1.5 root mean squares, both ways where the reducer is ``two_shot``: what is
@@ -54,7 +53,7 @@ _XU = "Xu et al. 2022, arXiv 2208.05631"
 
 SYSTEMS: dict[str, System] = {
     "adagrad": System(
-        None,
+        {},
         "Duchi, Hazan, Singer 2011, JMLR 12",
         "steps that fall where gradients were large",
         "torch.optim.Adagrad",
@@ -62,7 +61,7 @@ SYSTEMS: dict[str, System] = {
         sends="as the preset",
         keeps="1, the sum of squares",
         guarantees="regret as of the best fixed scaling; convex",
-        where="anywhere",
+        where="training",
     ),
     "qcmd_adagrad": System(
         _THRESHOLD,
@@ -73,7 +72,7 @@ SYSTEMS: dict[str, System] = {
         sends="gradients, both ways, 2 bits",
         keeps="1, the sum of squares",
         guarantees="Adagrad's regret; noise moves zeros away from zero",
-        where="anywhere",
+        where="training",
     ),
     "qrda_adagrad": System(
         _THRESHOLD,
@@ -84,7 +83,7 @@ SYSTEMS: dict[str, System] = {
         sends="gradients, both ways, 2 bits",
         keeps="2, the sums of gradients and of squares",
         guarantees="Adagrad's regret; zeros survive noise",
-        where="anywhere",
+        where="training",
     ),
     "dgd_def": System(
         {"bits": 4, "dither": "nearest", "rotation": True, "memory": "ef", "reducer": "gather"},
@@ -107,7 +106,7 @@ SYSTEMS: dict[str, System] = {
         guarantees="votes are unbiased given h, and their sum is exact; reputations outvote a minority of attackers",
     ),
     "dpsvrg": System(
-        None,
+        {"reducer": "native"},
         "Li et al. 2021, arXiv 2112.10389",
         "variance-reduced proximal gradients, models exchanged with neighbours in a graph",
         "lightning_gqsgd.simulation.gossip.DPSVRG",

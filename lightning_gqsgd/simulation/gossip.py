@@ -128,7 +128,7 @@ class DPSVRG:
 
 @dataclass(frozen=True)
 class DSPG:
-    """Decentralised stochastic proximal gradient: one round of gossip in each step, and the step lr / sqrt(1 + t / tau).
+    """Decentralised stochastic proximal gradient: a round of gossip in each step, whose length is lr / sqrt(1 + t/tau).
 
     Args:
         lr: first step, above 0.

@@ -65,7 +65,7 @@ class DGDDEF:
         x = problem.start().clone()
         ranks = VirtualRanks(self.workers, problem.segments, x.dtype, None, **fields)
         rows, diverged_at = Rows(), None
-        sent = {"bytes_sent": 0.0, "wire_bits": ranks.wire_bits}
+        sent: dict[str, float] = {"bytes_sent": 0, "wire_bits": ranks.wire_bits}
         rows.add(problem.loss(x), problem.metrics(x), step=0, relative_error=math.nan, **sent)
         for step in range(steps):
             points = x - self.lr * ranks.errors() if self.shifted else x

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +29,10 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.simulation.problems import Problem
 from lightning_gqsgd.simulation.record import Record, Rows
 from lightning_gqsgd.simulation.virtual import VirtualRanks, relative_error
+from lightning_gqsgd.systems import SYSTEMS
 
 #: A mean vote is kept this far from ±1, where its latent number would be infinite.
 MARGIN = 1e-4
-#: Votes need one scale, which is 1; so a block is as long as it may be.
-BLOCK_SIZE = 65536
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class _Summed:
     """
 
     def __init__(self, workers: int, numel: int) -> None:
-        fields = {"bits": max(2, workers.bit_length()), "dither": "nearest", "memory": "none", "block_size": BLOCK_SIZE}
-        self.ranks = VirtualRanks(workers, [Segment(0, numel, raw=False)], reducer="sum", **fields)
+        fields = {**SYSTEMS["fedvote"].fields, "bits": max(2, workers.bit_length())}
+        self.ranks = VirtualRanks(workers, [Segment(0, numel, raw=False)], **fields)
 
     @property
     def bytes_sent(self) -> int:
@@ -149,7 +149,7 @@ class _Weighed:
     """Votes count by reputation: signs are gathered, and all workers decode and weigh all messages alike."""
 
     def __init__(self, workers: int, numel: int) -> None:
-        fields = {"codec": "sign", "memory": "none", "block_size": BLOCK_SIZE}
+        fields: dict[str, Any] = {"codec": "sign", "memory": "none", "block_size": 65536}  # all have scale 1
         # A group of one rank: its mean is what a message decodes to, on every worker that receives the message.
         self.ranks = VirtualRanks(1, [Segment(0, numel, raw=False)], reducer="gather", **fields)
         self._message_bytes = round(self.ranks.wire_bits * numel / 8)
