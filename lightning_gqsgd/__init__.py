@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.memory import StabilityWarning
+    from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad
     from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.simulation import simulate
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CMDAdagrad": "optim",
     "CollectiveError": "errors",
     "ConfigError": "errors",
     "GQSGDConfig": "config",
@@ -36,6 +38,7 @@ _HOMES = {
     "GQSGDState": "hook",
     "Memory": "memory",
     "PRESETS": "presets",
+    "RDAAdagrad": "optim",
     "StabilityWarning": "memory",
     "all_reduce": "functional",
     "enable": "integrations.enable",
@@ -55,6 +58,7 @@ _EXTRAS = {
 
 __all__ = [
     "PRESETS",
+    "CMDAdagrad",
     "CollectiveError",
     "ConfigError",
     "GQSGDConfig",
@@ -65,6 +69,7 @@ __all__ = [
     "GQSGDStrategy",
     "GQSGDTelemetry",
     "Memory",
+    "RDAAdagrad",
     "StabilityWarning",
     "all_reduce",
     "enable",
