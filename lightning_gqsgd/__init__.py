@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
+    from lightning_gqsgd.local_steps.optimizer import LocalSteps
     from lightning_gqsgd.memory import StabilityWarning
     from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.simulation import simulate
@@ -34,6 +35,7 @@ _HOMES = {
     "GQSGDFSDPState": "integrations.fsdp",
     "GQSGDKwargs": "integrations.accelerate",
     "GQSGDState": "hook",
+    "LocalSteps": "local_steps.optimizer",
     "Memory": "memory",
     "PRESETS": "presets",
     "StabilityWarning": "memory",
@@ -64,6 +66,7 @@ __all__ = [
     "GQSGDState",
     "GQSGDStrategy",
     "GQSGDTelemetry",
+    "LocalSteps",
     "Memory",
     "StabilityWarning",
     "all_reduce",
