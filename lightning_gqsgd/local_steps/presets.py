@@ -59,18 +59,34 @@ def make_local(
         ConfigError: an unknown preset or field, or values that cannot work.
     """
     preset = "gqsgd_diloco" if preset is None else preset
-    if isinstance(preset, str) and preset not in LOCAL_PRESETS and preset not in PRESETS:
-        names = (*LOCAL_PRESETS, *PRESETS)
-        raise ConfigError(f"unknown preset {preset!r}{did_you_mean(preset, names)} (presets: {', '.join(names)})")
     known = (*LocalOptions.field_names(), *GQSGDConfig.field_names())
     for name in fields:
         if name not in known:
             raise ConfigError(f"unknown field {name!r}{did_you_mean(name, known)} (fields: {', '.join(known)})")
+    options, compression = options_of(preset, given)
+    return options, make_config(compression, **fields)
+
+
+def options_of(
+    preset: str | GQSGDConfig | None, given: Mapping[str, Any]
+) -> tuple[LocalOptions, str | GQSGDConfig | None]:
+    """Options of a preset, with some of them replaced; and the preset of its compression.
+
+    Args:
+        preset: see `make_local`.
+        given: fields of `LocalOptions`; None stands for the preset's value.
+
+    Raises:
+        ConfigError: an unknown preset, or values that cannot work.
+    """
+    if isinstance(preset, str) and preset not in LOCAL_PRESETS and preset not in PRESETS:
+        names = (*LOCAL_PRESETS, *PRESETS)
+        raise ConfigError(f"unknown preset {preset!r}{did_you_mean(preset, names)} (presets: {', '.join(names)})")
     chosen = {name: value for name, value in given.items() if value is not None}
     if isinstance(preset, str) and preset in LOCAL_PRESETS:
         chosen = {**LOCAL_PRESETS[preset].options, **chosen}
-        preset = LOCAL_PRESETS[preset].preset
-    return LocalOptions(**chosen), make_config(preset, **fields)
+        return LocalOptions(**chosen), LOCAL_PRESETS[preset].preset
+    return LocalOptions(**chosen), preset
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
