@@ -1,10 +1,10 @@
-"""Local steps under a Trainer's strategy: one training at a time, with all optimizers of its module."""
+"""Local steps under a strategy of Lightning's Trainer or Fabric."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,21 +19,35 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS, options_of
 
 
+class Trained(NamedTuple):
+    """A module that is trained by local steps, with the optimizers whose steps are counted together."""
+
+    averages: LocalAverages
+    module: nn.Module
+    optimizers: list[Optimizer]
+
+    def save(self) -> dict[str, Any] | None:
+        """What all ranks need to resume, on rank 0; None on the others. A collective."""
+        return gathered_state(*self)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Resume from `save`."""
+        load_gathered(self.averages, state, self.module, self.optimizers)
+
+
 class LocalTraining:
-    """The local steps of a strategy: made anew for each fit.
+    """The local steps of a strategy.
 
     Args:
         options: when to average.
 
     Attributes:
-        averages: those of the current, or latest, fit; None before the first.
+        trained: what is trained, in the order in which it was set up.
     """
 
     def __init__(self, options: LocalOptions) -> None:
         self.options = options
-        self.averages: LocalAverages | None = None
-        self._module: nn.Module = nn.Module()
-        self._optimizers: list[Optimizer] = []
+        self.trained: list[Trained] = []
 
     @classmethod
     def asked_for(
@@ -67,37 +81,27 @@ class LocalTraining:
 
     def begin(
         self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
-    ) -> None:
+    ) -> Trained:
         """Begin with a module and its optimizers. A collective."""
-        if self.averages is not None:
-            self.averages.close()
-        self._module, self._optimizers = module, list(optimizers)
-        self.averages = LocalAverages(module, self._optimizers, self.options, config, timeout=timeout)
+        averages = LocalAverages(module, optimizers, self.options, config, timeout=timeout)
+        self.trained.append(Trained(averages, module, list(optimizers)))
+        return self.trained[-1]
 
     def count(self, optimizer: Optimizer) -> None:
-        """Count a step. With several optimizers, those of the first one count."""
-        if self.averages is not None and optimizer is self._optimizers[0]:
-            self.averages.advance()
+        """Count a step. Where several optimizers are counted together, the steps of the first one count."""
+        for averages, _, optimizers in self.trained:
+            if optimizer is optimizers[0]:
+                averages.advance()
 
     def finish(self) -> None:
-        """Make the last average."""
-        if self.averages is not None:
-            self.averages.finish()
+        """Make the last averages."""
+        for averages, _, _ in self.trained:
+            averages.finish()
 
-    def save(self) -> dict[str, Any] | None:
-        """What all ranks need to resume, on rank 0; None on the others. A collective."""
-        return None if self.averages is None else gathered_state(self.averages, self._module, self._optimizers)
-
-    def load(self, state: Mapping[str, Any] | None) -> bool:
-        """Resume from `save`; False: the state has no local steps."""
-        if self.averages is None or state is None or "ranks" not in state:
-            return False
-        load_gathered(self.averages, state, self._module, self._optimizers)
-        return True
-
-    def report(self) -> str:
-        """One line that says what is averaged how often."""
-        return "" if self.averages is None else self.averages.report()
+    def close(self) -> None:
+        """Stop threads and process groups."""
+        for averages, _, _ in self.trained:
+            averages.close()
 
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.

@@ -29,7 +29,7 @@ class TrainerMixin(_Base):
     no memory, give ``memory="none"``.
 
     Args:
-        preset: name of a preset (default ``gqsgd``), or a configuration.
+        preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
         telemetry: add the callback that logs counters, unless the Trainer has one.
         **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
             as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
@@ -99,7 +99,9 @@ class TrainerMixin(_Base):
     @property
     def gqsgd_state(self) -> GQSGDState | LocalAverages | None:
         """State of the hook on the model of the current, or latest, fit in this process; or its local steps."""
-        return self._gqsgd_state if self._local is None else self._local.averages
+        if self._local is None:
+            return self._gqsgd_state
+        return self._local.trained[0].averages if self._local.trained else None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -123,8 +125,11 @@ class TrainerMixin(_Base):
         super().setup(trainer)
         if self._local is not None:
             if trainer.state.fn == "fit":
-                self._local.begin(self.lightning_module, self.optimizers, self._nodes_config(), self._timeout)
-                self._rank_zero_info(self._local.report())
+                self._local.close()
+                self._local.trained.clear()  # those of an earlier fit
+                module, optimizers = self.lightning_module, self.optimizers
+                trained = self._local.begin(module, optimizers, self._nodes_config(), self._timeout)
+                self._rank_zero_info(trained.averages.report())
             return  # what was loaded is for later: the optimizers have not taken their states yet
         if self._loaded is not None and self._model_averager is not None:
             self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
@@ -185,8 +190,13 @@ class TrainerMixin(_Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers; with local steps, those of this rank, and its parameters."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._local is not None and not self._local.load(self._loaded):
-            self._rank_zero_info("gqsgd: the checkpoint was written without local steps, which start from its weights")
+        if self._local is not None:
+            if self._loaded is not None and "ranks" in self._loaded:
+                self._local.trained[0].load(self._loaded)
+            else:
+                self._rank_zero_info(
+                    "gqsgd: the checkpoint was written without local steps; its weights are the anchor"
+                )
         self._loaded = None
 
     def _nodes_config(self) -> GQSGDConfig:
@@ -213,7 +223,7 @@ class TrainerMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
         if self._local is not None and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = self._local.save()
+            checkpoint[CHECKPOINT_KEY] = self._local.trained[0].save()
         elif self._gqsgd_state is not None and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()
             if self._model_averager is not None:

@@ -121,7 +121,7 @@ class LocalSteps(Optimizer):
         """Counters of this process; see `LocalAverages.telemetry`."""
         return self.averages.telemetry
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step of the inner optimizer; start and use the averages that are due.
 
         Args:
@@ -173,7 +173,7 @@ class LocalSteps(Optimizer):
         """
         return {**self.inner.state_dict(), STATE_KEY: state_of(self.averages)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. Not a collective; every rank does this, after its model has loaded its weights.
 
         Raises:

@@ -58,7 +58,6 @@ def make_local(
     Raises:
         ConfigError: an unknown preset or field, or values that cannot work.
     """
-    preset = "gqsgd_diloco" if preset is None else preset
     known = (*LocalOptions.field_names(), *GQSGDConfig.field_names())
     for name in fields:
         if name not in known:
@@ -79,6 +78,7 @@ def options_of(
     Raises:
         ConfigError: an unknown preset, or values that cannot work.
     """
+    preset = "gqsgd_diloco" if preset is None else preset
     if isinstance(preset, str) and preset not in LOCAL_PRESETS and preset not in PRESETS:
         names = (*LOCAL_PRESETS, *PRESETS)
         raise ConfigError(f"unknown preset {preset!r}{did_you_mean(preset, names)} (presets: {', '.join(names)})")

@@ -9,18 +9,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from lightning_gqsgd import GQSGDStrategy, LocalSteps
+from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
 from lightning_gqsgd.errors import ConfigError
+from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import run
 from tests.integrations.loops import Classifier, Gan, bits_of, data
 
 #: Without a memory and with one; with everything at once and under way.
 WAYS: list[dict[str, Any]] = [
-    {"local_steps": 4, "bits": 4},
+    {"local_steps": 4},
     {"local_steps": 4, "fragments": 2, "delay": 2, "preset": "dore"},
 ]
 
@@ -205,3 +207,43 @@ def test_sixteen_bit_precision(tmp_path: Path) -> None:
     first, second = run(_mixed, 2, tmp_path, initialise=False)
     assert first == second
     assert first[2] == str(torch.bfloat16)
+
+
+def _fabric(rank: int, folder: Path) -> list[Any]:
+    """A run, the same run resumed within a round, and the same steps by hand."""
+    results = []
+    for resumes in (False, True):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=GQSGDFabricStrategy(local_steps=4, fragments=2, delay=1))
+        fabric.launch()
+        module = mlp()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if resumes:
+            fabric.load(folder / "fabric.ckpt", state)
+        for step in range(state["step"], 11):
+            x, y = batch(rank, step)
+            with fabric.no_backward_sync(model, enabled=False):
+                fabric.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 5 and not resumes:
+                fabric.save(folder / "fabric.ckpt", {**state, "step": step + 1})
+        fabric.strategy.finish()
+        results.append(bits_of(module))
+        fabric.strategy.gqsgd_states[0].close()
+    module = mlp()
+    local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), 4, fragments=2, delay=1)
+    for step in range(11):
+        x, y = batch(rank, step)
+        nn.functional.cross_entropy(module(x), y).backward()
+        local.step()
+        local.zero_grad()
+    local.finish()
+    local.close()
+    return [*results, bits_of(module)]
+
+
+def test_fabric_makes_the_steps_of_a_loop_and_resumes(tmp_path: Path) -> None:
+    first, second = run(_fabric, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    assert len(set(first)) == 1
