@@ -247,3 +247,40 @@ def test_fabric_makes_the_steps_of_a_loop_and_resumes(tmp_path: Path) -> None:
     first, second = run(_fabric, 2, tmp_path, tmp_path, initialise=False)
     assert first == second
     assert len(set(first)) == 1
+
+
+def _accelerate(rank: int) -> list[Any]:
+    """Accelerate without DistributedDataParallel, with accumulation; the same steps by hand."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    module = mlp()
+    model = accelerator.prepare_model(module, evaluation_mode=True)
+    optimizer = accelerator.prepare(LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3))
+    for step in range(16):
+        x, y = batch(rank, step)
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.optimizer.finish()
+    results = [bits_of(module), optimizer.optimizer.averages.step]
+    optimizer.optimizer.close()
+    module = mlp()
+    local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1), every=3)
+    for step in range(16):
+        x, y = batch(rank, step)
+        (nn.functional.cross_entropy(module(x), y) / 2).backward()
+        if step % 2:
+            local.step()
+            local.zero_grad()
+    local.finish()
+    local.close()
+    return [*results, bits_of(module)]
+
+
+def test_accelerate_makes_the_steps_of_a_loop(tmp_path: Path) -> None:
+    first, second = run(_accelerate, 2, tmp_path, initialise=False)
+    assert first == second
+    assert first[0] == first[2]
+    assert first[1] == 8
