@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -235,6 +235,22 @@ class LocalAverages:
                 self._start(number, delay=0)
         self._use(self.under_way, mixing=0.0)
         self.rounds.begin_anew(self.step)
+
+    @contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """A context in which the model has the anchor's values, which are the same on all ranks, e.g. for validation.
+
+        Afterwards, the model has this rank's own values again.
+        """
+        tensors = [entry.tensor for fragment in self.fragments for entry, _ in fragment.entries()]
+        own = [tensor.detach().clone() for tensor in tensors]
+        self.start_from_anchors()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, own, strict=True):
+                    tensor.copy_(value)
 
     def report(self) -> str:
         """One line that says what is averaged how often, and how it is compressed."""

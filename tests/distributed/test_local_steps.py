@@ -522,6 +522,25 @@ def test_without_a_process_group_there_is_an_error() -> None:
         LocalSteps(*_model_and_optimizer())
 
 
+def _at_anchor(rank: int) -> list[Any]:
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, WAYS[3])
+    train(model, optimizer, rank, range(7))
+    before = bits_of_model(model)
+    with optimizer.averages.at_anchor():
+        within = bits_of_model(model)
+    after = bits_of_model(model)
+    optimizer.close()
+    return [before == after, before == within, within]
+
+
+def test_the_anchors_values_are_lent_to_the_model(tmp_path: Path) -> None:
+    (same, moved, anchor), (_, _, other) = run(_at_anchor, 2, tmp_path)
+    assert same
+    assert not moved
+    assert anchor == other
+
+
 def _counted(rank: int) -> list[float]:
     model = mlp()
     optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=4, preset="gqsgd_4bit")
