@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import CollectiveError, ConfigError
 from tests.distributed.models import batch, fingerprint, mlp
 from tests.distributed.ranks import run
 
@@ -515,6 +516,26 @@ def test_what_is_refused_later(tmp_path: Path) -> None:
     for texts in run(_late_errors, 2, tmp_path):
         assert "do not agree: step" in texts["uneven"]
         assert "the optimizer trains 2 parameters that were frozen" in texts["unfrozen"]
+
+
+def _dying(rank: int) -> list[Any]:
+    model = mlp()
+    optimizer = local_steps(model, {"every": 3, "delay": 1})
+    train(model, optimizer, rank, range(2))
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError) as error:
+        train(model, optimizer, rank, range(4))
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    optimizer.close()
+    return [str(error.value), finite]
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_whose_parameters_stay(tmp_path: Path) -> None:
+    (text, finite), _ = run(_dying, 2, tmp_path, dies=(1,), collective_timeout=20)
+    assert "average 0 (fragment 0, after step 3)" in text
+    assert "rank 0 of 2" in text
+    assert finite
 
 
 def test_without_a_process_group_there_is_an_error() -> None:
