@@ -72,7 +72,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any]) -> None:
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
     _check(averages, state, own)
     for fragment, settled in zip(averages.fragments, state["settled_after"], strict=True):
-        fragment.settled_after = settled if own else None
+        fragment.settled_after = settled  # at the anchor, where ranks were settled, a rank is that starts from it
         for entry, anchor in fragment.entries():
             anchor.copy_(state["anchors"][entry.name])
     averages.outer.load_state_dict(state["outer"])

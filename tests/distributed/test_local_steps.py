@@ -295,6 +295,31 @@ def test_the_first_ranks_state_with_any_number_of_ranks_is_a_start_from_the_anch
         )
 
 
+def _from_the_anchor_and_at_it(rank: int, folder: Path) -> list[Any]:
+    """Rank 0's state from right after an average: on rank 0 its own, on rank 1 a start from the anchor."""
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, {"every": 3})
+    train(model, optimizer, rank, range(3))
+    if rank == 0:
+        torch.save([model.state_dict(), optimizer.state_dict()], folder / "settled.pt")
+    optimizer.close()
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, {"every": 3})
+    weights, state = torch.load(folder / "settled.pt", weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    optimizer.finish()  # nothing to average, on both ranks
+    result = [optimizer.averages.averages, bits_of_model(model)]
+    optimizer.close()
+    return result
+
+
+def test_ranks_at_the_anchor_agree_that_nothing_is_left_to_average(tmp_path: Path) -> None:
+    first, second = run(_from_the_anchor_and_at_it, 2, tmp_path, tmp_path, collective_timeout=20)
+    assert first == second
+    assert first[0] == 1
+
+
 def _different_states(rank: int) -> str:
     states = []
     for length in (5, 6):
