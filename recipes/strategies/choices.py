@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd.errors import did_you_mean
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
 from recipes.errors import RecipeError
 
@@ -39,8 +40,9 @@ def baselines() -> list[str]:
 
 
 def strategies() -> list[str]:
-    """Names of all strategies: the baselines, then the presets in the order of the package."""
-    return [*baselines(), *PRESETS]
+    """Names of all strategies: the baselines, then the presets in the order of the package, then those of local
+    steps."""
+    return [*baselines(), *PRESETS, *LOCAL_PRESETS]
 
 
 def register_presets() -> None:
@@ -48,6 +50,9 @@ def register_presets() -> None:
     store = ConfigStore.instance()
     for name in PRESETS:
         store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.presets")
+    for name, local in LOCAL_PRESETS.items():
+        node = {"name": name, "_target_": TARGET, "preset": name, "local_steps": local.options["every"]}
+        store.store(group=GROUP, name=name, node=node, provider="lightning_gqsgd.local_steps.presets")
 
 
 def _node(name: str) -> dict[str, Any]:
