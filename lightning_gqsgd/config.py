@@ -223,7 +223,8 @@ class GQSGDConfig:
         check_one_of("reducer", self.reducer, ("auto", *REDUCERS))
         if self.codec == "auto":
             object.__setattr__(self, "codec", self._automatic_codec())
-        if self.block_size == 0 and not isinstance(self.block_size, bool):
+        check_integer("block_size", self.block_size, 0, 65536)
+        if self.block_size == 0:
             object.__setattr__(self, "block_size", CODECS[self.codec].default_block_size)
         check_integer("mantissa", self.mantissa, 0, MAX_MANTISSA)
         check_integer("block_size", self.block_size, 16, 65536)

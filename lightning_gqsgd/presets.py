@@ -1,14 +1,19 @@
-"""The systems of the literature by name, each a configuration."""
+"""The systems of the literature by name, each a configuration.
+
+The table itself needs no torch: command lines check names against it before anything heavy is imported.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Preset:
     @property
     def config(self) -> GQSGDConfig:
         """The configuration."""
+        from lightning_gqsgd.config import GQSGDConfig  # imports torch
+
         return GQSGDConfig(**self.fields)
 
 
@@ -162,6 +169,8 @@ def make_config(preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGD
     Raises:
         ConfigError: an unknown preset or field, or a configuration that cannot work.
     """
+    from lightning_gqsgd.config import GQSGDConfig  # imports torch
+
     GQSGDConfig.check_names(fields)
     if isinstance(preset, GQSGDConfig):
         return dataclasses.replace(preset, **fields)

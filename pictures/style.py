@@ -36,6 +36,8 @@ COLOURS = {
     "comp_ams": "#a8799f",
     "signsgd_ef": "#882255",
     "topk_ef": "#8f8f2d",
+    "gqsgd_diloco": "#0b3c8c",
+    "gqsgd_fedpaq": "#6a994e",
 }
 #: Colours of variants that are named otherwise.
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")

@@ -52,8 +52,16 @@ class Card:
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """The card of a text."""
-        return cls(*json.loads(text))
+        """The card of a text. A text that is no card gives a card that refuses: its rank has another version."""
+        try:
+            purpose, facts, error, is_own = json.loads(text)
+        except (TypeError, ValueError, RecursionError):  # a text like "[[[[[..." is too deep to parse
+            purpose, facts, error, is_own = None, None, None, None
+        if not (isinstance(purpose, str) and isinstance(facts, dict)):
+            facts = None
+        if facts is None or not isinstance(error, str) or not isinstance(is_own, bool):
+            return cls("", {}, f"its card cannot be read ({text:.100}); install the same version on every rank")
+        return cls(purpose, facts, error, is_own)
 
 
 def verdict(cards: Sequence[Card]) -> str:
@@ -96,7 +104,7 @@ def compared(card: Card, world_size: int, device: torch.device) -> Generator[Seq
     mine = torch.frombuffer(bytearray(_padded(card)), dtype=torch.uint8).to(device)
     everyone = torch.empty(world_size, CARD_BYTES, dtype=torch.uint8, device=device)
     yield (Exchange("all_gather", everyone, mine),)
-    problem = verdict([Card.from_json(bytes(row.tolist()).decode()) for row in everyone.cpu()])
+    problem = verdict([Card.from_json(bytes(row.tolist()).decode(errors="replace")) for row in everyone.cpu()])
     if problem and not card.error:
         raise ConfigError(problem)
     return 0

@@ -44,7 +44,7 @@ def _fifty_steps(rank: int, reducers: list[str]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_parameters_are_bit_identical_on_all_ranks_after_50_steps(ranks: int, tmp_path: Path) -> None:
     by_rank = run(_fifty_steps, ranks, tmp_path, QUANTISING)
     for results in zip(*by_rank, strict=True):

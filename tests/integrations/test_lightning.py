@@ -23,9 +23,11 @@ import pytest
 import torch
 
 import lightning_gqsgd
+from lightning_gqsgd import _autoload
 from lightning_gqsgd._autoload import STRATEGY_PRESETS, strategy_names
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.integrations import trainer
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
@@ -317,7 +319,9 @@ def find_all_names(_: int) -> None:
         for name, arguments in strategy_names().items():
             strategy = registry.get(name)
             kinds.add(type(strategy))
-            assert strategy.gqsgd_config == PRESETS[arguments["preset"]].config
+            preset = arguments["preset"]
+            compression = LOCAL_PRESETS[preset].preset if preset in LOCAL_PRESETS else preset
+            assert strategy.gqsgd_config == PRESETS[compression].config
             assert strategy._start_method == arguments["start_method"]
             assert strategy._ddp_kwargs.get("find_unused_parameters") == arguments.get("find_unused_parameters")
     assert len(kinds) == 4, kinds
@@ -328,7 +332,8 @@ def find_all_names(_: int) -> None:
 def test_all_names_are_in_all_four_registries(tmp_path: Path) -> None:
     names = strategy_names()
     assert tuple(PRESETS) == STRATEGY_PRESETS
-    assert len(names) == len(PRESETS) * 4 * 3
+    assert tuple(LOCAL_PRESETS) == _autoload.LOCAL_PRESETS
+    assert len(names) == len(PRESETS) * 4 * 3 + len(LOCAL_PRESETS) * 4
     assert {"gqsgd", "gqsgd_4bit", "gqsgd_spawn", "gqsgd_fork_find_unused_parameters_true", "gqsgd_notebook"} <= set(
         names
     )
