@@ -21,21 +21,26 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
+    from lightning_gqsgd.local_steps.optimizer import LocalSteps
     from lightning_gqsgd.memory import StabilityWarning
+    from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad
     from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.simulation import simulate
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CMDAdagrad": "optim",
     "CollectiveError": "errors",
     "ConfigError": "errors",
     "GQSGDConfig": "config",
     "GQSGDFSDPState": "integrations.fsdp",
     "GQSGDKwargs": "integrations.accelerate",
     "GQSGDState": "hook",
+    "LocalSteps": "local_steps.optimizer",
     "Memory": "memory",
     "PRESETS": "presets",
+    "RDAAdagrad": "optim",
     "StabilityWarning": "memory",
     "all_reduce": "functional",
     "enable": "integrations.enable",
@@ -55,6 +60,7 @@ _EXTRAS = {
 
 __all__ = [
     "PRESETS",
+    "CMDAdagrad",
     "CollectiveError",
     "ConfigError",
     "GQSGDConfig",
@@ -64,7 +70,9 @@ __all__ = [
     "GQSGDState",
     "GQSGDStrategy",
     "GQSGDTelemetry",
+    "LocalSteps",
     "Memory",
+    "RDAAdagrad",
     "StabilityWarning",
     "all_reduce",
     "enable",

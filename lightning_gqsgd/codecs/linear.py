@@ -93,10 +93,10 @@ class LinearQuantiser:
         return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, flags)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """See `kernels.protocol.SummableQuantiser.decode_sum`: the dither of all ranks is taken off the sum."""
+        """See `kernels.protocol.SummableQuantiser.decode_sum`: subtractive dither of all ranks is taken off the sum."""
         middle = torch.full(scales.shape, len(uniforms) * (self.levels - 1) / 2, device=scales.device)
         offset = middle[:, None].repeat(1, codes.shape[1])
-        for uniform in () if self.always_stochastic else uniforms:
+        for uniform in () if self.always_stochastic or self.nearest else uniforms:
             offset += uniform - 0.5
         stochastic = torch.full_like(scales, self.always_stochastic).bool()
         return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, stochastic)

@@ -38,7 +38,8 @@ class Problem(Protocol):
         ...
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """Each worker's gradient at x in a step, [workers, d]."""
+        """Each worker's gradient in a step, [workers, d]; ``x`` is one point for all, [d], or a point for each worker,
+        [workers, d]."""
         ...
 
     def loss(self, x: Tensor) -> float:
@@ -164,16 +165,19 @@ class _LinearModel:
         # Weights of workers with a row more than others: the mean of gradients is that of all rows.
         shares = first.diff().to(x) * workers / self.rows
         if self.batch is None:
-            slopes = self._slopes(self.features @ x, self.targets)
             bounds = first.tolist()
-            of_workers = [
-                self.features[lo:hi].T @ slopes[lo:hi] / (hi - lo)
-                for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)
-            ]
+            parts = list(zip(bounds[:-1], bounds[1:], strict=True))
+            if x.ndim == 1:
+                scores = self.features @ x
+            else:
+                scores = torch.cat([self.features[lo:hi] @ point for (lo, hi), point in zip(parts, x, strict=True)])
+            slopes = self._slopes(scores, self.targets)
+            of_workers = [self.features[lo:hi].T @ slopes[lo:hi] / (hi - lo) for lo, hi in parts]
             return torch.stack(of_workers) * shares[:, None] + self.regularisation * x
         rows = _drawn(first, self.batch, _generator(self.seed, 1, step))
         features = self.features[rows]
-        slopes = self._slopes(features @ x, self.targets[rows])
+        scores = features @ x if x.ndim == 1 else torch.einsum("nbd,nd->nb", features, x)
+        slopes = self._slopes(scores, self.targets[rows])
         means = torch.einsum("nb,nbd->nd", slopes, features) / self.batch
         return means * shares[:, None] + self.regularisation * x
 
@@ -324,7 +328,7 @@ class DigitsMLP:
         """See `Problem.gradients`."""
         first = _dealt(len(self._labels), workers)
         rows = _drawn(first, self.batch, _generator(self.seed, 2, step))
-        each = x.detach().repeat(workers, 1).requires_grad_()
+        each = x.detach().expand(workers, -1).clone().requires_grad_()
         losses = F.cross_entropy(
             self._logits(each, self._images[rows]).flatten(0, 1), self._labels[rows].flatten(), reduction="none"
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 
@@ -103,6 +106,44 @@ class Record:
             _tidy(axes)
         by_step.legend(frameon=False, fontsize="small")
         figure.savefig(path, dpi=150)
+
+
+class Rows:
+    """The rows of a run that is under way."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[float]] = defaultdict(list)
+        self._metrics: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, loss: float, metrics: Mapping[str, float], **columns: float) -> bool:
+        """Add a row, unless the loss is not finite; return whether it is.
+
+        Args:
+            loss: of the problem.
+            metrics: of the problem, by name, the same names every time.
+            **columns: ``step``, ``bytes_sent``, ``relative_error`` and ``wire_bits``; see `Record`.
+        """
+        if not math.isfinite(loss):
+            return False
+        for name, value in {"loss": loss, **columns}.items():
+            self._columns[name].append(value)
+        for name, value in metrics.items():
+            self._metrics[name].append(value)
+        return True
+
+    def record(
+        self, name: str, config: GQSGDConfig, workers: int, parameters: Tensor, diverged_at: int | None = None
+    ) -> Record:
+        """The rows as the record of a run that has ended; see `Record` for the arguments."""
+        return Record(
+            name=name,
+            config=config,
+            workers=workers,
+            metrics={metric: np.array(values) for metric, values in self._metrics.items()},
+            parameters=parameters.detach().numpy().copy(),
+            diverged_at=diverged_at,
+            **{column: np.array(values) for column, values in self._columns.items()},
+        )
 
 
 def _tidy(axes: Any) -> None:

@@ -4,23 +4,22 @@ without a network."""
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.memory import Keeps
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting, new_store, resolve
 from lightning_gqsgd.simulation.problems import Problem
-from lightning_gqsgd.simulation.record import Record
+from lightning_gqsgd.simulation.record import Record, Rows
 
 #: The name for training without compression.
 UNCOMPRESSED = "ddp"
@@ -59,15 +58,38 @@ class VirtualRanks:
     ) -> None:
         self.config = resolve(make_config(preset, **fields), ranks)
         self.bytes_sent = 0
+        self._dtype = dtype
         self._plan = Plan(segments, Setting(self.config, ranks, dtype))
         sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
         device = torch.device("cpu")
+        self._segments = list(segments)
         self.stores = [new_store(self.config, ranks, sizes, dtype, device) for _ in range(ranks)]
 
     @property
     def wire_bits(self) -> float:
         """Bits of one rank's message per coordinate, scales included; of variable lengths, the latest step's."""
         return 8 * self._plan.message_bytes / self._plan.numel
+
+    def errors(self) -> Tensor:
+        """What each rank remembers of the errors of its own messages, e of `memory.Memory`: [ranks, d].
+
+        Raises:
+            ConfigError: the configuration has no error memory.
+        """
+        if self.config.up is None or not self.config.up.keeps_error:
+            raise ConfigError("there is no error memory; take memory='ef' or 'ecq'")
+        kept = [
+            torch.cat(
+                [
+                    torch.zeros(segment.numel, dtype=self._dtype)
+                    if segment.raw
+                    else store.row(Keeps.UP_ERROR, segment.parameter)
+                    for segment in self._segments
+                ]
+            )
+            for store in self.stores
+        ]
+        return torch.stack(kept)
 
     def average(self, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
         """What each rank would hold after reducing its gradient; all with the same bits.
@@ -170,7 +192,7 @@ def simulate(
     ranks = _virtual_workers(preset, problem, workers, seed, fields)
     x = torch.nn.Parameter(problem.start().clone())
     update = _optimizer(x, optimizer, lr)
-    rows: dict[str, list[float]] = defaultdict(list)
+    rows = Rows()
     if not _booked(rows, problem, x.data, 0, ranks, math.nan):
         raise ConfigError(f"the loss of {problem} is not finite before training; start somewhere else")
     diverged_at = None
@@ -187,21 +209,7 @@ def simulate(
                 diverged_at = done
                 break
             advance()
-    columns = {name: np.array(values) for name, values in rows.items()}
-    metrics = {name[1:]: values for name, values in columns.items() if name.startswith(".")}
-    return Record(
-        name=preset,
-        config=ranks.config,
-        workers=workers,
-        step=columns["step"],
-        loss=columns["loss"],
-        metrics=metrics,
-        bytes_sent=columns["bytes_sent"],
-        relative_error=columns["relative_error"],
-        wire_bits=columns["wire_bits"],
-        parameters=x.detach().numpy().copy(),
-        diverged_at=diverged_at,
-    )
+    return rows.record(preset, ranks.config, workers, x, diverged_at)
 
 
 def _virtual_workers(preset: str, problem: Problem, workers: int, seed: int, fields: dict[str, Any]) -> VirtualRanks:
@@ -233,18 +241,10 @@ def _interval(steps: int, every: int | None) -> int:
     return max(1, steps // 100) if every is None else every
 
 
-def _booked(
-    rows: dict[str, list[float]], problem: Problem, x: Tensor, step: int, ranks: VirtualRanks, error: float
-) -> bool:
+def _booked(rows: Rows, problem: Problem, x: Tensor, step: int, ranks: VirtualRanks, error: float) -> bool:
     """Add a row, unless the loss is not finite."""
-    loss = problem.loss(x)
-    if not math.isfinite(loss):
-        return False
-    row = {"step": step, "loss": loss, "bytes_sent": ranks.bytes_sent, "relative_error": error}
-    row |= {"wire_bits": ranks.wire_bits, **{f".{name}": value for name, value in problem.metrics(x).items()}}
-    for name, value in row.items():
-        rows[name].append(value)
-    return True
+    sent = {"bytes_sent": ranks.bytes_sent, "wire_bits": ranks.wire_bits}
+    return rows.add(problem.loss(x), problem.metrics(x), step=step, relative_error=error, **sent)
 
 
 @contextmanager

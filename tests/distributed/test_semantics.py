@@ -346,6 +346,7 @@ def _train_compiled(rank: int, model: nn.Module) -> None:
     train(torch.compile(model, backend="aot_eager"), rank, range(4))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_compiled_ddp_model(tmp_path: Path) -> None:
     first, second = run(_compiled, 2, tmp_path)
     assert first == second

@@ -65,6 +65,7 @@ def _scheduled(_: int) -> list[list[Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_a_schedule_of_frozen_parameters(tmp_path: Path) -> None:
     """Plain DDP leaves what was frozen when it was built to each rank; ours wraps anew, and is as if all had been known
     from the start."""

@@ -138,6 +138,7 @@ def _policies(rank: int) -> None:
             assert not against_torch(rank, hooks, **policy)[1]
 
 
+@pytest.mark.slow
 def test_policies(tmp_path: Path) -> None:
     run(_policies, 4, tmp_path)
 
@@ -160,6 +161,7 @@ def _excluded(rank: int) -> None:
             assert equal == {name}
 
 
+@pytest.mark.slow
 def test_what_is_excluded_travels_as_it_is(tmp_path: Path) -> None:
     """Hence segments lie where FSDP puts the parameters."""
     run(_excluded, 4, tmp_path)
@@ -242,6 +244,7 @@ def _ways_of_backward(rank: int) -> list[Any]:
     assert (state.step, state.telemetry.steps, not equal) == (3, 3, True)
 
 
+@pytest.mark.slow
 def test_accumulation_divisors_and_several_backward_passes(tmp_path: Path) -> None:
     run(_ways_of_backward, 4, tmp_path)
 
@@ -313,6 +316,7 @@ def weights_of(named: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([one.flatten() for one in named.values()])
 
 
+@pytest.mark.slow
 def test_gradients_are_unbiased(tmp_path: Path) -> None:
     means, parts = zip(*run(_repeated, 4, tmp_path), strict=True)
     assert (means[0], means[1]) == (means[2], means[3])

@@ -101,6 +101,7 @@ def _options(_: int) -> dict[str, list[list[Any]]]:
     return {**results, "sometimes": _compared(lambda: _Tied(sometimes=True), unused)}
 
 
+@pytest.mark.slow
 def test_ddp_options_tied_weights_and_unused_parameters(tmp_path: Path) -> None:
     first, second = run(_options, 2, tmp_path, initialise=False)
     for name in first:
@@ -141,6 +142,7 @@ def _curves(_: int, seeds: list[int]) -> list[list[list[float]]]:
     return results
 
 
+@pytest.mark.slow
 def test_the_loss_curve_of_eight_bits_is_that_of_ddp_within_the_spread_of_seeds(tmp_path: Path) -> None:
     first, second = run(_curves, 2, tmp_path, [1, 2, 3, 4], initialise=False)
     # Mean over ranks, and over four batches as they are accumulated: [strategy, seed, step].

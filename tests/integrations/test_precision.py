@@ -63,7 +63,7 @@ def _scaled(_: int, value: float) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 def test_a_bad_loss_on_one_rank_makes_grad_scaler_skip_the_same_step_everywhere(value: float, tmp_path: Path) -> None:
     first, second = run(_scaled, 2, tmp_path, value, initialise=False)
     for strategy, mine, other in zip(EVERY, first, second, strict=True):
@@ -87,7 +87,10 @@ def _half(_: int, precision: str) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize(("precision", "gradients"), [("bf16-mixed", "torch.float32"), ("bf16-true", "torch.bfloat16")])
+@pytest.mark.parametrize(
+    ("precision", "gradients"),
+    [pytest.param("bf16-mixed", "torch.float32", marks=pytest.mark.slow), ("bf16-true", "torch.bfloat16")],
+)
 def test_bfloat16(precision: str, gradients: str, tmp_path: Path) -> None:
     first, second = run(_half, 2, tmp_path, precision, initialise=False)
     ddp, native, *quantised = first

@@ -40,6 +40,7 @@ def _continued(_: int, ranks: int, strategy: dict[str, Any], epochs: int, folder
     return [bits_of(module), trainer.global_step, trainer.strategy.gqsgd_state.step, warned.texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [MEMORYLESS, REMEMBERING], ids=str)
 def test_resuming_with_another_number_of_ranks(strategy: dict[str, Any], tmp_path: Path) -> None:
     """The dither goes on; what was remembered is of the old ranks, so that it starts anew, and a warning says so."""

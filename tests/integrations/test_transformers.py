@@ -132,13 +132,15 @@ def trains_twice(_: int, folder: Path) -> dict[str, Any]:
     return seen(trainer, handler)
 
 
+@pytest.mark.slow
 def test_a_second_training_goes_on_with_the_same_hook(tmp_path: Path) -> None:
     first, second = run(trains_twice, 2, tmp_path, tmp_path / "run", initialise=False)
     assert first["bits"] == second["bits"]
     assert (first["hook"], first["steps"]) == ("gqsgd_hook", [16])
 
 
-@pytest.mark.parametrize("unused", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unused", [True, False])
 def test_an_interrupted_run_resumes_to_the_same_bits(unused: bool, tmp_path: Path) -> None:
     """Without and with a memory; from the last checkpoint of the same folder, and from one by its name."""
     runs: list[dict[str, Any]] = [
@@ -165,6 +167,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(unused: bool, tmp_path: Pat
         assert [one["told"] for one in after] == 4 * [[]]
 
 
+@pytest.mark.slow
 def test_checkpoints_go_to_other_numbers_of_ranks_and_to_and_from_the_plain_trainer(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 8}
     remembering = {"preset": "signsgd_ef"}
@@ -229,3 +232,27 @@ def mistakes(rank: int, folder: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
+
+
+def _local(_: int, folder: Path) -> list[list[Any]]:
+    results = []
+    for number, fields in enumerate(({"local_steps": 3}, {"preset": "gqsgd_fedpaq", "fragments": 2, "delay": 1})):
+        saving = {"save_strategy": "steps", "save_steps": 5, "gradient_accumulation_steps": 2}
+        whole = trainer_of(folder / str(number), **saving)
+        callback = enable(whole, **fields)
+        whole.train()
+        resumed = trainer_of(folder / str(number), **saving)
+        enable(resumed, **fields)
+        resumed.train(resume_from_checkpoint=str(folder / str(number) / "checkpoint-5"))
+        sent = [row["gqsgd/bytes_sent"] for row in whole.state.log_history if "gqsgd/bytes_sent" in row]
+        results.append([fingerprint(whole.model), fingerprint(resumed.model), callback.averages.step, len(sent) > 0])
+    return results
+
+
+def test_local_steps_train_without_ddp_and_resume(tmp_path: Path) -> None:
+    first, second = run(_local, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    for whole, resumed, steps, logged in first:
+        assert whole == resumed
+        assert steps == 8
+        assert logged

@@ -147,32 +147,6 @@ def test_the_error_of_the_mean_is_that_of_the_table(kind: str, bits: int) -> Non
     assert companded < share * linear
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"reducer": "two_shot"},
-        {"reducer": "gather"},
-        {"reducer": "gather", "scale": "global"},
-        {"reducer": "hierarchical", "node_size": 2},
-    ],
-)
-def test_reducers_are_unbiased(fields: dict) -> None:
-    generator = torch.Generator().manual_seed(4)
-    shared = torch.randn(1024, generator=generator)
-    gradients = [shared * (1 + 0.3 * torch.randn(1024, generator=generator)) for _ in range(4)]
-    mean = torch.stack([x.double() for x in gradients]).mean(0)
-    total, squares, repeats = torch.zeros_like(mean), torch.zeros_like(mean), 120
-    for step in range(repeats):
-        error = average(gradients, step=step, codec="companded", bits=3, **fields)[0].double() - mean
-        total += error
-        squares += error.square()
-    z = (total / repeats) / (squares / repeats / repeats).sqrt()
-    assert abs(float(z.mean())) * math.sqrt(z.numel()) < 4
-    assert 0.85 < float(z.std()) < 1.15
-    gain, single = float((total / repeats) @ mean / (mean @ mean)), math.sqrt(float(squares.sum()) / repeats)
-    assert abs(gain) < 4 * single / math.sqrt(repeats) / float(mean.norm())
-
-
 @pytest.mark.parametrize(("reducer", "ranks"), [("gather", 2), ("two_shot", 8)])
 def test_error_of_the_mean_of_gaussian_gradients_is_as_predicted(reducer: str, ranks: int) -> None:
     """Equal gradients, so that the mean has the ranks' scales; the prediction is for blocks of 256."""

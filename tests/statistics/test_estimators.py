@@ -98,6 +98,35 @@ def test_reducers_are_unbiased(reducer: str, ranks: int, dither: str) -> None:
     assert abs(gain) < 4 * of_one / math.sqrt(REPEATS) / float(mean.norm())
 
 
+@pytest.mark.parametrize(
+    ("codec", "fields"),
+    [
+        ("companded", {"reducer": "two_shot"}),
+        ("companded", {"reducer": "gather"}),
+        ("companded", {"reducer": "gather", "scale": "global"}),
+        ("companded", {"reducer": "hierarchical", "node_size": 2}),
+        ("eden", {"reducer": "two_shot"}),
+        ("eden", {"reducer": "gather"}),
+        ("eden", {"reducer": "hierarchical", "node_size": 2}),
+    ],
+)
+def test_reducers_are_unbiased_with_other_codecs(codec: str, fields: dict) -> None:
+    generator = torch.Generator().manual_seed(4)
+    shared = torch.randn(1024, generator=generator)
+    gradients = [shared * (1 + 0.3 * torch.randn(1024, generator=generator)) for _ in range(4)]
+    mean = torch.stack([x.double() for x in gradients]).mean(0)
+    total, squares, repeats = torch.zeros_like(mean), torch.zeros_like(mean), 120
+    for step in range(repeats):
+        error = average(gradients, step=step, codec=codec, bits=3, **fields)[0].double() - mean
+        total += error
+        squares += error.square()
+    z = (total / repeats) / (squares / repeats / repeats).sqrt()
+    assert abs(float(z.mean())) * math.sqrt(z.numel()) < 4
+    assert 0.85 < float(z.std()) < 1.15
+    gain, single = float((total / repeats) @ mean / (mean @ mean)), math.sqrt(float(squares.sum()) / repeats)
+    assert abs(gain) < 4 * single / math.sqrt(repeats) / float(mean.norm())
+
+
 @pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
 @pytest.mark.parametrize(("reducer", "ranks"), [("sum", 2), ("sum", 4), ("gather", 2), ("gather", 8), ("two_shot", 4)])
 def test_error_of_the_mean_is_as_predicted(reducer: str, ranks: int, dither: str) -> None:

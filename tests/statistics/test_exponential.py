@@ -53,6 +53,7 @@ def check_pair(one: int, other: int, magnitudes: int) -> float:
     return (mean - exact) / ((high - low) * math.sqrt(p * (1 - p) / DRAWS))
 
 
+@pytest.mark.slow
 def test_every_pair_of_codes_is_added_without_bias() -> None:
     """All exponents with a distance up to 14, equal and opposite signs, both orders, zero, and saturation."""
     magnitudes, scores = 14, []
@@ -75,7 +76,7 @@ def test_some_pairs_of_codes_are_added_without_bias(one: int, other: int) -> Non
     assert abs(check_pair(one, other, magnitudes=14)) < 4.5
 
 
-@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("kernels", [pytest.param(reference, marks=pytest.mark.slow), cpu])
 @pytest.mark.parametrize("mantissa", [0, 1, 2, 3])
 def test_codec_is_unbiased_with_the_variance_of_theory(kernels, mantissa: int) -> None:
     codec, repeats = ExponentialCodec(8 if mantissa else 5, mantissa), 400

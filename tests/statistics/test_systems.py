@@ -359,10 +359,9 @@ def test_terngrad_is_within_two_points(train: Callable[..., Record], clip: float
     ("preset", "fields"),
     [
         ("gqsgd_3bit", {}),
-        ("signsgd_ef", {}),
         *(
             pytest.param(preset, {}, marks=pytest.mark.slow)
-            for preset in ("qsgd", "natural_compression", "gqsgd", "gqsgd_4bit", "topk_ef")
+            for preset in ("signsgd_ef", "qsgd", "natural_compression", "gqsgd", "gqsgd_4bit", "topk_ef")
         ),
     ],
 )
@@ -377,7 +376,10 @@ def test_training_as_well_as_uncompressed(train: Callable[..., Record], preset: 
 
 @pytest.mark.parametrize(
     ("preset", "without"),
-    [("topk_ef", {"memory": "none"}), ("signsgd_ef", {"memory": "none", "memory_down": "none"})],
+    [
+        pytest.param("topk_ef", {"memory": "none"}, marks=pytest.mark.slow),
+        ("signsgd_ef", {"memory": "none", "memory_down": "none"}),
+    ],
 )
 def test_error_feedback_is_needed(train: Callable[..., Record], preset: str, without: dict[str, str]) -> None:
     """Without it, the loss is twice as large and the accuracy lower."""

@@ -47,6 +47,7 @@ def compile_top_k() -> None:
     compile_kernels(resolve(make_config("topk_ef"), 2), torch.float32, CPU, 2)
 
 
+@pytest.mark.slow
 def test_one_line_says_that_kernels_are_compiled_and_none_that_they_are_in_the_cache(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +93,7 @@ def test_kernels_are_compiled_for_the_configuration_as_it_is(fields: dict, monke
     assert len(run) == 1 + bool(config.warmup_steps)
 
 
+@pytest.mark.slow
 def test_warmup_fills_the_cache_and_names_its_folder(folder: Path) -> None:
     result = CliRunner().invoke(app, ["warmup", "topk_ef"])
     assert result.exit_code == 0, result.output

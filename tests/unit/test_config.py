@@ -17,6 +17,8 @@ from lightning_gqsgd.reducers import choose_reducer
         ({"bits": 1, "scale": "global"}, ["bits=1", "two_shot"]),
         ({"block_size": 100}, ["block_size=100", "multiple of 8"]),
         ({"block_size": 8}, ["block_size=8", "16 to 65536"]),
+        ({"block_size": 0.0}, ["block_size=0.0", "integer"]),
+        ({"block_size": False}, ["block_size=False", "integer"]),
         ({"dither": "none"}, ["dither='none'", "subtractive"]),
         ({"reducer": "ring"}, ["reducer='ring'", "two_shot"]),
         ({"reducer": "sum", "scale": "local"}, ["scale='local'", "global", "two_shot"]),

@@ -186,7 +186,7 @@ def _decode_sum(scale, block, keys, c, s, out):
     u = part(s.u, 0, out.size)
     fill(u, c.sum_middle)
     stochastic = c.stochastic_from < 0  # sums have the same dither in all blocks
-    if not stochastic:
+    if not (stochastic or c.nearest):
         for rank in range(keys.shape[0]):
             dither(keys[rank], block, out.size, FIRST - float32(0.5), s.other)
             add_scaled(part(s.other, 0, out.size), float32(1), True, u)

@@ -83,7 +83,7 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
     MIDDLE: tl.constexpr = c.mean.ranks * (c.family.levels - 1) / 2
     offset_a = tl.zeros((ROWS, HALF), tl.float32) + MIDDLE
     offset_b = offset_a
-    if not c.family.always_stochastic:
+    if not (c.family.always_stochastic or c.family.nearest):
         for rank in range(ranks):
             draw_a, draw_b = draws(t, tl.load(keys + rank), KIND, c)
             offset_a += one_and(draw_a) + (_FIRST - 1.5)
