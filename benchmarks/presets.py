@@ -40,7 +40,7 @@ from lightning_gqsgd.cli.facts import HEADINGS, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import StabilityWarning
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.theory import bits_at
 from pictures.style import COLOURS, DPI, STYLE
@@ -90,9 +90,9 @@ VARIANTS: dict[str, list[dict[str, int]]] = {
 
 
 def cases() -> list[Case]:
-    """All presets, each followed by its variants."""
+    """All presets with one configuration for all steps, each followed by its variants."""
     listed = []
-    for preset in PRESETS:
+    for preset in FIXED:
         family = "gqsgd" if preset in ("gqsgd_4bit", "gqsgd_3bit") else preset if preset in VARIANTS else ""
         listed.append(Case(preset, preset, {}, family))
         listed += [

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
+    from lightning_gqsgd.local_steps.optimizer import LocalSteps
     from lightning_gqsgd.memory import StabilityWarning
     from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad
     from lightning_gqsgd.presets import PRESETS
@@ -36,6 +37,7 @@ _HOMES = {
     "GQSGDFSDPState": "integrations.fsdp",
     "GQSGDKwargs": "integrations.accelerate",
     "GQSGDState": "hook",
+    "LocalSteps": "local_steps.optimizer",
     "Memory": "memory",
     "PRESETS": "presets",
     "RDAAdagrad": "optim",
@@ -68,6 +70,7 @@ __all__ = [
     "GQSGDState",
     "GQSGDStrategy",
     "GQSGDTelemetry",
+    "LocalSteps",
     "Memory",
     "RDAAdagrad",
     "StabilityWarning",

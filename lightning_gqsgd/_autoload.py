@@ -42,6 +42,7 @@ STRATEGY_PRESETS = (
     "gqsgd_4bit",
     "gqsgd_3bit",
     "gqsgd_2bit",
+    "gqsgd_auto",
     "gqsgd_sum",
     "gqsgd_exponential",
     "gqsgd_exponential_tree",
@@ -62,6 +63,9 @@ STRATEGY_PRESETS = (
     "signsgd_ef",
     "topk_ef",
 )
+#: Presets of local steps, which are strategy names as well. They train without DDP, so they have no names for its
+#: options.
+LOCAL_PRESETS = ("gqsgd_diloco", "gqsgd_fedpaq")
 #: What Lightning appends to the name of its own DDP strategy.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {
@@ -91,7 +95,12 @@ def flavour(first: str, second: str) -> str:
 
 def strategy_names() -> dict[str, dict[str, Any]]:
     """Registered names, and the arguments that each stands for."""
-    return {
+    local = {
+        f"{preset}{method}": {"preset": preset, "start_method": start_method}
+        for preset in LOCAL_PRESETS
+        for method, start_method in _START_METHODS.items()
+    }
+    return local | {
         f"{preset}{method}{unused}": {"preset": preset, "start_method": start_method, **options}
         for preset in STRATEGY_PRESETS
         for method, start_method in _START_METHODS.items()
@@ -165,8 +174,9 @@ class _Names(list[str]):
         near = difflib.get_close_matches(name, self, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown strategy {name!r}; {hint}The presets are {', '.join(STRATEGY_PRESETS)}, each also with "
-            f"{', '.join(suffix for suffix in _START_METHODS if suffix)} and _find_unused_parameters_true; any other "
+            f"unknown strategy {name!r}; {hint}The presets are {', '.join((*LOCAL_PRESETS, *STRATEGY_PRESETS))}, each "
+            f"also with {', '.join(suffix for suffix in _START_METHODS if suffix)}, and all but "
+            f"{' and '.join(LOCAL_PRESETS)} with _find_unused_parameters_true; any other "
             "configuration is an object, e.g. strategy=lightning_gqsgd.GQSGDStrategy(bits=5)"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,6 +20,10 @@ STATE_SCHEMA = 1
 
 #: Entries of every state.
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}
+#: Entries that some states have.
+_OPTIONAL_ENTRIES = {"post_local_iter": int}
+#: The largest integer of a state: the dither and the comparison of steps take 63 bits.
+_LARGEST = 2**63 - 1
 
 
 def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None = None) -> None:
@@ -34,18 +39,40 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"a state is a dictionary, as state_dict gives it, not {type(state).__name__}")
-    if state.get("schema") != STATE_SCHEMA:
+    if not (is_count(state.get("schema")) and state["schema"] == STATE_SCHEMA):
         raise ConfigError(
-            f"gqsgd state of schema {state.get('schema')!r}; this version reads {STATE_SCHEMA}: "
+            f"gqsgd state of schema {state.get('schema')!r:.200}; this version reads {STATE_SCHEMA}: "
             "resume with the version that wrote it, or drop the entry to start the dither anew"
         )
-    for name, kind in {**_ENTRIES, **(entries or {})}.items():
-        if not isinstance(state.get(name), kind) or (kind is int and state[name] < 0):
+    optional = {name: kind for name, kind in _OPTIONAL_ENTRIES.items() if name in state}
+    for name, kind in {**_ENTRIES, **optional, **(entries or {})}.items():
+        value = state.get(name)
+        if not (is_count(value) if kind is int else isinstance(value, kind)):
             raise ConfigError(
-                f"the gqsgd state's entry {name!r} is {state.get(name)!r}; load what state_dict has written "
+                f"the gqsgd state's entry {name!r} is {value!r:.200}; load what state_dict has written "
                 f"(its entries: {', '.join(map(str, state))})"
             )
+    _check_plain(state["config"])
     _log_difference(state["config"], now)
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is an integer from 0 to `_LARGEST`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def _check_plain(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a state's configuration that has other values than plain ones, or unnamed ones."""
+    try:
+        json.dumps(dict(config))
+        is_plain = all(isinstance(name, str) for name in config)
+    except (TypeError, ValueError):
+        is_plain = False
+    if not is_plain:
+        raise ConfigError(
+            f"the gqsgd state's entry 'config' is {config!r:.200}, which is not plain values by name; load what "
+            "state_dict has written"
+        )
 
 
 def _log_difference(written: Mapping[str, Any], now: GQSGDConfig) -> None:
@@ -87,21 +114,47 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
     None.
 
     Raises:
-        ConfigError: the state is not rank 0's, or is that of a model with other parameters.
+        ConfigError: the state is not rank 0's, is that of a model with other parameters, or has a memory that
+            state_dict does not write.
     """
     saved = state.get("memory")
     if "memory" in state and saved is None:
         raise ConfigError("this gqsgd state has no memory because it is not rank 0's; load what rank 0 has saved")
+    if saved is not None:
+        _check_memory(saved)
     counts = {rows.shape[0] for tensors in (saved or {}).values() for rows in tensors.values()}
     kinds = [kind.value for kind in store.kinds]
     if not saved or set(saved) != set(kinds) or counts != {world_size}:
         logger.warning(
             "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
             ", ".join(map(str, counts)) or "no",
-            ", ".join(saved or {}) or "nothing",
+            ", ".join(map(str, saved or {})) or "nothing",
             world_size,
             ", ".join(kinds),
         )
+        store.forget()
         return None
     store.take(saved, rank)
     return {number for tensors in saved.values() for number in tensors}
+
+
+def _check_memory(saved: object) -> None:
+    """Raise ConfigError for a memory that is not tensors [ranks, numel] by kind and parameter number, the same
+    parameters in every kind."""
+    kinds: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {"memory": saved}
+    for kind, tensors in kinds.items():
+        if not isinstance(tensors, Mapping):
+            raise ConfigError(
+                f"the gqsgd state's memory {kind!r} is {tensors!r:.200}; load what state_dict has written"
+            )
+        for number, rows in tensors.items():
+            if not isinstance(rows, Tensor) or rows.ndim != 2 or not rows.is_floating_point():
+                raise ConfigError(
+                    f"the gqsgd state's memory {kind!r} of parameter {number} is {rows!r:.200}, and no floating-point "
+                    "tensor [ranks, numel]; load what state_dict has written"
+                )
+    if len({frozenset(tensors) for tensors in kinds.values()}) > 1:
+        raise ConfigError(
+            f"the gqsgd state's memories {', '.join(map(repr, kinds))} are of different parameters; load what "
+            "state_dict has written"
+        )

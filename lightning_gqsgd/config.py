@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_gqsgd import memory as memories
 from lightning_gqsgd.codecs import CODECS, codec_of, scales
 from lightning_gqsgd.codecs.companded import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.exponential import MAX_MANTISSA
+from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.linear import DITHERS
 from lightning_gqsgd.errors import (
     ConfigError,
@@ -25,6 +26,8 @@ __all__ = ["ConfigError", "GQSGDConfig", "Memory"]
 
 #: How codes are written: with a fixed width, or as Elias omega codes.
 CODERS = ("fixed", "elias")
+#: The numbers of bits that ``auto`` chooses among if it is not told.
+ALLOW = (32, 16, 8, 4)
 _LARGEST = 2**63 - 1
 
 
@@ -41,9 +44,11 @@ class GQSGDConfig:
             compression, arXiv 1905.10988); ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest
             coordinates of each block. The last two are biased, so they need a memory. ``"auto"``: companded, or linear
             where another field asks for what only linear codes have: sums of codes, global scales, Elias codes, a
-            dither that is not taken off, ``levels``, or one bit. The field itself holds the name of the codec.
+            dither that is not taken off, ``levels``, or one bit; and ``"float"``, for 16 or 32 bits: floating-point
+            numbers that the backend's own all-reduce adds up. The field itself holds the name of the codec.
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
-            companded or an exponential one, 1 to 4 of eden. None: the codec's own number, which is 8 for the first
+            companded or an exponential one, 1 to 4 of eden. 16: bf16 numbers, rounded at random. 32: the gradient as it
+            is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for the first
             three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps. 1 excludes stochastic
             rounding. The field itself holds the number.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
@@ -70,17 +75,20 @@ class GQSGDConfig:
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
             ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
-            (no compression) or ``"auto"`` (least predicted error).
+            (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
         node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: LOCAL_WORLD_SIZE, which
             torchrun sets.
         memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, a `Memory` or its three
             numbers by name; ``"auto"``: none, where the codec is unbiased.
         memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``.
-        min_numel: parameters with fewer elements travel uncompressed inside the same messages.
+        min_numel: parameters with fewer elements travel uncompressed inside the same messages. 16 bits round all.
         exclude: shell-style patterns of parameter names that travel uncompressed, e.g. ``("*.embedding.*",)``.
         warmup_steps: number of first steps in which everything travels uncompressed.
         seed: key of the counter-based dither; equal on all ranks.
         sample_every: measure the relative error on a sample of coordinates every this many steps; 0 switches it off.
+        auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
+            the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
+        allow: with ``auto``, the numbers of bits that may be taken, at least two.
 
     Raises:
         ConfigError: a value out of its range, or a combination that cannot work.
@@ -108,12 +116,31 @@ class GQSGDConfig:
     warmup_steps: int = 0
     seed: int = 0
     sample_every: int = 100
+    auto: bool = False
+    allow: tuple[int, ...] = ALLOW
 
     def __post_init__(self) -> None:
         self._check_values()
         self._check_codec()
         check_reducer(self)
         memories.check(self)
+        if self.auto:
+            self.candidates()
+
+    def candidates(self) -> dict[int, GQSGDConfig]:
+        """With ``auto``, the configurations to choose among, by their bits, widest first.
+
+        Raises:
+            ConfigError: one of them cannot work, or has a memory, which would not survive a change of bits.
+        """
+        if self.remembers:
+            raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
+        alike = {name: getattr(self, name) for name in ("min_numel", "warmup_steps", "seed", "sample_every", "exclude")}
+        fixed: dict[str, Any] = {"auto": False, "allow": ALLOW}
+        return {
+            bits: GQSGDConfig(bits=bits, **alike) if bits in REDUCER_OF_BITS else replace(self, bits=bits, **fixed)
+            for bits in self.allow
+        }
 
     @property
     def num_bits(self) -> int:
@@ -144,10 +171,15 @@ class GQSGDConfig:
 
     def describe(self) -> str:
         """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
+        if self.auto:
+            codes = [config for bits, config in self.candidates().items() if bits not in REDUCER_OF_BITS]
+            allowed = f"{', '.join(map(str, self.allow[:-1]))} or {self.allow[-1]} bits, by the length of steps"
+            return f"{allowed} (codes: {codes[0].describe()})" if codes else allowed
         bits, what = codec_of(self).describe()
         what += ["rotated"] if self.rotation else []
         what += ["Elias codes"] if self.coder == "elias" else []
-        what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
+        if self.codec != "float":
+            what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
         for way, memory in (("", self.up), (" on the way back", self.down)):
             if memory is not None:
                 numbers = ", ".join(f"{name} {value:.3g}" for name, value in asdict(memory).items() if value)
@@ -171,7 +203,7 @@ class GQSGDConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, safe in checkpoints and messages."""
-        return {**asdict(self), "exclude": list(self.exclude)}
+        return {**asdict(self), "exclude": list(self.exclude), "allow": list(self.allow)}
 
     def dither_key(self, step: int, stream: int) -> tuple[int, int]:
         """Two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
@@ -184,12 +216,13 @@ class GQSGDConfig:
 
     def _check_values(self) -> None:
         """Check the fields one by one, and bring those with several spellings into one."""
+        self._check_auto()
         check_one_of("codec", self.codec, ("auto", *CODECS))
         check_one_of("dither", self.dither, DITHERS)
         check_one_of("coder", self.coder, CODERS)
         check_one_of("reducer", self.reducer, ("auto", *REDUCERS))
         if self.codec == "auto":
-            object.__setattr__(self, "codec", "linear" if self._needs_linear_codes() else "companded")
+            object.__setattr__(self, "codec", self._automatic_codec())
         check_integer("block_size", self.block_size, 0, 65536)
         if self.block_size == 0:
             object.__setattr__(self, "block_size", CODECS[self.codec].default_block_size)
@@ -211,9 +244,40 @@ class GQSGDConfig:
         for name in ("memory", "memory_down"):
             object.__setattr__(self, name, memories.parse(name, getattr(self, name)))
         if self.bits is None:
-            object.__setattr__(self, "bits", CODECS[self.codec].default_bits)
+            object.__setattr__(self, "bits", 16 if self.reducer == "bf16" else CODECS[self.codec].default_bits)
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
             raise ConfigError(f"bits={self.bits!r} must be an integer")
+        if self.codec == "float" and self.reducer == "auto":
+            object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
+
+    def _check_auto(self) -> None:
+        """Check ``auto`` and ``allow``, and give ``bits`` the most bits of a code that are allowed."""
+        if not isinstance(self.auto, bool):
+            raise ConfigError(f"auto={self.auto!r} must be True or False")
+        if isinstance(self.allow, (str, int)) or not all(type(bits) is int for bits in self.allow):
+            raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
+        allow = tuple(sorted(set(self.allow), reverse=True))
+        object.__setattr__(self, "allow", allow)
+        if not self.auto:
+            if allow != ALLOW:
+                raise ConfigError(f"allow={allow} is for auto=True; leave it out, or give auto=True")
+            return
+        if len(allow) < 2:
+            raise ConfigError(f"allow={allow} leaves auto=True nothing to choose; allow at least two, e.g. {ALLOW}")
+        if self.reducer in REDUCER_OF_BITS.values():
+            raise ConfigError(f"reducer={self.reducer!r} leaves auto=True nothing to choose; leave reducer out")
+        bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
+        if self.bits not in (None, bits):
+            raise ConfigError(
+                f"bits={self.bits} with auto=True; allow={allow} says what may be taken: leave bits out, or auto"
+            )
+        object.__setattr__(self, "bits", bits)
+
+    def _automatic_codec(self) -> str:
+        """The name of the codec that "auto" stands for."""
+        if self.bits in REDUCER_OF_BITS or (self.bits is None and self.reducer in REDUCER_OF_BITS.values()):
+            return "float"
+        return "linear" if self._needs_linear_codes() else "companded"
 
     def _needs_linear_codes(self) -> bool:
         """Whether a field asks for what companded codes do not have, and linear ones do."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -28,7 +28,11 @@ from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for, 
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.agreement import Card, Stamp, StampCheck, compared
 from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.direct import DirectRunner
 from lightning_gqsgd.transport.pipeline import Job, Runner, Start, release, runner_for
+
+#: No step has a larger number.
+MAX_STEP = 2**63 - 1
 
 #: Seconds that ranks wait for each other beyond the timeout where kernels may have to be compiled.
 COMPILE_PATIENCE_S = 600.0
@@ -50,6 +54,7 @@ class Request:
         ends_step: whether the tensor is the last one of its step.
         compressed: False: everything travels uncompressed.
         plan: what cuts the tensor into pieces.
+        compares_first: whether this rank compares its stamp before it sends anything else, because a state was loaded.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Request:
     ends_step: bool = False
     compressed: bool = True
     plan: type[Plan] = Plan
+    compares_first: bool = False
 
 
 class Engine:
@@ -104,8 +110,11 @@ class Engine:
         self.plans = PlanCache()
         self._stamps = StampCheck(self.communicator.size, self.communicator.control_device)
         self._remedy, self._process = remedy, os.getpid()
+        self._refusal: BaseException | None = None  # why this rank sends nothing any more
         self._owns_runner = beside is None
         self._runner: Runner | None = runner_for(self.communicator, streams) if beside is None else beside._runner
+        is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.communicator.size > 1
+        self._direct = DirectRunner(self.communicator) if is_simple else None
 
     @property
     def rank(self) -> int:
@@ -125,7 +134,7 @@ class Engine:
     @property
     def failed(self) -> bool:
         """Whether an error has left the ranks at different places, so that nothing can be reduced any more."""
-        return self._runner is not None and self._runner.error_of(self.communicator) is not None
+        return self._error() is not None
 
     def connect(self, config: GQSGDConfig) -> None:
         """Make the process groups that a configuration needs and that do not exist yet. A collective.
@@ -155,11 +164,17 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         self.check_open()
+        if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
+            self._agree_on(request.agreement)
+            request = replace(request, agreement=None)
         counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
         starts, preface, blocks = [], None, True
         if self.world_size > 1 and x.numel():
             store = request.store or new_store(request.config, self.world_size, {}, x.dtype, x.device)
-            starts = self._plan(x, request).starts(x, self.rank, request.step, store, counters, telemetry)
+            plan = self._plan(x, request)
+            starts = plan.starts(x, self.rank, request.step, store, counters, telemetry)
+            if plan.is_native and self._direct is not None and not isinstance(request.agreement, Card):
+                return self._reduce_directly(x, request, starts[0], self._direct)
             if isinstance(request.agreement, Card):
                 preface = self._compare(request.agreement)
             elif request.agreement is not None:
@@ -167,6 +182,26 @@ class Engine:
         job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks)
         self._submit(job)
         return job
+
+    def periods(self, until_step: int) -> dict[int, int]:
+        """The lengths of steps that all ranks know, see `StampCheck.periods`, and forget them.
+
+        Args:
+            until_step: the latest step whose stamps count. They were exchanged, at the latest, in the step before the
+                last one, so this waits for nobody.
+        """
+        if self._direct is not None:
+            self._direct.settle(until_step)
+        known = {step: period for step, period in self._stamps.periods.items() if step <= until_step}
+        for step in known:
+            del self._stamps.periods[step]
+        return known
+
+    def forget_periods(self) -> None:
+        """Forget the lengths of all steps so far: a state was loaded."""
+        if self._direct is not None:
+            self._direct.settle(MAX_STEP)
+        self._stamps.periods.clear()
 
     def agree(self, card: Card) -> Job:
         """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
@@ -196,14 +231,50 @@ class Engine:
         runner, self._runner = self._runner, None
         if runner is None or self._process != os.getpid():
             return
+        if self._direct is not None:
+            self._direct.fail(RuntimeError("the hook was closed"), "the end of the hook")
         runner.close(self.communicator)
         if self._owns_runner:
             release(runner)
         self.communicator.close()
 
+    def _reduce_directly(self, x: Tensor, request: Request, start: Start, direct: DirectRunner) -> Job:
+        """Start a native all-reduce in this thread."""
+        if isinstance(request.agreement, Stamp):
+            direct.compare(self._stamps, request.agreement)
+        counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
+        job = Job(x, [], request.name, counters, telemetry, request.ends_step)
+        error = self._error()
+        if error is not None and direct.error is None:
+            direct.fail(error, request.name)
+        direct.submit(job, start())
+        return job
+
+    def _agree_on(self, stamp: Stamp) -> None:
+        """Compare a stamp over all ranks, and wait for that. If stamps differ, this job and all later ones fail."""
+        nothing = torch.empty(0, device=self.communicator.control_device)
+        steps = partial(self._stamps.steps, stamp, at_once=True)
+        job = Job(nothing, [], f"step {stamp.step}", self.telemetry.bucket(0), self.telemetry, False, steps)
+        self._submit(job)
+        try:
+            job.wait()
+        except Exception as error:  # reported through the futures of jobs, as other ranks report it
+            self._refusal = self._refusal or error
+
+    def _error(self) -> BaseException | None:
+        """The error that has left the ranks at different places; None: there was none."""
+        if self._refusal is not None:
+            return self._refusal
+        if self._direct is not None and self._direct.error is not None:
+            return self._direct.error
+        return None if self._runner is None else self._runner.error_of(self.communicator)
+
     def _submit(self, job: Job) -> None:
         assert self._runner is not None
-        if job.left:
+        error = self._refusal or (None if self._direct is None else self._direct.error)
+        if error is not None:
+            job.finish(self.communicator.describe(error, f"{job.name}, after an earlier failure,"))
+        elif job.left:
             self._runner.submit(self.communicator, job)
         else:
             job.finish()

@@ -39,9 +39,14 @@ from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import Communicator, timeout_of
 from lightning_gqsgd.transport.meeting import Meeting
+from lightning_gqsgd.tuning.steering import Steering
+from lightning_gqsgd.tuning.trials import Decision
 from lightning_gqsgd.unused import UnusedParameters
 
 logger = logging.getLogger(__name__)
+
+#: Steps without a plan's use after which the plan is dropped, where configurations take turns.
+PLANS_KEPT = 100
 
 _REMEDY = "register it on a new DistributedDataParallel model"
 
@@ -53,8 +58,9 @@ class GQSGDState:
 
     Attributes:
         requested: the configuration as it was given.
-        config: the configuration, with its reducer chosen.
+        config: the configuration, with its reducer chosen; with ``auto``, that of the latest step.
         step: number of reduced backward passes; numbers the dither.
+        decisions: with ``auto``, the ends of all trials (see `tuning.trials.Decision`), in order.
         telemetry: counters of this process.
     """
 
@@ -69,7 +75,7 @@ class GQSGDState:
         check_is_ddp(model)
         self._group, self._device, self._timeout = model.process_group, device_of(model), timeout
         self._requested, self._post_local_sgd = config, post_local_sgd
-        self.step = 0
+        self._step, self._compares_first = 0, False
         with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
             check_model(model)
             if post_local_sgd is not None:
@@ -78,16 +84,19 @@ class GQSGDState:
             numbered = number_parameters(named, config)
             self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
             world_size = dist.get_world_size(self._group)
-            self._config = resolve(config, world_size)
+            self._steering = Steering(config, world_size) if config.auto else None
+            configs = [resolve(config, world_size)] if self._steering is None else self._steering.candidates.values()
+            self._config = next(iter(configs))
             self._trained = TrainedParameters(model, self._parameters)
-            facts = facts_of(config, self.config, model, numbered)
+            facts = facts_of(config, config if config.auto else self.config, model, numbered)
             self._digest = digest_of(json.dumps(facts, sort_keys=True))
             (key,) = start.agree([facts])
             self._engine = Engine(self._device, self._group, key, timeout=timeout, remedy=_REMEDY)
             undo.callback(self._engine.close)
             dtype = dtype_of(model)
-            self._engine.connect(self.config)
-            self._engine.compile(self.config, dtype)
+            for resolved in configs:
+                self._engine.connect(resolved)
+                self._engine.compile(resolved, dtype)
             start.agree([{}], patience_s=COMPILE_PATIENCE_S)
             undo.pop_all()
         sizes = {entry.number: entry.numel for entry in numbered if not entry.raw}
@@ -113,6 +122,20 @@ class GQSGDState:
     def config(self) -> GQSGDConfig:
         """See the class."""
         return self._config
+
+    @property
+    def step(self) -> int:
+        """See the class. Another number makes this rank compare it with other ranks before it sends anything."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step, self._compares_first = number, True
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """See the class; empty without ``auto``."""
+        return () if self._steering is None else self._steering.decisions
 
     @property
     def telemetry(self) -> Telemetry:
@@ -146,11 +169,9 @@ class GQSGDState:
             if local.iter >= local.start_localSGD_iter:
                 return post_localSGD_hook(local, bucket)
             local.maybe_increase_iter(bucket)
-        step = self.step
-        self.step += is_last
-        if index == 0:
-            # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
-            self._engine.plans.drop_unused(step - 2)
+        step = self._step
+        self._step += is_last
+        stamp = self._begin_step(step) if index == 0 else None
         segments = self._segments_of(bucket.parameters())
         if self._unused is not None:
             self._unused.watch(x, segments)
@@ -162,17 +183,31 @@ class GQSGDState:
             segments=segments,
             step=step,
             store=self._store,
-            agreement=self._stamp(step) if index == 0 else None,
+            agreement=stamp,
             bucket=index,
             ends_step=is_last,
             compressed=step >= self.config.warmup_steps,
+            compares_first=stamp is not None and self._compares_first,
         )
+        if is_last:
+            self._compares_first = False
         return self._engine.reduce(x, request).future
 
-    def _stamp(self, step: int) -> Stamp | None:
-        """What ranks compare in each step; None for the reducer "native", which has neither seed nor dither."""
-        compresses = REDUCERS[self.config.reducer].compresses
-        return Stamp(self.config.seed, step, self._digest) if compresses else None
+    def _begin_step(self, step: int) -> Stamp | None:
+        """Choose the step's configuration; returns what ranks compare in the step. None for the reducer "native", which
+        has neither seed nor dither."""
+        steering, engine = self._steering, self._engine
+        # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
+        engine.plans.drop_unused(step - (2 if steering is None else PLANS_KEPT))
+        if steering is None:
+            compresses = REDUCERS[self.config.reducer].compresses
+            return Stamp(self.config.seed, step, self._digest) if compresses else None
+        periods, before = engine.periods(step - 2), self._config
+        self._config, period_us = steering.begin_step(step, periods, logs=engine.rank == 0)
+        # A rank that has decided otherwise than others is found before any message of another size is sent.
+        self._compares_first |= self._config is not before
+        engine.telemetry.choice = {"bits": steering.trials.bits, "trying": float(steering.trials.is_trying)}
+        return Stamp(self.config.seed, step, steering.digest(self._digest), period_us)
 
     def _segments_of(self, parameters: list[Tensor]) -> tuple[Segment, ...]:
         key = tuple(map(id, parameters))
@@ -253,6 +288,8 @@ class GQSGDState:
         drops_results = model.find_unused_parameters and not model.static_graph
         watches = self.config.remembers and drops_results
         self._unused = UnusedParameters(model, self._store, numbers) if watches else None
+        if self._steering is not None:
+            self._steering.watch(model)
         model.register_comm_hook(self, gqsgd_hook)
         model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
@@ -283,6 +320,8 @@ class GQSGDState:
         }
         if self._post_local_sgd is not None:
             state["post_local_iter"] = self._post_local_sgd.iter
+        if self._steering is not None:
+            state["auto"] = self._steering.state()
         return {**state, "memory": self._all_memory()} if self.config.remembers else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -295,6 +334,8 @@ class GQSGDState:
             ConfigError: ``state`` is no state, has another schema, or is that of a model with other parameters.
         """
         check_state(state, self.requested)
+        if self._steering is not None:
+            self._steering.resume(state.get("auto"))
         if self.config.remembers:
             numbers = take_memory(self._store, state, self._engine.rank, self._engine.world_size)
             if numbers is not None:
@@ -303,6 +344,10 @@ class GQSGDState:
         self._config = replace(self._config, seed=state["seed"])
         self._requested = replace(self._requested, seed=state["seed"])
         self.step = state["step"]
+        if self._steering is not None:
+            self._engine.forget_periods()
+            self._steering.reseed(state["seed"])
+            self._config = self._steering.config
         if self._post_local_sgd is not None:
             self._post_local_sgd.iter = state.get("post_local_iter", self._post_local_sgd.iter)
         self._engine.plans.clear()
@@ -328,6 +373,8 @@ class GQSGDState:
 
     def report(self) -> str:
         """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why."""
+        if self._steering is not None and self._engine.world_size > 1:
+            return self._steering.report(self._engine.world_size)
         return report(self.requested, self.config, self._trained.parameters, self._engine.world_size, self.step)
 
     def close(self) -> None:

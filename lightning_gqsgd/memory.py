@@ -218,8 +218,12 @@ class MemoryStore:
         """A copy of all that this rank keeps of a parameter, by kind."""
         return {kind: self.row(kind, parameter).clone() for kind in self.kinds}
 
+    def forget(self) -> None:
+        """Start empty again."""
+        self._tensors.clear()
+
     def take(self, saved: Mapping[str, Mapping[int, Tensor]], rank: int) -> None:
-        """Keep what was saved of all ranks.
+        """Keep what was saved of all ranks, and forget everything else.
 
         Args:
             saved: tensors [ranks, numel] by kind and parameter number.
@@ -239,6 +243,8 @@ class MemoryStore:
                         f"compresses {here}; resume with the model and the configuration that wrote it"
                     )
                 pairs.append((row, saved_rows[rank]))
+        for row in self._tensors.values():
+            row.zero_()
         for row, values in pairs:
             row.copy_(values)
 

@@ -124,6 +124,11 @@ class Plan:
         return sum(piece.reducer.message_bytes for piece in self._pieces)
 
     @property
+    def is_native(self) -> bool:
+        """Whether the tensor is one piece that the backend's own all-reduce takes as it is."""
+        return self.setting.config.reducer == "native" and len(self._pieces) == 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that the tables of all pieces take, about."""
         return self._table_bytes
@@ -190,6 +195,11 @@ class ScatterPlan(Plan):
 
     def _result(self, rank: int) -> slice:
         return slice(rank, rank + 1)
+
+    @property
+    def is_native(self) -> bool:
+        """False: ranks need parts of the tensor only."""
+        return False
 
     @property
     def _compresses(self) -> bool:

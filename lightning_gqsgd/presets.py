@@ -1,14 +1,19 @@
-"""The systems of the literature by name, each a configuration."""
+"""The systems of the literature by name, each a configuration.
+
+The table itself needs no torch: command lines check names against it before anything heavy is imported.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Preset:
     @property
     def config(self) -> GQSGDConfig:
         """The configuration."""
+        from lightning_gqsgd.config import GQSGDConfig  # imports torch
+
         return GQSGDConfig(**self.fields)
 
 
@@ -59,6 +66,7 @@ PRESETS: dict[str, Preset] = {
     "gqsgd_4bit": Preset({"bits": 4}, _GLOBAL, "the same at 4 bits"),
     "gqsgd_3bit": Preset({"bits": 3}, _GLOBAL, "the same at 3 bits"),
     "gqsgd_2bit": Preset({"codec": "eden", "bits": 2}, _EDEN, "turned coordinates at the best 2-bit levels"),
+    "gqsgd_auto": Preset({"auto": True}, _GLOBAL, "32, 16, 8 or 4 bits, whichever makes steps shortest"),
     "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
     "gqsgd_exponential": Preset(
         _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums"
@@ -147,6 +155,10 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+#: Presets with one configuration for all steps, which do not need steps to be timed.
+FIXED = {name: preset for name, preset in PRESETS.items() if not preset.fields.get("auto")}
+
+
 def make_config(preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDConfig:
     """A preset, or a configuration, with some fields replaced.
 
@@ -157,6 +169,8 @@ def make_config(preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGD
     Raises:
         ConfigError: an unknown preset or field, or a configuration that cannot work.
     """
+    from lightning_gqsgd.config import GQSGDConfig  # imports torch
+
     GQSGDConfig.check_names(fields)
     if isinstance(preset, GQSGDConfig):
         return dataclasses.replace(preset, **fields)

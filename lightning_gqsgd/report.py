@@ -11,7 +11,12 @@ from lightning_gqsgd.reducers import REDUCERS
 
 
 def report(
-    requested: GQSGDConfig, config: GQSGDConfig, trained: Sequence[Parameter], world_size: int, step: int
+    requested: GQSGDConfig,
+    config: GQSGDConfig,
+    trained: Sequence[Parameter],
+    world_size: int,
+    step: int,
+    noun: str = "gradient value",
 ) -> str:
     """The line for a DDP model.
 
@@ -21,6 +26,7 @@ def report(
         trained: the parameters whose gradients are reduced.
         world_size: number of ranks.
         step: number of steps so far.
+        noun: what a compressed number is called, in the singular.
     """
     if world_size == 1:
         return "gqsgd: one process, nothing to reduce"
@@ -28,16 +34,15 @@ def report(
         is_one_node = requested.reducer != config.reducer
         cause = f"all {world_size} ranks are on one node" if is_one_node else f"reducer={config.reducer!r}"
         return f"gqsgd: {config.reducer} allreduce over {world_size} ranks, nothing compressed ({cause})"
-    raw = [parameter for parameter in trained if parameter.raw]
-    coded = [parameter for parameter in trained if not parameter.raw]
+    rounds_all = config.codec == "float"
+    raw = [parameter for parameter in trained if parameter.raw and not rounds_all]
+    coded = [parameter for parameter in trained if not parameter.raw or rounds_all]
     if not coded:
         return (
             f"gqsgd: NOTHING IS COMPRESSED over {world_size} ranks: {_raw(raw, config)}. Parameters of at least "
             f"min_numel={config.min_numel} values would be; lower min_numel, or give a larger model"
         )
-    text = (
-        f"gqsgd: {_values(coded, 'gradient value')} at {config.describe()} by {config.reducer} over {world_size} ranks"
-    )
+    text = f"gqsgd: {_values(coded, noun)} at {config.describe()} by {config.reducer} over {world_size} ranks"
     if config.node_size:
         text += f" ({world_size // config.node_size} nodes of {config.node_size})"
     if raw:

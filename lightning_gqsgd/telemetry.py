@@ -130,12 +130,15 @@ class Telemetry:
         exposed_s: seconds from the last bucket's arrival to the last result: what backward waited for. On a GPU, of the
             steps that it has finished.
         buckets: counters by bucket index (buckets are rebuilt once after the first step).
+        choice: of the latest step, where bits are chosen by the length of steps: ``bits``, and ``trying``, 1 while
+            candidates are tried and 0 otherwise; otherwise empty.
     """
 
     steps: int = 0
     wait_s: float = 0.0
     exposed_s: float = 0.0
     buckets: dict[int, BucketCounters] = field(default_factory=dict)
+    choice: dict[str, float] = field(default_factory=dict)
     _measuring: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
         default_factory=lambda: deque(maxlen=MAX_MEASURING), repr=False
     )
@@ -224,7 +227,8 @@ class Meter:
 
     Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Means since the last reading:
     ``encode_s``, ``wait_s``, ``decode_s``, ``exposed_s`` (seconds per step). Mean since the start:
-    ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first.
+    ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first. Of the latest step, with
+    ``auto``: ``bits`` and ``trying``.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
@@ -241,6 +245,7 @@ class Meter:
         values = {name: totals[name] for name in ("bytes_sent", "nonfinite_blocks", "bits_per_coordinate", "rel_l2")}
         for name in ("encode_s", "wait_s", "decode_s", "exposed_s"):
             values[name] = (totals[name] - before[name]) / steps
+        values |= self._telemetry.choice
         return {f"gqsgd/{name}": float(value) for name, value in values.items()}
 
 

@@ -223,9 +223,28 @@ def _shape(namespace: str, device: str, rate: int) -> None:
     packet of 64 KiB: the kernel hands over packets of that size before segmentation, and with a smaller bucket it would
     spend processor time on cutting them up.
     """
-    burst = max(70_000, rate // 16_000)
-    parameters = ["rate", f"{rate}bit", "burst", f"{burst}b", "latency", "50ms"]
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *parameters)
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *_bucket(rate))
+
+
+def _bucket(rate: int) -> list[str]:
+    """Parameters of a token bucket."""
+    return ["rate", f"{rate}bit", "burst", f"{max(70_000, rate // 16_000)}b", "latency", "50ms"]
+
+
+def reshape_own_link(text: str) -> None:
+    """Give what this process's host sends another rate; for processes that run on a host of an unshaped lab.
+
+    Args:
+        text: see `parse_rate`; "none" removes the limit.
+    """
+    rate = parse_rate(text)
+    subprocess.run(  # there may be no limit yet
+        ["tc", "qdisc", "del", "dev", INTERFACE, "root"],  # noqa: S607
+        capture_output=True,
+        check=False,
+    )
+    if rate is not None:
+        _run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *_bucket(rate))
 
 
 def remove_leftovers() -> None:

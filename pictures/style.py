@@ -16,6 +16,7 @@ COLOURS = {
     "gqsgd_4bit": "#009e73",
     "gqsgd_3bit": "#4daf4a",
     "gqsgd_2bit": "#984ea3",
+    "gqsgd_auto": "#f564a9",
     "gqsgd_sum": "#e69f00",
     "gqsgd_exponential": "#8c510a",
     "gqsgd_exponential_tree": "#bf9b5a",
@@ -35,6 +36,8 @@ COLOURS = {
     "comp_ams": "#a8799f",
     "signsgd_ef": "#882255",
     "topk_ef": "#8f8f2d",
+    "gqsgd_diloco": "#0b3c8c",
+    "gqsgd_fedpaq": "#6a994e",
 }
 #: Colours of variants that are named otherwise.
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")

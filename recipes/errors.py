@@ -1,5 +1,13 @@
-"""The error that ends a run with one line instead of a traceback."""
+"""The errors that end a run with one line instead of a traceback."""
 
 
 class RecipeError(RuntimeError):
     """A run that cannot be made as asked; the message names the reason and the remedy."""
+
+
+class DataError(RecipeError):
+    """Data that are absent, or are not what the configuration says; the message names the remedy."""
+
+
+class OverrideError(RecipeError):
+    """An override that no configuration has; the message names the override that was probably meant."""

@@ -4,3 +4,5 @@
 METRICS_FILE = "metrics.csv"
 #: The finished run in numbers.
 RESULT_FILE = "result.json"
+#: The id of the run in W&B, under which a resumed run continues.
+WANDB_ID_FILE = "wandb_id.txt"

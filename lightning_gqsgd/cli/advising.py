@@ -45,16 +45,13 @@ class Question:
         Raises:
             ConfigError: options that make no cluster.
         """
-        for name, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node), ("batch", self.batch)):
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name} {value} has to be at least 1")
         if self.probe is None and self.link is None:
             raise ConfigError(
                 "nothing is known of the network; give --probe FILE of `gqsgd probe`, or --link, e.g. 10gbit"
             )
         probe = None if self.probe is None else Probe.load(self.probe)
-        per_node = self.gpus_per_node or (probe.per_node if probe else 1)
-        nodes = self.nodes or (probe.ranks // probe.per_node if probe else 2)
+        per_node = (probe.per_node if probe else 1) if self.gpus_per_node is None else self.gpus_per_node
+        nodes = (probe.ranks // probe.per_node if probe else 2) if self.nodes is None else self.nodes
         timeline, note = self._timeline(probe)
         codec = self.codec or (MEASURED if probe else "h100")
         check_one_of("--codec", codec, [*ESTIMATES, MEASURED])

@@ -13,6 +13,8 @@ Each command imports what it needs when it runs, so that ``--help`` answers at o
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +23,33 @@ import typer
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from lightning_gqsgd import __version__
+
+        typer.echo(f"gqsgd {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _gqsgd() -> None:
+def _gqsgd(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
     """Quantised gradient allreduce."""
+
+
+@contextmanager
+def _refusals_in_one_line() -> Iterator[None]:
+    """End a command with one line on standard error, and exit code 2, where what is inside ``with`` is refused."""
+    from lightning_gqsgd.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        typer.echo(f"gqsgd: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -39,7 +65,6 @@ def presets(
     """What each preset sends, remembers and guarantees at a number of ranks; then optimizers and topologies."""
     from lightning_gqsgd.cli import facts, systems, tables
     from lightning_gqsgd.config import GQSGDConfig
-    from lightning_gqsgd.errors import ConfigError
     from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.systems import SYSTEMS
 
@@ -49,13 +74,10 @@ def presets(
         else:
             tables.show(systems.in_full(name))
         return
-    try:
+    with _refusals_in_one_line():
         if block_size is not None:
             GQSGDConfig(block_size=block_size)
         rows = [facts.facts_of(preset, ranks, block_size) for preset in ([name] if name else PRESETS)]
-    except ConfigError as error:
-        typer.echo(f"gqsgd: {error}", err=True)
-        raise typer.Exit(2) from None
     if as_json:
         values = [row.to_dict() for row in rows] + ([] if name else [systems.to_dict(other) for other in SYSTEMS])
         typer.echo(json.dumps(values[0] if name else values, indent=1, ensure_ascii=False))
@@ -77,17 +99,14 @@ def warmup(
 ) -> None:
     """Compile the kernels for the CPU into the cache, so that no training has to: for images of containers."""
     from lightning_gqsgd.cli import warming
-    from lightning_gqsgd.errors import ConfigError
     from lightning_gqsgd.presets import PRESETS
 
-    try:
-        typer.echo(warming.warm(names or list(PRESETS), dtype or ["float32"], ranks or [2, 8]))
-    except ConfigError as error:
-        typer.echo(f"gqsgd: {error}", err=True)
-        raise typer.Exit(2) from None
-    except warming.NoFolderError as error:
-        typer.echo(f"gqsgd: {error}", err=True)
-        raise typer.Exit(1) from None
+    with _refusals_in_one_line():
+        try:
+            typer.echo(warming.warm(names or list(PRESETS), dtype or ["float32"], ranks or [2, 8]))
+        except warming.NoFolderError as error:
+            typer.echo(f"gqsgd: {error}", err=True)
+            raise typer.Exit(1) from None
 
 
 @app.command()
@@ -106,7 +125,7 @@ def probe(
     from lightning_gqsgd.cli import probing, tables
     from lightning_gqsgd.errors import ConfigError
 
-    try:
+    with _refusals_in_one_line():
         probing.check(model, output)
         if not probing.is_rank():
             widths = [word for width in bits or [] for word in ("--bits", str(width))]
@@ -121,9 +140,6 @@ def probe(
             for table in probing.tables(made):
                 tables.show(table)
             typer.echo("\n".join([*probing.lines(made), f"written: {output}"]))
-    except ConfigError as error:
-        typer.echo(f"gqsgd: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 @app.command()
@@ -147,11 +163,10 @@ def advise(
 ) -> None:
     """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
     from lightning_gqsgd.cli import advising, tables
-    from lightning_gqsgd.errors import ConfigError
     from lightning_gqsgd.performance.advice import candidates, recommendable
 
     places = (nodes, gpus_per_node, backward, forward, codec)
-    try:
+    with _refusals_in_one_line():
         cluster = advising.Question(model, batch, probe, link, latency, intra, *places).cluster()
         choices = candidates(cluster)
         if plot is not None or gantt is not None:
@@ -162,9 +177,6 @@ def advise(
             if gantt is not None:
                 steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
                 pictures.draw_steps(steps, gantt)
-    except ConfigError as error:
-        typer.echo(f"gqsgd: {error}", err=True)
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps(advising.to_dict(cluster, choices), indent=1, ensure_ascii=False))
         return

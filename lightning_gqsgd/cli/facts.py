@@ -110,7 +110,8 @@ class Facts:
     def row(self) -> list[str]:
         """Cells under `HEADINGS`."""
         if self.config is None:
-            return [self.name, "–", "–", f"not at n = {self.ranks}", "–", self.bias, "–", "–", self.preset.paper]
+            what = "chosen in training" if self.preset.config.auto else f"not at n = {self.ranks}"
+            return [self.name, "–", "–", what, "–", self.bias, "–", "–", self.preset.paper]
         return [
             self.name,
             f"{self.wire_bits:.2f}",
@@ -128,7 +129,7 @@ class Facts:
         return {
             "name": self.name,
             "ranks": self.ranks,
-            "works": self.config is not None,
+            "works": self.config is not None or self.preset.config.auto,
             "problem": self.problem or None,
             "wire_bits": self.wire_bits,
             "sent_vs_fp32_ring": self.sent_ratio,
@@ -216,4 +217,5 @@ def _omega(config: GQSGDConfig, ranks: int) -> float | None:
 
 def notes(rows: Sequence[Facts]) -> list[str]:
     """What the table's columns mean, and why some of its presets cannot work."""
-    return [*NOTES, *(f"{row.name}: not at n = {row.ranks}: {row.problem}" for row in rows if row.problem)]
+    failing = [row for row in rows if row.problem and not row.preset.config.auto]
+    return [*NOTES, *(f"{row.name}: not at n = {row.ranks}: {row.problem}" for row in failing)]

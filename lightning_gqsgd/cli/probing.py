@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -58,9 +57,13 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
     """
     if not 2 <= procs <= MOST_PROCS:
         raise ConfigError(f"--procs {procs} is out of range: 2 to {MOST_PROCS}")
+    # The store is this process's, as under torchrun: it picks a free port itself, and holds the port from then on.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(procs),
         "LOCAL_WORLD_SIZE": str(procs),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -149,9 +152,3 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return made
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

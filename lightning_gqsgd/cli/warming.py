@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import product
 from time import perf_counter
 
 import torch
@@ -73,8 +74,10 @@ def _jobs(
         for count in ranks:
             with warnings.catch_warnings():  # nothing is trained here
                 warnings.simplefilter("ignore", StabilityWarning)
-                config = resolve(make_config(name), count)
-            for dtype in dtypes:
+                asked = make_config(name)
+                several = asked.candidates().values() if asked.auto else [asked]
+                configs = [resolve(config, count) for config in several]
+            for config, dtype in product(configs, dtypes):
                 # Kernels for the CPU do not depend on the number of ranks, beyond the choice of the reducer.
                 jobs.setdefault((config, dtype), (name, config, dtype, count))
     return list(jobs.values())

@@ -13,6 +13,7 @@ from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.companded import CompandedCodec
 from lightning_gqsgd.codecs.eden import EdenCodec
 from lightning_gqsgd.codecs.exponential import ExponentialCodec
+from lightning_gqsgd.codecs.floats import FloatCodec
 from lightning_gqsgd.codecs.linear import LinearCodec
 from lightning_gqsgd.codecs.sign import SignCodec
 from lightning_gqsgd.codecs.top_k import TopKCodec
@@ -26,6 +27,7 @@ __all__ = [
     "CompandedCodec",
     "EdenCodec",
     "ExponentialCodec",
+    "FloatCodec",
     "LinearCodec",
     "SignCodec",
     "TopKCodec",
@@ -39,6 +41,7 @@ CODECS: dict[str, type[Codec]] = {
     "exponential": ExponentialCodec,
     "sign": SignCodec,
     "top_k": TopKCodec,
+    "float": FloatCodec,
 }
 
 

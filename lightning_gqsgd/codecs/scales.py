@@ -128,7 +128,8 @@ class _Norms:
         """Bits of the next power of two; where that power is infinite, bits of the largest finite number."""
         form = self.form
         rest = (1 << form.mantissa) - 1
-        up = ((bits.long() + rest) & ~rest).clamp(max=form.infinity)
+        # Bits of NaN lie above infinity's. In fp64, their sum with `rest` would leave the integer's range.
+        up = (bits.long().clamp(max=form.infinity) + rest) & ~rest
         up = torch.where((up == form.infinity) & (bits < form.infinity), form.infinity - 1, up)
         return up.to(bits.dtype)
 

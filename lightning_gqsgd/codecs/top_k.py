@@ -69,15 +69,20 @@ class TopKQuantiser:
             wire[at + len(kept) : at + len(kept) + PLACE_BYTES * count] = bytes_of(places.to(torch.int16)).flatten()
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """See `kernels.protocol.WholeQuantiser.read`. A block is NaN everywhere if a kept coordinate is not finite."""
+        """See `kernels.protocol.WholeQuantiser.read`.
+
+        A block is NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
+        """
         values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
-        for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
+        lengths = blocks[:, LENGTH]
+        for k, (length, count) in enumerate(zip(lengths.tolist(), self.kept_of(lengths).tolist(), strict=True)):
             at = int(blocks[k, CODES])
             middle = at + count * dtype.itemsize
             places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
             kept = wire[at:middle].clone().view(dtype)
-            values[k, places] = kept * factor
-            if not kept.isfinite().all():
+            if kept.isfinite().all() and (places < length).all():
+                values[k, places] = kept * factor
+            else:
                 values[k] = torch.nan
         return values
 

@@ -31,7 +31,7 @@ _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 #: What Accelerate trains with instead of DDP, where a handler of DDP's is not looked at.
-_WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
 # The field `config` makes this class a dataclass of its own. So `dataclasses.replace` fails; otherwise it would make an
@@ -178,7 +178,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
     """See `enable.enable`."""
     existing, kind = accelerator.ddp_handler, DistributedType(accelerator.distributed_type).value
-    if kind in _WITHOUT_DDP:
+    if kind in WITHOUT_DDP:
         raise ConfigError(
             f"this Accelerator trains with {kind}, and gqsgd compresses the gradients of DistributedDataParallel; "
             f"leave {kind} out, or gqsgd"

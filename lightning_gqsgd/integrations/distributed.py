@@ -37,7 +37,7 @@ def split_arguments(
     """
     fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
     _check_hooks(strategy, base, arguments)
-    allowed = {*_parameters(base), *_parameters(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
+    allowed = {*parameter_names(base), *parameter_names(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
     for name in arguments:
         if name not in allowed:
             raise ConfigError(
@@ -52,7 +52,7 @@ def _check_hooks(strategy: type, base: type, arguments: dict[str, Any]) -> None:
 
     Our hook also takes the place of torch's hook for post-local SGD, whose state it needs.
     """
-    averages = "model_averaging_period" in _parameters(base)
+    averages = "model_averaging_period" in parameter_names(base)
     given = {name: arguments.get(name) for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")}
     local = averages and isinstance(given["ddp_comm_state"], PostLocalSGDState)
     hooks = [name for name, value in given.items() if value is not None and not (local and name == "ddp_comm_state")]
@@ -108,7 +108,8 @@ def _destroy() -> None:
         dist.destroy_process_group()
 
 
-def _parameters(callable_: Any) -> list[str]:
+def parameter_names(callable_: Any) -> list[str]:
+    """Names of a function's or class's arguments, without those that are taken as ``**kwargs``."""
     return [
         parameter.name
         for parameter in inspect.signature(callable_).parameters.values()

@@ -14,8 +14,12 @@ from lightning_gqsgd.integrations.accelerate import GQSGDKwargs, enable_accelera
 if TYPE_CHECKING:
     from transformers import Trainer
 
+    from lightning_gqsgd.integrations.transformers_local import LocalStepsCallback
 
-def enable(target: Accelerator | Trainer, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
+
+def enable(
+    target: Accelerator | Trainer, preset: str | GQSGDConfig | None = None, **fields: Any
+) -> GQSGDKwargs | LocalStepsCallback:
     """Compress the gradients of what an Accelerator or a transformers Trainer trains, and keep its other settings.
 
     What the hook needs to resume goes into checkpoints: of an Accelerator those of ``save_state``, of a Trainer those
@@ -24,10 +28,12 @@ def enable(target: Accelerator | Trainer, preset: str | GQSGDConfig | None = Non
     Args:
         target: an Accelerator that has prepared no model yet, or a Trainer before ``evaluate`` and ``train``.
         preset: name of a preset (default ``gqsgd``), or a configuration.
-        **fields: fields of `GQSGDConfig`; fields of DistributedDataParallelKwargs replace the existing handler's.
+        **fields: fields of `GQSGDConfig`; fields of DistributedDataParallelKwargs replace the existing handler's. For a
+            Trainer, ``local_steps=32``, or the preset ``gqsgd_diloco``, gives local steps without
+            DistributedDataParallel, with the fields of `local_steps.options.LocalOptions`.
 
     Returns:
-        The handler, with the state of each model's hook (``states``).
+        The handler, with the state of each model's hook (``states``); for local steps the callback, with ``averages``.
 
     Raises:
         ConfigError: an argument that cannot work, a target that trains without DDP, has prepared models, or has a

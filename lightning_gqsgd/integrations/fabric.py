@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import optim
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
+from lightning_gqsgd.integrations.local import LocalTraining, Trained
+from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.options import LocalOptions
 
 _Base: Any = object  # each flavour's DDPStrategy
 
@@ -22,44 +26,103 @@ class FabricMixin(_Base):
     Checkpoints that hold an optimizer also hold the states of the hooks. Loading such a checkpoint restores the states,
     in the order in which the models are set up, whether they are set up before or after.
 
+    With local steps (``local_steps=32``, or the preset ``gqsgd_diloco``), each rank trains its modules without
+    DistributedDataParallel, and what the steps of each optimizer change is averaged every so many of them. Call
+    ``fabric.strategy.finish()`` on every rank at the end of training, for the last average. With several optimizers,
+    each one's parameters are averaged by themselves.
+
     Args:
-        preset: name of a preset (default ``gqsgd``), or a configuration.
-        **kwargs: fields of `GQSGDConfig`, arguments of Fabric's DDPStrategy, and of DistributedDataParallel.
+        preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
+        **kwargs: fields of `GQSGDConfig`, arguments of Fabric's DDPStrategy, and of DistributedDataParallel; for local
+            steps, ``local_steps`` (steps between two averages) and the other fields of
+            `local_steps.options.LocalOptions`.
 
     Attributes:
-        gqsgd_states: the state of each model's hook, in the order in which models were set up.
+        gqsgd_states: the state of each model's hook, in the order in which models were set up; with local steps, the
+            averages of each optimizer.
 
     Raises:
         ConfigError: an unknown argument, or a value that cannot work.
     """
 
+    _backward_sync_control: Any  # Fabric's
+
     def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
+        given["every"] = kwargs.pop("local_steps", None)
+        self._local, preset = LocalTraining.asked_for(preset, given, kwargs)
+        self._modules: list[Module] = []
         (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
         self.gqsgd_config, rest = split_arguments(type(self), base, preset, kwargs)
         super().__init__(**rest)
-        self.gqsgd_states: list[GQSGDState] = []
+        if self._local is not None:
+            self._backward_sync_control = _NothingToBlock()
+        self._hooks: list[GQSGDState] = []
         self._loaded: list[dict[str, Any]] = []
+
+    @property
+    def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages]:
+        """See the class."""
+        return self._hooks if self._local is None else [trained.averages for trained in self._local.trained]
+
+    @property
+    def _heads(self) -> Sequence[GQSGDState | Trained]:
+        """What has a state in checkpoints."""
+        return self._hooks if self._local is None else self._local.trained
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: the names are registered when the package is imported."""
 
-    def setup_module(self, module: Module) -> DistributedDataParallel:
-        """Wrap a model and install the hook."""
+    def setup_module(self, module: Module) -> Any:
+        """Wrap a model and install the hook; with local steps, leave the model as it is."""
+        if self._local is not None:
+            self._modules.append(module)
+            return module
         model = super().setup_module(module)
         config = on_nodes(self.gqsgd_config, self.num_processes)
         state = register_gqsgd(model, config, timeout=self._timeout)
-        self.gqsgd_states.append(state)
+        self._hooks.append(state)
         self._restore([state])
         self._rank_zero_info(state.report())
         return model
+
+    def setup_optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
+        """With local steps, begin to average the parameters of an optimizer, whose model has been set up before."""
+        optimizer = super().setup_optimizer(optimizer)
+        if self._local is not None:
+            config = on_nodes(self.gqsgd_config, self.num_processes)
+            trained = self._local.begin(self._module_of(optimizer), [optimizer], config, self._timeout)
+            self._restore([trained])
+            self._rank_zero_info(trained.averages.report())
+        return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step; with local steps, use and start the averages that are due."""
+        output = super().optimizer_step(optimizer, **kwargs)
+        if self._local is not None:
+            self._local.count(optimizer)
+        return output
+
+    def finish(self) -> None:
+        """With local steps, make the last averages; without, do nothing. Every rank calls this after training."""
+        if self._local is not None:
+            self._local.finish()
+
+    def _module_of(self, optimizer: optim.Optimizer) -> Module:
+        """The module that was set up and has an optimizer's parameters."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module in self._modules:
+            if own & {id(parameter) for parameter in module.parameters()}:
+                return module
+        raise ConfigError("the optimizer's model is not set up; call fabric.setup(model, optimizer) for both")
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Add the states of the hooks to what a run resumes from: whatever has an optimizer. A collective."""
         if _is_to_resume(state) and self.gqsgd_states:
             if CHECKPOINT_KEY in state:
                 raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
-            state = {**state, CHECKPOINT_KEY: [hook.state_dict() for hook in self.gqsgd_states]}
+            state = {**state, CHECKPOINT_KEY: [_saved(head) for head in self._heads]}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -75,14 +138,14 @@ class FabricMixin(_Base):
                     f"{len(self.gqsgd_states)}; set up those of the run that wrote it, in the same order"
                 )
             self._loaded = loaded or []
-            self._restore(self.gqsgd_states)
+            self._restore(self._heads)
         return remainder
 
-    def _restore(self, states: list[GQSGDState]) -> None:
-        """Load the states of these hooks, in order; the others are kept for models that are not set up yet."""
-        for state, loaded in zip(states, self._loaded, strict=False):
-            state.load_state_dict(loaded)
-        self._loaded = self._loaded[len(states) :]
+    def _restore(self, heads: Sequence[GQSGDState | Trained]) -> None:
+        """Load the states of these, in order; the others are kept for models that are not set up yet."""
+        for head, loaded in zip(heads, self._loaded, strict=False):
+            head.load(loaded) if isinstance(head, Trained) else head.load_state_dict(loaded)
+        self._loaded = self._loaded[len(heads) :]
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
@@ -90,6 +153,19 @@ class FabricMixin(_Base):
 
     def _rank_zero_info(self, text: str) -> None:
         raise NotImplementedError
+
+
+def _saved(head: GQSGDState | Trained) -> dict[str, Any] | None:
+    """The state of a hook, or of local steps, for a checkpoint. Perhaps a collective."""
+    return head.save() if isinstance(head, Trained) else head.state_dict()
+
+
+class _NothingToBlock:
+    """Fabric's control of gradients' averages in the backward pass, where there are none."""
+
+    def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """A context that does nothing."""
+        return nullcontext()
 
 
 def _is_to_resume(state: Any) -> bool:

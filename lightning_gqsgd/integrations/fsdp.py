@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gqsgd import __version__
-from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state
+from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
 from lightning_gqsgd.errors import ConfigError, counted
@@ -309,6 +309,12 @@ class GQSGDFSDPState:
             ConfigError: ``state`` is no state, has another schema, or is not that of hooks for FSDP.
         """
         check_state(state, self.config, {"reductions": dict})
+        for name, count in state["reductions"].items():
+            if not (isinstance(name, str) and is_count(count)):
+                raise ConfigError(
+                    f"the gqsgd state's entry 'reductions' has {count!r:.200} for {name!r}; load what state_dict has "
+                    "written"
+                )
         self.config = replace(self.config, seed=state["seed"])
         if self._average is not None:
             self._average.config = resolve(self.config, self._average.engine.world_size)
@@ -449,6 +455,8 @@ def _divisor(group: ShardedGroup) -> float | None:
 
 
 def _check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, reduce_scatter: bool) -> None:
+    if config.auto:
+        raise ConfigError("auto=True is for DistributedDataParallel (register_gqsgd); with FSDP2, give bits")
     if replicate is None and not reduce_scatter:
         raise ConfigError(
             "nothing would be compressed: give replicate= (the group of ranks that hold the same shards), "

@@ -6,7 +6,7 @@ Mixins: `trainer_lightning` and `trainer_pytorch_lightning` put them on the clas
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.config import GQSGDConfig, Memory
 from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
+from lightning_gqsgd.integrations.local import LocalTraining
+from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.telemetry import Meter
 
@@ -27,11 +29,17 @@ class TrainerMixin(_Base):
     no memory, give ``memory="none"``.
 
     Args:
-        preset: name of a preset (default ``gqsgd``), or a configuration.
+        preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
         telemetry: add the callback that logs counters, unless the Trainer has one.
         **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
             as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
             then each rank's own steps (or its node's), and every so many steps the average of all models.
+        local_steps: each rank trains by itself, without DistributedDataParallel, and the changes of the models are
+            averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
+            unless the preset is one of local steps, such as ``gqsgd_diloco``. Validation sees each rank's own model,
+            and a checkpoint has the first rank's, beside what every rank needs to resume. The last average is at the
+            end of training.
+        outer, fragments, delay, mixing, inner_state: see `local_steps.options.LocalOptions`; for local steps only.
 
     Raises:
         ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
@@ -67,10 +75,20 @@ class TrainerMixin(_Base):
         warmup_steps: int | None = None,
         seed: int | None = None,
         sample_every: int | None = None,
+        auto: bool | None = None,
+        allow: Sequence[int] | None = None,
         telemetry: bool = True,
+        local_steps: int | None = None,
+        outer: str | Callable[..., Any] | None = None,
+        fragments: int | None = None,
+        delay: int | None = None,
+        mixing: float | None = None,
+        inner_state: str | None = None,
         **kwargs: Any,
     ) -> None:
         given = locals()
+        options = {name: given[name] for name in ("outer", "fragments", "delay", "mixing", "inner_state")}
+        self._local, preset = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
         named = {name: given[name] for name in GQSGDConfig.field_names()}
         fields = {name: value for name, value in named.items() if value is not None}
         (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
@@ -81,9 +99,11 @@ class TrainerMixin(_Base):
         self._loaded: dict[str, Any] | None = None
 
     @property
-    def gqsgd_state(self) -> GQSGDState | None:
-        """State of the hook on the model of the current, or latest, fit in this process."""
-        return self._gqsgd_state
+    def gqsgd_state(self) -> GQSGDState | LocalAverages | None:
+        """State of the hook on the model of the current, or latest, fit in this process; or its local steps."""
+        if self._local is None:
+            return self._gqsgd_state
+        return self._local.trained[0].averages if self._local.trained else None
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -105,19 +125,29 @@ class TrainerMixin(_Base):
     def setup(self, trainer: Any) -> None:
         """Wrap the model, and continue the periodic averaging of a checkpoint."""
         super().setup(trainer)
+        if self._local is not None:
+            if trainer.state.fn == "fit":
+                self._local.close()
+                self._local.trained.clear()  # those of an earlier fit
+                module, optimizers = self.lightning_module, self.optimizers
+                trained = self._local.begin(module, optimizers, self._nodes_config(), self._timeout)
+                self._rank_zero_info(trained.averages.report())
+            return  # what was loaded is for later: the optimizers have not taken their states yet
         if self._loaded is not None and self._model_averager is not None:
             self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
         self._loaded = None
 
     def configure_ddp(self) -> None:
         """Wrap the model and install the hook, on every device: Lightning's own registration skips all but CUDA."""
+        if self._local is not None:
+            return  # each rank trains the module itself
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         self._pl_static_graph_delay_done = False  # of an earlier fit
         if self._ddp_comm_state is not None:
             self._ddp_comm_state.iter = 0  # of an earlier fit; Lightning makes the averager anew, too
-        config = on_nodes(self.gqsgd_config, self.num_processes)
-        state = register_gqsgd(self.model, config, timeout=self._timeout, post_local_sgd=self._ddp_comm_state)
+        config, patience = self._nodes_config(), self._timeout
+        state = register_gqsgd(self.model, config, timeout=patience, post_local_sgd=self._ddp_comm_state)
         self._check_installed()
         if self._loaded is not None:
             state.load_state_dict(self._loaded)
@@ -131,6 +161,8 @@ class TrainerMixin(_Base):
         unfrozen later, and would wait for the gradients of frozen ones, unless it looks for unused parameters.
         """
         super().on_train_batch_start(batch, batch_idx)
+        if self._local is not None:
+            return
         assert self._gqsgd_state is not None
         assert isinstance(self.model, DistributedDataParallel)
         unfrozen, frozen = self._gqsgd_state.changes()
@@ -143,6 +175,34 @@ class TrainerMixin(_Base):
                 f"gqsgd: wrapped the model anew at step {self._gqsgd_state.step}: {', '.join(counts)} {noun}; "
                 f"{self._gqsgd_state.report()}"
             )
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step; with local steps, use and start the averages that are due."""
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._local is not None:
+            self._local.count(optimizer)
+        return output
+
+    def on_train_end(self) -> None:
+        """With local steps, make the last average."""
+        super().on_train_end()
+        if self._local is not None:
+            self._local.finish()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers; with local steps, those of this rank, and its parameters."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._local is not None:
+            if self._loaded is not None and "ranks" in self._loaded:
+                self._local.trained[0].load(self._loaded)
+            else:
+                self._rank_zero_info(
+                    "gqsgd: the checkpoint was written without local steps; its weights are the anchor"
+                )
+        self._loaded = None
+
+    def _nodes_config(self) -> GQSGDConfig:
+        return on_nodes(self.gqsgd_config, self.num_processes)
 
     def _wrap_anew(self, module: Any) -> DistributedDataParallel:
         self.model = module  # ends the old DDP, whose buckets are as large as the gradients
@@ -164,7 +224,9 @@ class TrainerMixin(_Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
-        if self._gqsgd_state is not None and "optimizer_states" in checkpoint:
+        if self._local is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._local.trained[0].save()
+        elif self._gqsgd_state is not None and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()
             if self._model_averager is not None:
                 checkpoint[CHECKPOINT_KEY]["averager_step"] = self._model_averager.step
@@ -176,7 +238,7 @@ class TrainerMixin(_Base):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == "fit":
             self._loaded = checkpoint.get(CHECKPOINT_KEY)
-            if self._loaded is None:
+            if self._loaded is None and self._local is None:
                 self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
         return checkpoint
 
@@ -194,8 +256,8 @@ class TrainerMixin(_Base):
 
     def teardown(self) -> None:
         """Stop threads and process groups of the hook; its counters and state stay readable."""
-        if self._gqsgd_state is not None:
-            self._gqsgd_state.close()
+        if self.gqsgd_state is not None:
+            self.gqsgd_state.close()
         super().teardown()
 
     def _telemetry_callback(self) -> Any:

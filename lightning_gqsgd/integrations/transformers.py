@@ -15,6 +15,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.accelerate import GQSGDKwargs, enable_accelerator
+from lightning_gqsgd.integrations.local import LocalTraining
+from lightning_gqsgd.integrations.transformers_local import LocalStepsCallback, enable_local_steps
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.telemetry import Meter
 
 #: File of the hook's state in a checkpoint's folder.
@@ -88,12 +92,27 @@ class GQSGDCallback(TrainerCallback):
             self._handler.load_state_dict({"states": []})
 
 
-def enable_trainer(trainer: Trainer, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
+def enable_trainer(
+    trainer: Trainer, preset: str | GQSGDConfig | None = None, **fields: Any
+) -> GQSGDKwargs | LocalStepsCallback:
     """See `enable.enable`."""
+    given = {name: fields.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
+    given["every"] = fields.pop("local_steps", None)
+    local, compression = LocalTraining.asked_for(preset, given, fields)
+    if local is not None:
+        callback = enable_local_steps(trainer, local, make_config(compression, **fields))
+        _tell_what_is_resumed(trainer, callback)
+        return callback
     handler = enable_accelerator(trainer.accelerator, preset, **fields)
-    callback = GQSGDCallback(trainer, handler)
+    hooked = GQSGDCallback(trainer, handler)
     # In front of those that print and upload logs.
-    trainer.callback_handler.callbacks.insert(0, callback)
+    trainer.callback_handler.callbacks.insert(0, hooked)
+    _tell_what_is_resumed(trainer, hooked)
+    return handler
+
+
+def _tell_what_is_resumed(trainer: Trainer, callback: GQSGDCallback | LocalStepsCallback) -> None:
+    """Tell a callback, when training begins, from which folder the Trainer resumes."""
     train = trainer.train
 
     # No event tells callbacks which checkpoint is resumed from.
@@ -105,4 +124,3 @@ def enable_trainer(trainer: Trainer, preset: str | GQSGDConfig | None = None, **
         return train(resume_from_checkpoint, *args, **kwargs)
 
     trainer.train = train_and_restore  # type: ignore[method-assign]
-    return handler

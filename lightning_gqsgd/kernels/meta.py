@@ -78,6 +78,11 @@ def rotate(x: Tensor, blocks: Tensor, *_: Any, **__: Any) -> None:
     note(Work("rotate", numel=x.numel()))
 
 
+def narrow(x: Tensor, *_: Any, **__: Any) -> None:
+    """See `protocol.Kernels`."""
+    note(Work("narrow", numel=x.numel()))
+
+
 def encode(x: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, *_: Any, **__: Any) -> None:
     """See `protocol.CodecKernels`."""
     _note("encode", q, blocks, x.numel())

@@ -261,6 +261,19 @@ class Kernels(CodecKernels, Protocol):
         blocks that are not finite."""
         ...
 
+    def narrow(self, x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+        """Write the coordinates of all blocks, raw ones too, times a factor as bf16 numbers, rounded at random; see
+        `codecs.floats`.
+
+        Args:
+            x: fp32 [numel], contiguous.
+            out: bf16 [numel], contiguous.
+            key: the dither keys of the message.
+            factor: what the coordinates are multiplied by, in fp32.
+            limit: bits of the largest magnitude that is written, an fp32 number.
+        """
+        ...
+
     def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
         """Replace the codes of one message by unbiased codes of the sums of both messages' numbers.
 

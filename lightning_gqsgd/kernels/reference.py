@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.codecs.floats import rounded
 from lightning_gqsgd.kernels.dither import uniform, words
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, read_scales, unpack, unpack_raw, write_scales
 from lightning_gqsgd.kernels.protocol import (
@@ -131,6 +132,14 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
     mean = cast(SummableQuantiser, q).decode_sum(codes, values, uniforms)
     mean[~finite] = torch.nan
     return _scatter(in_finite_range(mean, x.dtype), blocks, x)
+
+
+def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+    """See `protocol.Kernels.narrow`."""
+    width = int(blocks[:, LENGTH].max()) if len(blocks) else 1
+    values = _gather(x, blocks, width) * torch.tensor(factor, dtype=torch.float32, device=x.device)
+    random = (uniform(blocks, key, width) * 2**16).long()
+    _scatter(rounded(values, random, limit), blocks, out)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:

@@ -123,6 +123,8 @@ class Costs:
             return self.launch_s + self.touch_s * work.nbytes
         if work.kind in ("maxima", "rotate"):  # read, or read and write, 4 bytes a coordinate
             return self.launch_s + self.touch_s * work.numel * (4 if work.kind == "maxima" else 8)
+        if work.kind == "narrow":  # reads 4 bytes, writes 2, and hashes, which takes about as long again
+            return self.launch_s + self.touch_s * work.numel * 12
         gamma = self.gammas.get(work.codec)
         if gamma is None:
             raise ConfigError(

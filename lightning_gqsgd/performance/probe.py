@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.meta import codec_name
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.performance import reading
 from lightning_gqsgd.performance.costs import KINDS, Collective, Costs, Gamma
 from lightning_gqsgd.performance.profile import message_of
 from lightning_gqsgd.performance.timeline import Timeline
@@ -104,7 +105,7 @@ class Probe:
             values = json.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConfigError(f"{path} is no JSON: run `gqsgd probe --output {path}` again") from None
         version = values.pop("version", None) if isinstance(values, dict) else None
         if version != VERSION:
@@ -112,11 +113,48 @@ class Probe:
                 f"{path} is no probe of version {VERSION} (its version: {version}): run `gqsgd probe --output {path}` "
                 "again"
             )
-        costs = values.pop("costs")
-        costs["collectives"] = {key: Collective(**cost) for key, cost in costs["collectives"].items()}
-        costs["gammas"] = {key: Gamma(**gamma) for key, gamma in costs["gammas"].items()}
-        timelines = tuple(map(Timeline.from_dict, values.pop("timelines")))
-        return cls(**values, costs=Costs(**{**costs, "source": str(path)}), timelines=timelines)
+        try:
+            return cls._from_dict(values, str(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path} is no probe: {error}; run `gqsgd probe --output {path}` again") from None
+
+    @classmethod
+    def _from_dict(cls, values: dict[str, Any], source: str) -> Probe:
+        """The probe that `save` wrote as these values.
+
+        Raises:
+            ConfigError: the values are not those of a probe; the message names the entry.
+        """
+        given = reading.entries(values, "the probe", tuple(field.name for field in fields(cls)))
+        return cls(
+            costs=_costs_of(given["costs"], source),
+            ranks=reading.integer(given["ranks"], "ranks", 1),
+            per_node=reading.integer(given["per_node"], "per_node", 1),
+            backend=reading.text(given["backend"], "backend"),
+            device=reading.text(given["device"], "device"),
+            seconds=reading.number(given["seconds"], "seconds"),
+            timelines=tuple(map(Timeline.from_dict, reading.rows(given["timelines"], "timelines"))),
+        )
+
+
+def _costs_of(values: object, source: str) -> Costs:
+    """The constants of a probe's entry ``costs``.
+
+    Raises:
+        ConfigError: the entry is not what a probe has; the message names the value.
+    """
+    given = reading.entries(values, "costs", tuple(field.name for field in fields(Costs)))
+    collectives, gammas = (reading.entries(given[name], f"costs.{name}") for name in ("collectives", "gammas"))
+    return Costs(
+        {key: reading.numbers(Collective, cost, f"costs.collectives[{key!r}]") for key, cost in collectives.items()},
+        {key: reading.numbers(Gamma, gamma, f"costs.gammas[{key!r}]") for key, gamma in gammas.items()},
+        touch_s=reading.number(given["touch_s"], "costs.touch_s"),
+        launch_s=reading.number(given["launch_s"], "costs.launch_s"),
+        cores=reading.number(given["cores"], "costs.cores"),
+        thread=reading.number(given["thread"], "costs.thread"),
+        on_streams=reading.flag(given["on_streams"], "costs.on_streams"),
+        source=source,
+    )
 
 
 def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), per_node: int = 1) -> Probe:

@@ -12,13 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
+from lightning_gqsgd.performance import reading
 
 #: DDP's first bucket, and its other buckets, in bytes (torch.distributed, ``bucket_cap_mb=25``).
 FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES if dist.is_available() else 1 << 20
 BUCKET_BYTES = 25 * 2**20
+#: Dtypes of gradients by their names in files.
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,43 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Timeline:
-        """The timeline of `to_dict`."""
-        buckets = [
-            Bucket(tuple(Segment(int(p), int(numel), bool(raw)) for p, numel, raw in segments), ready)
-            for ready, segments in values["buckets"]
-        ]
-        times = (values["backward_s"], values["forward_s"], values["update_s"])
-        return cls(tuple(buckets), *times, getattr(torch, values["dtype"]), values["name"])
+        """The timeline of `to_dict`.
+
+        Raises:
+            ConfigError: ``values`` is not what `to_dict` returns; the message names the entry.
+        """
+        given = reading.entries(
+            values, "a timeline", ("name", "dtype", "forward_s", "backward_s", "update_s", "buckets")
+        )
+        dtype = reading.text(given["dtype"], "the timeline's dtype")
+        check_one_of("the timeline's dtype", dtype, _DTYPES)
+        backward_s, forward_s, update_s = (
+            reading.number(given[name], f"the timeline's {name}") for name in ("backward_s", "forward_s", "update_s")
+        )
+        buckets = tuple(_bucket(row) for row in reading.rows(given["buckets"], "the timeline's buckets"))
+        return cls(
+            buckets, backward_s, forward_s, update_s, _DTYPES[dtype], reading.text(given["name"], "the timeline's name")
+        )
+
+
+def _bucket(row: object) -> Bucket:
+    """The bucket of a row of `Timeline.to_dict`.
+
+    Raises:
+        ConfigError: it is no such row.
+    """
+    ready_s, segments = reading.rows(row, "a bucket of the timeline", 2)
+    made = []
+    for segment in reading.rows(segments, "the segments of a bucket"):
+        parameter, numel, raw = reading.rows(segment, "a segment of a bucket", 3)
+        made.append(
+            Segment(
+                reading.integer(parameter, "the parameter of a segment"),
+                reading.integer(numel, "the numel of a segment"),
+                reading.flag(raw, "the raw flag of a segment"),
+            )
+        )
+    return Bucket(tuple(made), reading.number(ready_s, "the ready time of a bucket"))
 
 
 def estimated(

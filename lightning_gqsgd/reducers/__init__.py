@@ -91,11 +91,17 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     A field ``scale`` that only repeats what the reducer always has becomes "auto".
 
     Raises:
-        ConfigError: see `choose_reducer`, `hierarchical.level_or_levels` and `memory.resolve_memory`.
+        ConfigError: ``auto`` is true; see also `choose_reducer`, `hierarchical.level_or_levels` and
+            `memory.resolve_memory`.
 
     Warns:
         StabilityWarning: see `memory.resolve_memory`.
     """
+    if config.auto:
+        allowed = ", ".join(map(str, config.allow))
+        raise ConfigError(
+            f"auto=True chooses bits by the length of the steps of a DDP training; here, give one of bits={allowed}"
+        )
     config = level_or_levels(config, ranks)
     if config.reducer == "hierarchical":
         return config

@@ -106,11 +106,14 @@ class Setting:
 
 def uncompressed(setting: Setting) -> Setting:
     """The setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the buckets.
+    Where parameters would be rounded to bf16, the setting of `native`.
 
     No coordinate is quantised, so the fields about the codec are left at their defaults. The codec itself stays, so
     that no other kernel has to be compiled; a biased one would have to have a memory.
     """
     config = setting.config
+    if config.codec == "float":
+        return replace(setting, config=type(config)(bits=32, seed=config.seed, sample_every=config.sample_every))
     kept = {name: getattr(config, name) for name in ("block_size", "seed", "sample_every")}
     codec = "auto" if config.biased else config.codec
     return replace(setting, config=type(config)(reducer="two_shot", codec=codec, **kept))

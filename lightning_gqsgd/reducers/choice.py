@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_gqsgd.codecs import Codec, codec_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Reducer
+from lightning_gqsgd.reducers.bf16 import Bf16
 from lightning_gqsgd.reducers.gather import Gather
 from lightning_gqsgd.reducers.native import Native
 from lightning_gqsgd.reducers.sum import Sum
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 FLAT: dict[str, type[Reducer]] = {
     "native": Native,
+    "bf16": Bf16,
     "sum": Sum,
     "two_shot": TwoShot,
     "gather": Gather,

@@ -23,6 +23,9 @@ from lightning_gqsgd.reducers.base import Exchange
 #: Bytes of a card on the wire: JSON, padded.
 CARD_BYTES = 2048
 
+#: Steps whose periods are kept.
+PERIODS = 16
+
 #: Characters of an error that are passed on to other ranks.
 ERROR_LENGTH = 1000
 
@@ -49,8 +52,16 @@ class Card:
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """The card of a text."""
-        return cls(*json.loads(text))
+        """The card of a text. A text that is no card gives a card that refuses: its rank has another version."""
+        try:
+            purpose, facts, error, is_own = json.loads(text)
+        except (TypeError, ValueError, RecursionError):  # a text like "[[[[[..." is too deep to parse
+            purpose, facts, error, is_own = None, None, None, None
+        if not (isinstance(purpose, str) and isinstance(facts, dict)):
+            facts = None
+        if facts is None or not isinstance(error, str) or not isinstance(is_own, bool):
+            return cls("", {}, f"its card cannot be read ({text:.100}); install the same version on every rank")
+        return cls(purpose, facts, error, is_own)
 
 
 def verdict(cards: Sequence[Card]) -> str:
@@ -93,7 +104,7 @@ def compared(card: Card, world_size: int, device: torch.device) -> Generator[Seq
     mine = torch.frombuffer(bytearray(_padded(card)), dtype=torch.uint8).to(device)
     everyone = torch.empty(world_size, CARD_BYTES, dtype=torch.uint8, device=device)
     yield (Exchange("all_gather", everyone, mine),)
-    problem = verdict([Card.from_json(bytes(row.tolist()).decode()) for row in everyone.cpu()])
+    problem = verdict([Card.from_json(bytes(row.tolist()).decode(errors="replace")) for row in everyone.cpu()])
     if problem and not card.error:
         raise ConfigError(problem)
     return 0
@@ -118,17 +129,19 @@ def _padded(card: Card) -> bytes:
 
 
 class Stamp(NamedTuple):
-    """Numbers of a step that all ranks must have in common, int64.
+    """Numbers of a step, int64. All ranks must have the first three in common.
 
     Attributes:
         seed: of the dither.
         step: number of the dither.
         digest: of all other facts (see `digest_of`).
+        period_us: length of the step before on this rank in microseconds; 0: none that counts.
     """
 
     seed: int
     step: int
     digest: int
+    period_us: int = 0
 
 
 def digest_of(text: str) -> int:
@@ -146,14 +159,43 @@ class StampCheck:
     Args:
         world_size: number of ranks.
         device: where messages lie that the host writes and reads.
+
+    Attributes:
+        periods: for each step whose stamps were read, the longest ``period_us`` over ranks, or 0 if a rank has none;
+            of the latest `PERIODS` steps.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self._world_size, self._device = world_size, device
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+        self.periods: dict[int, int] = {}
 
-    def steps(self, stamp: Stamp) -> Generator[Sequence[Exchange], None, int]:
+    def exchange(self, stamp: Stamp) -> Exchange:
+        """The exchange of stamps between all ranks, whose output is for `read`."""
+        mine = torch.tensor(stamp, dtype=torch.int64, device="cpu")
+        mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
+        everyone = torch.empty(self._world_size, len(stamp), dtype=torch.int64, device=self._device)
+        return Exchange("all_gather", everyone, mine)
+
+    def read(self, everyone: Tensor) -> None:
+        """Read the stamps of all ranks, int64 [ranks, numbers] on the host.
+
+        Raises:
+            ConfigError: stamps differ.
+        """
+        stamps = [Stamp(*row) for row in everyone.tolist()]
+        _check(stamps)
+        periods = [stamp.period_us for stamp in stamps]
+        self.periods[stamps[0].step] = max(periods) if all(periods) else 0
+        for step in list(self.periods)[:-PERIODS]:
+            del self.periods[step]
+
+    def steps(self, stamp: Stamp, *, at_once: bool = False) -> Generator[Sequence[Exchange], None, int]:
         """The exchange that compares stamps over all ranks, as steps.
+
+        Args:
+            stamp: this rank's.
+            at_once: over NCCL, the host waits for the GPU, and reads the numbers in this step.
 
         Raises:
             ConfigError: stamps differ; raised on every rank.
@@ -162,15 +204,18 @@ class StampCheck:
             numbers, event = self._unread
             self._unread = None
             event.synchronize()
-            _check(numbers)
-        mine = torch.tensor(stamp, dtype=torch.int64, device="cpu")
-        mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
-        everyone = torch.empty(self._world_size, len(stamp), dtype=torch.int64, device=self._device)
-        yield (Exchange("all_gather", everyone, mine),)
+            self.read(numbers)
+        exchange = self.exchange(stamp)
+        yield (exchange,)
         if self._device.type == "cuda":
-            self._unread = _sent_to_host(everyone)
+            self._unread = _sent_to_host(exchange.output)
+            if at_once:
+                numbers, event = self._unread
+                self._unread = None
+                event.synchronize()
+                self.read(numbers)
         else:
-            _check(everyone)
+            self.read(exchange.output)
         return 0
 
 
@@ -183,13 +228,13 @@ def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     return numbers, event
 
 
-def _check(everyone: Tensor) -> None:
-    """Raise ConfigError for stamps, int64 [ranks, numbers], that are not all equal."""
-    first, *others = [Stamp(*row) for row in everyone.tolist()]
+def _check(stamps: Sequence[Stamp]) -> None:
+    """Raise ConfigError for stamps that are not all equal, apart from their periods."""
+    first, *others = [stamp._replace(period_us=0) for stamp in stamps]
     for rank, other in enumerate(others, start=1):
         if other != first:
             names = {"seed": "seed", "step": "step", "digest": "digest of the configuration and the parameters"}
-            mine, theirs = ({names[key]: value for key, value in stamp._asdict().items()} for stamp in (first, other))
+            mine, theirs = ({name: stamp._asdict()[key] for key, name in names.items()} for stamp in (first, other))
             raise ConfigError(
                 f"ranks 0 and {rank} do not agree: {describe_difference(mine, theirs)}. A state was loaded, or "
                 "changed, on some ranks only: register the hook anew, and load the same state on every rank"

@@ -112,7 +112,9 @@ class Communicator:
         members = scope.members(self.rank, self.size)
         key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}"
         store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-        return make(store, members.index(self.rank), len(members), self.timeout)
+        made = make(store, members.index(self.rank), len(members), self.timeout)
+        _groups.add(made)
+        return made
 
     def start(self, exchange: Exchange, stage: int) -> Any:
         """Start a collective of a stage. Returns torch's `Work`, whose `wait` returns at once over NCCL: the current
@@ -171,11 +173,8 @@ class Communicator:
     def abandon(self) -> None:
         """Forget the groups in a process that was forked from the one that made them, without ending them.
 
-        Their threads live in the other process. Destructors would wait for them, and would shut down the connections,
-        which the other process still uses, so the groups are kept for the rest of this process.
+        The groups themselves are kept for the rest of this process, see `_abandon_after_fork`.
         """
-        for group in self._groups.values():
-            pythonapi.Py_IncRef(py_object(group))
         self._groups, self._latest, self._staging = {}, (None, None), None
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -242,9 +241,18 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 #: The communicators of this process, which a forked child must not touch.
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+#: The process groups of this process, also of communicators that were closed while something else still held a group.
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _abandon_after_fork() -> None:
+    """Keep all groups for ever, and forget the communicators.
+
+    The groups' threads live in the other process. Destructors would wait for these threads, and would shut down the
+    connections, which the other process still uses.
+    """
+    for group in list(_groups):
+        pythonapi.Py_IncRef(py_object(group))
     for communicator in list(_alive):
         communicator.abandon()
     _alive.clear()

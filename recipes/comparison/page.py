@@ -16,6 +16,7 @@ from lightning_gqsgd.errors import counted
 from pictures.style import colours
 from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
 from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
+from recipes.comparison.slower_links import Elsewhere
 
 AXES: tuple[Axis, ...] = ("time", "epoch", "mb_sent")
 #: Size of the curves in inches; the page is wider than a separate picture.
@@ -33,6 +34,8 @@ class Section:
         variants: the runs of each variant.
         lines: the table.
         target: value of the metric whose time is reported; NaN if there is none.
+        elsewhere: predictions for slower links, which stand in the place of the headline: on one machine, the headline
+            would say how long codecs take.
     """
 
     title: str
@@ -40,6 +43,7 @@ class Section:
     variants: dict[str, list[Run]]
     lines: list[Line]
     target: float
+    elsewhere: Elsewhere | None = None
 
 
 def write_page(sections: Sequence[Section], title: str, command: str, file: Path) -> None:
@@ -131,13 +135,24 @@ def _section(number: int, section: Section, titled: bool) -> str:
     parts = [
         "<section>",
         f"<h2>{html.escape(section.title)}</h2>" if titled else "",
-        f"<div class=tiles>{tiles}</div>" if tiles else "",
+        _elsewhere(section.elsewhere) if section.elsewhere else f"<div class=tiles>{tiles}</div>" if tiles else "",
         _tabs(number, section),
         f"<h3>Parts of a step</h3><figure class=bars>{bars}</figure>",
         f"<h3>Table</h3>{_table(section)}",
         "</section>",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _elsewhere(links: Elsewhere) -> str:
+    """The predictions for slower links, in words and as a table."""
+    head, *rows = links.rows
+    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f"<p>{html.escape(links.words)}</p><div class=wide><table><thead><tr>{titles}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
 
 
 def _tabs(number: int, section: Section) -> str:

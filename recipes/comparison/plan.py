@@ -15,10 +15,12 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from netlab.lab import NetLabError, parse_rate
-from recipes.configuration import compose_configuration
+from recipes.data.named_files import check_named
+from recipes.errors import OverrideError, RecipeError
 from recipes.files import RESULT_FILE
-from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_profile
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices, check_profile
 from recipes.measuring.metrics import METRICS, Metric
+from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_strategies
 
 CELL_FILE = "cell.json"
@@ -125,9 +127,9 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     except UnknownStrategyError as error:
         raise PlanError(str(error)) from error
     try:
-        overrides = OverridesParser.create().parse_overrides(arguments)
-    except Exception as error:  # Hydra's parser raises ANTLR's errors beside Hydra's
-        raise PlanError(f"cannot read {' '.join(arguments)!r}: {error}") from error
+        overrides = parse(arguments)
+    except OverrideError as error:
+        raise PlanError(str(error)) from error
     own = [field.name for field in fields(Settings)]
     settings = _settings([override for override in overrides if override.key_or_group in own])
     passed = [override for override in overrides if override.key_or_group not in own]
@@ -137,11 +139,11 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     swept = _swept(passed)
     if settings.links:
         passed += _on_unlimited_links(passed, settings.links)
-    composed = [(choice, _composed(choice)) for choice in _choices(passed)]
+    choices = [(choice, _composed(choice)) for choice in combinations(passed)]
     folder = Path(settings.output).absolute() / _slug(
-        "-".join([experiment, *_hardware([config for _, config in composed])])
+        "-".join([experiment, *_hardware([config for _, config in choices])])
     )
-    cells = [_cell(choice, config, swept, folder) for choice, config in composed]
+    cells = [_cell(choice, config, swept, folder) for choice, config in choices]
     _check_distinct(cells)
     _check_target(settings.target, METRICS[cells[0].config["task"]["metric"]])
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
@@ -216,32 +218,23 @@ def _swept(overrides: Sequence[Override]) -> list[str]:
     return [override.key_or_group for override in overrides if override.is_sweep_override()]
 
 
-def _choices(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """The product of all comma lists, as command lines."""
-    columns = []
-    for override in overrides:
-        if not override.is_sweep_override():
-            columns.append([str(override.input_line)])
-            continue
-        key = str(override.get_key_element())
-        columns.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-    return list(itertools.product(*columns))
-
-
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        composed = OmegaConf.to_container(compose_configuration(overrides), resolve=True)
-        assert isinstance(composed, dict)
-        check_profile(composed)
-    except Exception as error:  # Hydra and OmegaConf raise several families of errors; all of them name the key
-        raise PlanError(f"{' '.join(overrides)}: {error}") from error
-    name = composed["hardware"]["name"]
+        resolved = OmegaConf.to_container(composed(overrides), resolve=True)
+        assert isinstance(resolved, dict)
+        check_profile(resolved)
+        check_named(resolved["data"])
+        if resolved["trainer"]["accelerator"] == "cpu":
+            check_devices(resolved)  # GPUs are counted by the runs: that imports torch
+    except (RecipeError, NetLabError) as error:
+        raise PlanError(str(error)) from error
+    name = resolved["hardware"]["name"]
     if name in (MULTI_NODE, SLURM):
         raise PlanError(
             f"hardware={name}: the runs of a comparison are started from this machine, on this machine; take "
             "python recipes/run.py for each of them"
         )
-    return {str(key): value for key, value in composed.items()}
+    return {str(key): value for key, value in resolved.items()}
 
 
 def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], comparison: Path) -> Cell:

@@ -219,7 +219,7 @@ def headings(metric: Metric, target: float, reference: str = "ddp") -> list[str]
 
 def target_text(metric: Metric, target: float) -> str:
     """A target with its unit, with one digit fewer than values have."""
-    return metric.text(target, metric.digits - 1) + ("%" if metric.percent else "")
+    return metric.shown(target, metric.digits - 1)
 
 
 def cells(line: Line) -> list[str]:

@@ -1,16 +1,13 @@
-"""Runs the cells of a comparison one after another, each in fresh processes."""
+"""Runs the cells of a comparison one after another, each in processes of its own."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +18,18 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from rich.table import Column
 
 from recipes.comparison.plan import CELL_FILE, Cell
+from recipes.comparison.processes import Starter
 from recipes.files import RESULT_FILE
-from recipes.launch.processes import folder_argument
 from recipes.measuring.metrics import METRICS
+from recipes.pace import LINE_EVERY_S, ComparisonPace, duration
 
-ROOT = Path(__file__).resolve().parents[2]
 LOG = "output.log"
 TAIL_LINES = 25
+#: Name of the line of the whole comparison.
+WHOLE = "all runs"
+
+#: Shows the number of a cell, its state, whether it has ended, and the time that is left.
+Line = Callable[[int, str, bool, str | None], None]
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
         The cells that failed.
     """
     failures = []
-    with _lines(cells, console) as line:
+    with closing(Starter()) as starter, _lines(cells, console) as line:
         for number, cell in enumerate(cells):
             if not fresh and cell.is_finished():
                 line(number, "finished before", done=True)
                 continue
             try:
                 line(number, "starting")
-                failure = _run(cell, partial(line, number))
+                failure = _run(cell, starter, partial(line, number))
             except KeyboardInterrupt:
                 line(number, "stopped", done=True)
                 raise
@@ -73,53 +75,28 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
     return failures
 
 
-def command(cell: Cell) -> list[str]:
-    """Command line of one cell."""
-    return [sys.executable, str(ROOT / "recipes" / "run.py"), *cell.overrides, folder_argument(cell.folder)]
-
-
-def _run(cell: Cell, say: Callable[[str], None]) -> Failure | None:
+def _run(cell: Cell, starter: Starter, say: Callable[[str], None]) -> Failure | None:
     if (cell.folder / CELL_FILE).exists():
         shutil.rmtree(cell.folder)  # an unfinished run, or one with another configuration
     cell.folder.mkdir(parents=True, exist_ok=True)
     (cell.folder / CELL_FILE).write_text(json.dumps(cell.config, indent=2) + "\n")
     log = cell.folder / LOG
-    with open(log, "wb") as output:
-        # The run has a session of its own, so that an interrupt ends the run with all its processes.
-        process = subprocess.Popen(
-            command(cell),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                time.sleep(0.3)
-                say(_latest(log))
-        finally:
-            _end(process)
-    if process.returncode == 0 and (cell.folder / RESULT_FILE).is_file():
-        return None
-    reason = f"exit code {process.returncode}" if process.returncode else f"no {RESULT_FILE}"
-    return Failure(cell, reason, "\n".join(_read(log).splitlines()[-TAIL_LINES:]))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a run; after a normal end nothing is left."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
+    run = starter.start(cell, log)
     try:
-        process.wait(timeout=20)  # netlab gives its hosts 5 s, and takes the lab down then
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        while (code := run.poll()) is None:
+            time.sleep(0.3)
+            say(_latest(log))
+    finally:
+        run.end()
+    if code == 0 and (cell.folder / RESULT_FILE).is_file():
+        return None
+    reason = f"exit code {code}" if code else f"no {RESULT_FILE}"
+    return Failure(cell, reason, "\n".join(_read(log).splitlines()[-TAIL_LINES:]))
 
 
 def _latest(log: Path) -> str:
     """The last line of progress in a run's output."""
-    lines = [line for line in _read(log)[-4000:].splitlines() if line.startswith("epoch ")]
+    lines = [line for line in _read(log)[-4000:].splitlines() if line.startswith(("epoch ", "step "))]
     return escape(lines[-1]) if lines else "starting"
 
 
@@ -131,28 +108,63 @@ def _outcome(cell: Cell) -> str:
     facts = json.loads((cell.folder / RESULT_FILE).read_text())
     metric = METRICS[facts["metric"]]
     value = facts["metrics"].get(metric.test, facts["metrics"].get(metric.val))
-    shown = f"{metric.label} {value:.4f}, " if value is not None else ""
+    shown = f"{metric.label} {metric.shown(value)}, " if value is not None else ""
     return f"{shown}{facts['train_time']:.1f} s of training, {facts['mb_sent']:,.1f} MB sent"
+
+
+def _share(text: str) -> float:
+    """Part of a run that its line of progress says is done, 0 to 1; 0 if the line says nothing."""
+    found = re.search(r"\((\d+) %\)", text)
+    return int(found[1]) / 100 if found else 0.0
+
+
+def name_of(cell: Cell) -> str:
+    """What a cell is called while it runs."""
+    return f"{cell.variant}, seed {cell.seed}" + (f", steps at {cell.link}" if cell.link else "")
 
 
 @contextmanager
 def _lines(cells: tuple[Cell, ...], console: Console) -> Iterator[Callable[..., None]]:
     """A function (number of the cell, text, done) that shows the state of a cell.
 
-    On a terminal every cell has a live line; elsewhere plain lines are printed in order.
+    On a terminal every cell has a live line, and so has the whole comparison. Elsewhere plain lines are printed in
+    order, at the beginning and the end of each cell, and now and then.
     """
-    names = [f"{cell.variant}, seed {cell.seed}" for cell in cells]
-    width = max(map(len, names))
-    if not console.is_terminal:
+    pace = ComparisonPace(["probe" if cell.link else "training" for cell in cells])
+    show = _live if console.is_terminal else _plain
+    with show([name_of(cell) for cell in cells], console) as line:
 
-        def plain(number: int, text: str, done: bool = False) -> None:
-            if done or text == "starting" and number not in started:
+        def follow(number: int, text: str, done: bool = False) -> None:
+            if text == "starting" and number not in started:
                 started.add(number)
-                console.print(f"[{number + 1}/{len(cells)}] {names[number]:{width}}  {text}", markup=done)
+                pace.start(number)
+            if done:
+                pace.finish(number)
+            left = pace.seconds_left(_share(text))
+            line(number, text, done, None if left is None else f"{duration(left)} left of the comparison")
 
         started: set[int] = set()
-        yield plain
-        return
+        yield follow
+
+
+@contextmanager
+def _plain(names: list[str], console: Console) -> Iterator[Line]:
+    width = max(map(len, names))
+    said: dict[int, float] = {}
+
+    def line(number: int, text: str, done: bool, left: str | None) -> None:
+        now = time.monotonic()
+        if done or number not in said or now >= said[number] + LINE_EVERY_S:
+            said[number] = now
+            rest = f"; {left}" if left else ""
+            console.print(f"[{number + 1}/{len(names)}] {names[number]:{width}}  {text}{rest}", markup=done)
+
+    yield line
+
+
+@contextmanager
+def _live(names: list[str], console: Console) -> Iterator[Line]:
+    width = max(map(len, [*names, WHOLE]))
     columns = (
         SpinnerColumn(finished_text="[green]✓[/]"),
         TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=width)),
@@ -161,10 +173,14 @@ def _lines(cells: tuple[Cell, ...], console: Console) -> Iterator[Callable[..., 
     )
     with Progress(*columns, console=console) as progress:
         tasks: list[TaskID] = [progress.add_task(name, total=1, start=False, status="waiting") for name in names]
+        whole = progress.add_task(WHOLE, total=len(names), status="")
+        finished: set[int] = set()
 
-        def live(number: int, text: str, done: bool = False) -> None:
+        def line(number: int, text: str, done: bool, left: str | None) -> None:
             if not progress.tasks[number].started:
                 progress.start_task(tasks[number])
             progress.update(tasks[number], status=text, completed=int(done))
+            finished.update([number] if done else [])
+            progress.update(whole, completed=len(finished), status=left or "")
 
-        yield live
+        yield line

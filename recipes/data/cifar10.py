@@ -11,7 +11,8 @@ from torchvision.datasets import CIFAR10
 
 from recipes.data.image_cache import load_cached
 from recipes.data.images import ImageDataModule
-from recipes.data.sources import DataError, announce_fallback, cache_folder, socket_timeout, unreachable
+from recipes.data.sources import announce_fallback, cache_folder, socket_timeout, unreachable
+from recipes.errors import DataError
 from workloads.digits import load_digits
 from workloads.image_files import ARCHIVES, SPLITS, is_archive
 from workloads.images import ImageSet

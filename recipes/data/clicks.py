@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.data import criteo
 from recipes.data.click_features import field_ids
 from recipes.data.criteo import FIELDS, ClickLog
-from recipes.data.sources import DataError, announce_fallback, cache_folder
+from recipes.data.sources import announce_fallback, cache_folder
 from recipes.data.splits import split, stratified
 from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
 from recipes.data.task_data import TaskData, whole_batches
+from recipes.errors import DataError
 
 #: Ids and labels.
 ClickBatch = tuple[Tensor, Tensor]

@@ -21,8 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from recipes.data.sources import DataError, store_arrays
+from recipes.data.sources import store_arrays
 from recipes.data.tokenizers import Ids, Vocabulary, splitter
+from recipes.errors import DataError
 
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 SPLITS = ("train", "valid")

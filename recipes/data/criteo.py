@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from recipes.data.sources import DataError, store_arrays
+from recipes.data.sources import store_arrays
+from recipes.errors import DataError
 
 NUMERICAL = 13
 CATEGORICAL = 26

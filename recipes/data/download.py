@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from recipes.data.sources import USER_AGENT, DataError
+from recipes.data.sources import USER_AGENT
+from recipes.errors import DataError
 
 
 def download(url: str, sha256: str, target: Path, timeout: float) -> None:

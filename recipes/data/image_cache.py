@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.data.sources import DataError, store_arrays
+from recipes.data.sources import store_arrays
+from recipes.errors import DataError
 from workloads.image_files import ImageFileError, decode, files_below
 from workloads.images import ImageSet
 

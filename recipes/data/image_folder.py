@@ -18,9 +18,10 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from netlab.machine import cores
-from recipes.data.sources import DataError, announce_fallback
+from recipes.data.sources import announce_fallback
 from recipes.data.splits import stratified
 from recipes.data.task_data import TaskData
+from recipes.errors import DataError
 from workloads.digits import load_digits
 from workloads.images import Labels
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.data.augmentation import augment
-from recipes.data.sources import DataError
 from recipes.data.splits import stratified
 from recipes.data.task_data import TaskData, whole_batches
+from recipes.errors import DataError
 from workloads.images import Images, ImageSet, Labels
 
 #: Images, labels and indices of a batch.

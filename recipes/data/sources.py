@@ -18,14 +18,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from numpy.typing import NDArray
 from rich.console import Console
 
-from recipes.errors import RecipeError
+from recipes.errors import DataError
 
 #: Some servers refuse requests under the name that urllib gives itself.
 USER_AGENT = "lightning-gqsgd"
-
-
-class DataError(RecipeError):
-    """Data that are absent, or are not what the configuration says; the message names the remedy."""
 
 
 def cache_folder(cache_dir: str | None) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.sources import DataError
+from recipes.errors import DataError
 
 
 def stratified(labels: NDArray[np.integer], count: int | None, setting: str) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_gqsgd.errors import counted
-from recipes.data.sources import DataError
+from recipes.errors import DataError
 
 
 class TaskData(LightningDataModule):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gqsgd.errors import counted
-from recipes.data.sources import DataError
 from recipes.data.task_data import TaskData, whole_batches
 from recipes.data.tokenizers import TOKENIZERS, Ids
+from recipes.errors import DataError
 
 #: Inputs and targets.
 TextBatch = tuple[Tensor, Tensor]

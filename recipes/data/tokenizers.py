@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.sources import DataError
+from recipes.errors import DataError
 
 TOKENIZERS = ("word", "char")
 UNKNOWN = "<unk>"

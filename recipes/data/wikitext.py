@@ -9,9 +9,11 @@ from typing import Any
 from recipes.data import corpus
 from recipes.data.corpus import Text, TextFile
 from recipes.data.download import download as download_file
-from recipes.data.sources import DataError, announce_fallback, cache_folder, unreachable
+from recipes.data.named_files import named_file
+from recipes.data.sources import announce_fallback, cache_folder, unreachable
 from recipes.data.text import TextDataModule, TextSet
 from recipes.data.tokenizers import Ids
+from recipes.errors import DataError
 
 #: URL and SHA-256 of each collection's archive, at the site of the data set's first author.
 COLLECTIONS = {
@@ -40,7 +42,7 @@ class WikiTextData(TextDataModule):
     Args:
         collection: what is downloaded: ``"wikitext-2"`` or ``"wikitext-103"``.
         root: folder or archive, which is used or refused, and never replaced; None: the other sources.
-        train_file, valid_file: files to be taken instead of those in ``root``.
+        train_file, valid_file: files to be taken instead of those that ``root`` has; also names of files in ``root``.
         download: whether the collection may be downloaded to ``cache_dir``.
         download_timeout: seconds without an answer after which the network counts as absent.
         fallback: whether the topics of Python's ``help`` stand in where there is no WikiText.
@@ -121,9 +123,9 @@ class WikiTextData(TextDataModule):
 
     def _file(self, split: str) -> TextFile:
         if split in self._files:
-            named = self._files[split]
-            if not named.is_file():
-                raise DataError(f"data.{split}_file={named} is no file; {REMEDY}")
+            named = named_file(self._files[split], self._root)
+            if named is None:
+                raise DataError(f"data.{split}_file={self._files[split]} is no file; {REMEDY}")
             return TextFile(named)
         root = self._root
         if root is None:

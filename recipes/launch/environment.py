@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from netlab.machine import cores
 from recipes.launch.hardware import HardwareError, variables
 
@@ -51,6 +49,8 @@ def set_threads(threads: int | None, local_processes: int, environment: MutableM
         threads = int(environment["OMP_NUM_THREADS"])
     if threads is None:
         threads = max(1, cores() // max(1, int(environment.get("LOCAL_WORLD_SIZE", local_processes))))
+    import torch  # here, not above: the environment of a profile is set before torch is imported
+
     environment["OMP_NUM_THREADS"] = str(threads)  # Lightning sets a number of its own where the variable is missing
     torch.set_num_threads(threads)
     return threads

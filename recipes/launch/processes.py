@@ -7,8 +7,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from recipes.errors import RecipeError
 
 
@@ -104,10 +102,17 @@ def local_processes(accelerator: str, devices: int | str | Sequence[int]) -> int
 
     Args:
         accelerator: ``trainer.accelerator``.
-        devices: ``trainer.devices``: a number, a list of devices, or ``"auto"`` for all GPUs.
+        devices: ``trainer.devices``: a number, a list of devices, or ``"auto"`` (also -1) for all GPUs.
     """
     if not isinstance(devices, int | str):
         return len(devices)
     if str(devices).isdecimal():
         return max(1, int(devices))
-    return torch.cuda.device_count() if accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available() else 1
+    return max(1, gpus()) if accelerator in ("gpu", "cuda", "auto") else 1
+
+
+def gpus() -> int:
+    """Number of GPUs that torch finds on this machine."""
+    import torch  # here, not above: torch takes seconds to import, and most command lines are checked without it
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lightning.pytorch.loggers import WandbLogger
 
+from recipes.files import WANDB_ID_FILE
 from recipes.launch.ranks import is_rank_zero
 from recipes.loggers.labels import Labels
 from recipes.loggers.wandb_client import start_wandb
@@ -34,8 +37,12 @@ def wandb_logger(
     """
     if not is_rank_zero():
         return WandbLogger(project=project, save_dir=folder)  # makes no run: Lightning logs on rank zero only
+    known = Path(folder, WANDB_ID_FILE)
+    # A run that goes on from a checkpoint has the file of the run that has written the checkpoint.
+    continued = {"id": known.read_text().strip(), "resume": "allow"} if known.is_file() else {}
     run = start_wandb(
         folder,
+        **continued,
         project=project,
         entity=entity,
         tags=list(dict.fromkeys([*labels.tags, *(tags or [])])),
@@ -43,6 +50,7 @@ def wandb_logger(
         group=labels.group,
         job_type=labels.strategy,
     )
+    known.write_text(f"{run.id}\n")
     run.define_metric(names.TRAIN_TIME)
     for name in names.against_time(metric):
         of_metric = name in (metric.train, metric.val, metric.test)

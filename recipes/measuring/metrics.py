@@ -55,6 +55,15 @@ class Metric:
             return "–"
         return f"{self.scaled(value):,.{self.digits if digits is None else digits}f}"
 
+    def shown(self, value: float, digits: int | None = None) -> str:
+        """A value with its unit, e.g. ``97.78 %``, for lines of text.
+
+        Args:
+            value: the value.
+            digits: number of digits after the point; None: those of the metric.
+        """
+        return self.text(value, digits) + (" %" if self.percent else "")
+
     def scaled(self, value: float) -> float:
         """A value in the unit of `heading`."""
         return 100 * value if self.percent else value

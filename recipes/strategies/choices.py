@@ -7,19 +7,24 @@ that a new preset is a choice as soon as it is in `lightning_gqsgd.presets`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd.errors import did_you_mean
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
 from recipes.errors import RecipeError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUP = "strategy"
 TARGET = "lightning_gqsgd.GQSGDStrategy"
+
+#: Bits of the package's own codec where a preset names no number.
+DEFAULT_BITS = 8
 
 #: What ``strategy=all`` of compare.py stands for: every preset, and the baselines that run on every device.
 ALL = ("ddp", "ddp_bf16", *PRESETS)
@@ -35,8 +40,9 @@ def baselines() -> list[str]:
 
 
 def strategies() -> list[str]:
-    """Names of all strategies: the baselines, then the presets in the order of the package."""
-    return [*baselines(), *PRESETS]
+    """Names of all strategies: the baselines, then the presets in the order of the package, then those of local
+    steps."""
+    return [*baselines(), *PRESETS, *LOCAL_PRESETS]
 
 
 def register_presets() -> None:
@@ -44,6 +50,9 @@ def register_presets() -> None:
     store = ConfigStore.instance()
     for name in PRESETS:
         store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.presets")
+    for name, local in LOCAL_PRESETS.items():
+        node = {"name": name, "_target_": TARGET, "preset": name, "local_steps": local.options["every"]}
+        store.store(group=GROUP, name=name, node=node, provider="lightning_gqsgd.local_steps.presets")
 
 
 def _node(name: str) -> dict[str, Any]:
@@ -52,7 +61,12 @@ def _node(name: str) -> dict[str, Any]:
     preset = PRESETS[name]
     # A key that is listed is changed by strategy.bits=2, another one is added by +strategy.bits=2. The package's own
     # codec is used at different numbers of bits; the systems of the literature have theirs.
-    return {**node, "bits": preset.config.bits} if set(preset.fields) <= {"bits"} else node
+    return {**node, "bits": preset.fields.get("bits", DEFAULT_BITS)} if set(preset.fields) <= {"bits"} else node
+
+
+def searches_elsewhere(arguments: Sequence[str]) -> bool:
+    """Whether a command line adds folders to Hydra's search path, which may hold further choices."""
+    return any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments)
 
 
 def check_strategies(arguments: Sequence[str]) -> None:
@@ -65,7 +79,7 @@ def check_strategies(arguments: Sequence[str]) -> None:
     Raises:
         UnknownStrategyError: a name is no choice of ``strategy=``.
     """
-    if any(re.match(r"(--config-dir|-cd|\+*hydra\.searchpath=)", argument) for argument in arguments):
+    if searches_elsewhere(arguments):
         return
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -73,6 +87,26 @@ def check_strategies(arguments: Sequence[str]) -> None:
             continue  # another group, or a value in Hydra's grammar of sweeps
         for name in value.split(","):
             _check(name)
+
+
+def check_settings(node: Mapping[str, Any]) -> None:
+    """Refuse a configuration of gqsgd that cannot work, before Lightning is imported; this imports torch.
+
+    Args:
+        node: the node ``strategy`` of a configuration.
+
+    Raises:
+        ConfigError: the fields of the node make no configuration of gqsgd.
+    """
+    if node["_target_"] != TARGET:
+        return
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.presets import make_config
+
+    plain: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    # Other entries are arguments of Lightning's strategy.
+    fields = {name: value for name, value in plain.items() if name in GQSGDConfig.field_names()}
+    make_config(plain.get("preset"), **fields)
 
 
 def _check(name: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from recipes.errors import RecipeError
+from recipes.files import RESULT_FILE, WANDB_ID_FILE
 
 CHECKPOINTS = "checkpoints"
 LAST = "last.ckpt"
@@ -45,3 +47,43 @@ def find_checkpoint(cfg: DictConfig, folder: Path) -> str | None:
             "leave resume out for a new run, or name a file with ckpt_path=PATH"
         )
     return str(earlier[-1])
+
+
+def carry_wandb_id(checkpoint: str | None, folder: Path) -> None:
+    """Give a run that goes on the id of the W&B run that it continues, and a new run none.
+
+    Args:
+        checkpoint: path of the checkpoint; None for a new run.
+        folder: folder of the run, in which the id is found.
+    """
+    own = folder / WANDB_ID_FILE
+    if checkpoint is None:
+        own.unlink(missing_ok=True)
+        return
+    earlier = Path(checkpoint).parents[1] / WANDB_ID_FILE
+    if earlier.is_file() and not own.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        own.write_text(earlier.read_text())
+
+
+def finished_message(cfg: DictConfig, checkpoint: str) -> str | None:
+    """What is said of a checkpoint whose run has nothing left to train; None if there is something left.
+
+    Args:
+        cfg: configuration of the run that is to go on.
+        checkpoint: path of the checkpoint.
+    """
+    result = Path(checkpoint).parents[1] / RESULT_FILE
+    if not result.is_file():
+        return None
+    facts = json.loads(result.read_text())
+    max_epochs, max_steps = cfg.trainer.max_epochs, cfg.trainer.max_steps
+    all_epochs = max_epochs not in (None, -1) and facts["epochs"] >= max_epochs
+    all_steps = max_steps not in (None, -1) and facts["steps"] >= max_steps
+    if not all_epochs and not all_steps:
+        return None
+    limit = f"trainer.max_epochs={max_epochs}" if all_epochs else f"trainer.max_steps={max_steps}"
+    return (
+        f"nothing to go on with: the run of {checkpoint} is finished ({limit}), and nothing has been written; its "
+        f"result is {result}; raise {limit.partition('=')[0]} to train longer"
+    )

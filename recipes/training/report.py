@@ -100,9 +100,9 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: str | None) -> None:
     lines = {}
     metric = run.metric
     if metric.test in facts["metrics"]:
-        lines[f"test {metric.label}"] = f"{facts['metrics'][metric.test]:.4f}"
+        lines[f"test {metric.label}"] = metric.shown(facts["metrics"][metric.test])
     if run.value.size:
-        lines[f"validation {metric.label}"] = f"{run.value[-1]:.4f} (best {run.best:.4f})"
+        lines[f"validation {metric.label}"] = f"{metric.shown(run.value[-1])} (best {metric.shown(run.best)})"
         plot = folder / f"{metric.label.lower()}.png"
         title = f"{facts['title']} on {facts['data']}, {facts['strategy']}"
         save_curves({facts["strategy"]: [run]}, "time", title, plot)

@@ -6,12 +6,14 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
@@ -32,9 +34,9 @@ from recipes.measuring.metrics import Metric
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
 from recipes.training.building import build
-from recipes.training.checkpoints import CHECKPOINTS, LAST, find_checkpoint
+from recipes.training.checkpoints import CHECKPOINTS, LAST, carry_wandb_id, find_checkpoint
 from recipes.training.machine import machine_facts
-from recipes.training.progress import PlainProgress
+from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.report import StartupSummary, finish, run_facts
 
 
@@ -82,12 +84,13 @@ def train(cfg: DictConfig, folder: Path) -> float:
         default_root_dir=folder,
         num_sanity_val_steps=0,
         enable_model_summary=False,
-        enable_progress_bar=_interactive(),
+        enable_progress_bar=False,  # the callbacks above show the whole run
         enable_checkpointing=bool(cfg.checkpoint),
     )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    if cfg.test:
-        trainer.test(module, datamodule=data, verbose=False)
+    with _interrupts(trainer):
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        if cfg.test:
+            trainer.test(module, datamodule=data, verbose=False)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish()
@@ -96,6 +99,17 @@ def train(cfg: DictConfig, folder: Path) -> float:
         finish(folder, result, str(folder / CHECKPOINTS / LAST) if cfg.checkpoint else None)
     metrics = result["metrics"]
     return metrics.get(module.metric.test, metrics.get(module.metric.val, float("nan")))
+
+
+@contextmanager
+def _interrupts(trainer: Trainer) -> Iterator[None]:
+    """Raise KeyboardInterrupt for an interrupted training; Lightning ends the process with exit code 1 instead."""
+    try:
+        yield
+    except SystemExit:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from None
+        raise
 
 
 def _summary(config: dict[str, Any], network: torch.nn.Module, threads: int, folder: Path) -> dict[str, str]:
@@ -114,7 +128,7 @@ def _summary(config: dict[str, Any], network: torch.nn.Module, threads: int, fol
 
 def _callbacks(cfg: DictConfig, folder: Path, metric: Metric) -> list[Callback]:
     """The callbacks that show progress and keep checkpoints."""
-    callbacks: list[Callback] = [RichProgressBar() if _interactive() else PlainProgress(metric)]
+    callbacks: list[Callback] = [LiveProgress(metric) if _interactive() else PlainProgress(metric)]
     if cfg.checkpoint:
         # One file, which is written over after each validation; Lightning saves atomically.
         callbacks.append(
@@ -133,6 +147,8 @@ def _loggers(
     else:
         csv = ContinuedCSVLogger(folder)
     loggers: list[Logger] = [csv]
+    if is_rank_zero():
+        carry_wandb_id(checkpoint, folder)
     if "_target_" in cfg.logger:
         labels = Labels(name, cfg.logger.get("group") or cfg.title, cfg.title, cfg.strategy.name, cfg.hardware.name)
         loggers.append(build(cfg.logger, leave_out=("name", "group"), folder=str(folder), labels=labels, metric=metric))

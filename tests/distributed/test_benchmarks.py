@@ -112,3 +112,10 @@ def test_prediction() -> None:
     shown = _run("prediction", "--hosts", "2", "--rate", "none", "--model", "mlp", "--seconds", "1")
     assert "mlp gqsgd_4bit, 2 hosts, none:" in shown
     assert "Predicted against measured step time" in shown
+
+
+@needs_root
+@pytest.mark.slow
+def test_local_steps() -> None:
+    few = ("--steps", "4", "--validate-every", "2", "--case", "ddp", "diloco, H=16, 4 bits")
+    assert "diloco, H=16, 4 bits" in _run("local_steps", "--hosts", "2", "--rate", "none", *few)

@@ -88,6 +88,35 @@ def test_native_reducer_and_warm_up_are_plain_ddp_to_the_bit(tmp_path: Path) -> 
         assert warm == plain
 
 
+def _sixteen_bits(rank: int) -> tuple[str, str, float, float]:
+    model, state = wrapped({"bucket_cap_mb": 0.03}, {"bits": 16, "sample_every": 1})
+    losses = train(model, rank, range(10))
+    found = finish(state, model)
+    warm, other = wrapped({}, {"bits": 16, "warmup_steps": 8})
+    train(warm, rank, range(8))
+    other.close()
+    assert "16 bits (bf16" in state.report()
+    assert losses[-1] < losses[0]
+    return found["bits"], fingerprint(warm), found["totals"]["bits_per_coordinate"], found["totals"]["rel_l2"]
+
+
+def _plain(rank: int) -> str:
+    plain = DistributedDataParallel(mlp())
+    train(plain, rank, range(8))
+    return fingerprint(plain)
+
+
+def test_16_bits_give_the_same_parameters_on_all_ranks_and_warm_up_as_plain_ddp(tmp_path: Path) -> None:
+    for ranks in (2, 3):
+        plain = run(_plain, ranks, tmp_path)
+        results = run(_sixteen_bits, ranks, tmp_path)
+        assert len({bits for bits, *_ in results}) == 1
+        for _, warm, bits_per_coordinate, error in results:
+            assert warm == plain[0]
+            assert bits_per_coordinate == 16
+            assert 0 < error < 2**-7
+
+
 def _interrupted(rank: int, path: Path, reducer: str) -> tuple[str, str]:
     options, hook = {"bucket_cap_mb": 0.03}, {"reducer": reducer, "seed": 5, "warmup_steps": 3}
     whole, state = wrapped(options, hook)

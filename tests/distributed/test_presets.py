@@ -13,13 +13,13 @@ import torch.distributed as dist
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.memory import kinds
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 REMEMBERING = [name for name, preset in PRESETS.items() if kinds(preset.config)]
-STATELESS = [name for name in PRESETS if name not in REMEMBERING]
+STATELESS = [name for name in FIXED if name not in REMEMBERING]
 
 
 def _gradient(rank: int) -> torch.Tensor:

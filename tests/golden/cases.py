@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.simulation import VirtualRanks
 
 FILE = Path(__file__).parent / "golden.json"
@@ -46,7 +46,7 @@ def gradients(ranks: int, step: int, dtype: torch.dtype) -> list[Tensor]:
 
 def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Name, number of ranks and configuration of every case."""
-    for preset in PRESETS:
+    for preset in FIXED:
         for dtype in DTYPES:
             for ranks in (2, 3, 5):
                 yield f"{preset} {dtype} n={ranks}", ranks, {"preset": preset, "dtype": DTYPES[dtype]}

@@ -16,7 +16,7 @@ from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.telemetry import Telemetry
@@ -190,7 +190,7 @@ def _averaged(config: GQSGDConfig, gradients: list[list[Tensor]], device: torch.
     return found
 
 
-ON_GPUS = [name for name, preset in PRESETS.items() if preset.config.coder == "fixed"]
+ON_GPUS = [name for name, preset in FIXED.items() if preset.config.coder == "fixed"]
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gqsgd.memory.StabilityWarning")
@@ -200,7 +200,7 @@ ON_GPUS = [name for name, preset in PRESETS.items() if preset.config.coder == "f
 def test_every_preset_gives_the_bits_of_the_cpu(name: str, ranks: int, dtype: torch.dtype) -> None:
     """Three steps, so that what is remembered in one shows in the next: nearly the same then, because a GPU contracts
     the products and sums of `torch.add`."""
-    config = resolve(PRESETS[name].config, ranks)
+    config = resolve(FIXED[name].config, ranks)
     gradients = [[gradient(10 * step + rank, NUMEL, dtype) for rank in range(ranks)] for step in range(3)]
     expected, found = _averaged(config, gradients, CPU), _averaged(config, gradients, DEVICE)
     wrong = {}
@@ -218,6 +218,6 @@ def _distance(found: Tensor, expected: Tensor) -> str:
 
 
 def test_elias_codes_are_refused_on_a_gpu() -> None:
-    config = resolve(PRESETS["qsgd_elias"].config, 2)
+    config = resolve(FIXED["qsgd_elias"].config, 2)
     with pytest.raises(ConfigError, match="coder='elias' is for tensors on the CPU"):
         compile_kernels(config, torch.float32, DEVICE, 2)

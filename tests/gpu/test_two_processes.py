@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.memory import kinds
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.simulation import average
 from tests.distributed.models import batch, mlp, wrapped
 from tests.distributed.ranks import SPAWN, run
@@ -22,8 +22,8 @@ from tests.gpu.card import DEVICE, difference, marks
 
 pytestmark = marks
 
-ON_GPUS = [name for name, preset in PRESETS.items() if preset.config.coder == "fixed"]
-STATELESS = [name for name in ON_GPUS if not kinds(PRESETS[name].config)]
+ON_GPUS = [name for name, preset in FIXED.items() if preset.config.coder == "fixed"]
+STATELESS = [name for name in ON_GPUS if not kinds(FIXED[name].config)]
 SHAPES = [(300, 40), (17,), (5000,), (64, 65)]
 
 

@@ -23,9 +23,11 @@ import pytest
 import torch
 
 import lightning_gqsgd
+from lightning_gqsgd import _autoload
 from lightning_gqsgd._autoload import STRATEGY_PRESETS, strategy_names
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.integrations import trainer
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
@@ -317,7 +319,9 @@ def find_all_names(_: int) -> None:
         for name, arguments in strategy_names().items():
             strategy = registry.get(name)
             kinds.add(type(strategy))
-            assert strategy.gqsgd_config == PRESETS[arguments["preset"]].config
+            preset = arguments["preset"]
+            compression = LOCAL_PRESETS[preset].preset if preset in LOCAL_PRESETS else preset
+            assert strategy.gqsgd_config == PRESETS[compression].config
             assert strategy._start_method == arguments["start_method"]
             assert strategy._ddp_kwargs.get("find_unused_parameters") == arguments.get("find_unused_parameters")
     assert len(kinds) == 4, kinds
@@ -328,7 +332,8 @@ def find_all_names(_: int) -> None:
 def test_all_names_are_in_all_four_registries(tmp_path: Path) -> None:
     names = strategy_names()
     assert tuple(PRESETS) == STRATEGY_PRESETS
-    assert len(names) == len(PRESETS) * 4 * 3
+    assert tuple(LOCAL_PRESETS) == _autoload.LOCAL_PRESETS
+    assert len(names) == len(PRESETS) * 4 * 3 + len(LOCAL_PRESETS) * 4
     assert {"gqsgd", "gqsgd_4bit", "gqsgd_spawn", "gqsgd_fork_find_unused_parameters_true", "gqsgd_notebook"} <= set(
         names
     )
@@ -359,10 +364,14 @@ def test_every_field_is_an_argument() -> None:
         "warmup_steps": 3,
         "seed": 4,
         "sample_every": 5,
+        "auto": False,
+        "allow": (32, 16, 8, 4),
     }
     assert set(values) == set(GQSGDConfig.field_names())
     assert lightning_gqsgd.GQSGDStrategy(**values).gqsgd_config == GQSGDConfig(**values)
     assert lightning_gqsgd.GQSGDFabricStrategy(**values).gqsgd_config == GQSGDConfig(**values)
+    chosen = GQSGDConfig(auto=True, allow=(32, 4))
+    assert lightning_gqsgd.GQSGDStrategy(auto=True, allow=[4, 32]).gqsgd_config == chosen
     assert lightning_gqsgd.GQSGDStrategy(preset="gqsgd_4bit", block_size=64).gqsgd_config == GQSGDConfig(
         bits=4, block_size=64
     )
@@ -381,6 +390,8 @@ def test_the_strategys_signature_the_fields_and_their_description_agree() -> Non
         taken = set(typing.get_args(types[name]))
         if name == "exclude":
             assert taken == {Sequence[str], type(None)}
+        elif name == "allow":
+            assert taken == {Sequence[int], type(None)}
         else:
             assert taken >= {*(typing.get_args(field) or (field,)), type(None)}
     described = re.findall(r"^        (\w+): ", str(GQSGDConfig.__doc__), re.MULTILINE)

@@ -232,3 +232,27 @@ def mistakes(rank: int, folder: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
+
+
+def _local(_: int, folder: Path) -> list[list[Any]]:
+    results = []
+    for number, fields in enumerate(({"local_steps": 3}, {"preset": "gqsgd_fedpaq", "fragments": 2, "delay": 1})):
+        saving = {"save_strategy": "steps", "save_steps": 5, "gradient_accumulation_steps": 2}
+        whole = trainer_of(folder / str(number), **saving)
+        callback = enable(whole, **fields)
+        whole.train()
+        resumed = trainer_of(folder / str(number), **saving)
+        enable(resumed, **fields)
+        resumed.train(resume_from_checkpoint=str(folder / str(number) / "checkpoint-5"))
+        sent = [row["gqsgd/bytes_sent"] for row in whole.state.log_history if "gqsgd/bytes_sent" in row]
+        results.append([fingerprint(whole.model), fingerprint(resumed.model), callback.averages.step, len(sent) > 0])
+    return results
+
+
+def test_local_steps_train_without_ddp_and_resume(tmp_path: Path) -> None:
+    first, second = run(_local, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    for whole, resumed, steps, logged in first:
+        assert whole == resumed
+        assert steps == 8
+        assert logged

@@ -82,21 +82,22 @@ def clean_process() -> Iterator[None]:
 
 @pytest.fixture
 def refusal(
-    clean_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., str | int | None]]:
-    """What run.py ends with when it refuses a command line, in this process: its message, on stderr in a real run."""
+    clean_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """The line that run.py writes to stderr when it refuses a command line with exit code 2, in this process."""
     hydra_state = Singleton.get_state()
     for name in set(os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
-    def start(*arguments: str) -> str | int | None:
+    def start(*arguments: str) -> str:
         # Hydra's loggers would outlive this test.
         quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
         monkeypatch.setattr(sys, "argv", ["recipes/run.py", *quiet, *arguments])
         with pytest.raises(SystemExit) as stopped:
             run.start()
-        return stopped.value.code
+        assert stopped.value.code == 2
+        return capsys.readouterr().err.removesuffix("\n")
 
     yield start
     Singleton.set_state(hydra_state)

@@ -23,9 +23,9 @@ from recipes.data import criteo
 from recipes.data.click_features import NUMBER_CLASSES, field_ids, mixed, number_classes
 from recipes.data.clicks import FALLBACK, ClickData, ClickSet
 from recipes.data.criteo import MISSING, ClickLog, load_log
-from recipes.data.sources import DataError
 from recipes.data.splits import split
 from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
+from recipes.errors import DataError
 from recipes.measuring.metrics import AUC
 from recipes.models.deepfwfm import DeepFwFM
 from recipes.strategies.baselines import BaselineDDPStrategy

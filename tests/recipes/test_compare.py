@@ -15,13 +15,15 @@ from PIL import Image
 from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
-from recipes.compare import _fitting, _table, _title, main
+from recipes.compare import main
 from recipes.comparison import plan as planning
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
 from recipes.comparison.plots import save_curves
+from recipes.comparison.processes import command
+from recipes.comparison.reporting import _fitting, _table, _title
 from recipes.comparison.results import Run, cells, common_target, compare, headings, write_tables
-from recipes.comparison.runner import LOG, command
+from recipes.comparison.runner import LOG
 from recipes.files import RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY
@@ -239,8 +241,8 @@ def test_headlines_compare_with_the_reference_and_the_best_baseline(variants: di
     lines = compare({**variants, **bf16}, 0.9)
     found = headlines(lines, 0.9)
     assert [value for value, _ in found[:2]] == ["4.2× sooner", "1.7× sooner"]
-    assert found[0][1] == "gqsgd_4bit than ddp, to accuracy 90.0%"
-    assert found[1][1] == "gqsgd_4bit than ddp_bf16, to accuracy 90.0%"
+    assert found[0][1] == "gqsgd_4bit than ddp, to accuracy 90.0 %"
+    assert found[1][1] == "gqsgd_4bit than ddp_bf16, to accuracy 90.0 %"
     assert found[2][0] == "1.0× less"
     unreached = compare({**variants, **bf16}, 1.01)
     assert headlines(unreached, 1.01)[0] == ("4.2× shorter", "gqsgd_4bit than ddp, a step")  # not all get there
@@ -372,15 +374,16 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
     assert again.returncode == 1
     assert again.stdout.count("finished before") == 2
     assert times == {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}
-    assert "powersgd, seed 0: exit code 1" in again.stdout
+    assert "powersgd, seed 0: exit code 2" in again.stdout
     assert "powersgd needs CUDA" in again.stdout
     assert "table: " in again.stdout  # of the two others
 
 
-def test_mistakes_are_explained_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_explained_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["strategy=ddp"])
     assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("usage: ")
-    assert "name one experiment: +exp=NAME" in message
+    assert capsys.readouterr().err.startswith("compare.py: name one experiment: +exp=NAME, one of ")
+    with pytest.raises(SystemExit):
+        main(["+exp=quickstart", "-m"])
+    assert capsys.readouterr().err == "compare.py: comma lists are the sweep here; leave -m out\n"

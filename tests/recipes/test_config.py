@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd import GQSGDStrategy
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS, Preset, make_config
 from recipes.strategies.baselines import BaselineDDPStrategy
 from recipes.strategies.choices import CONF, TARGET, UnknownStrategyError, baselines, check_strategies, strategies
@@ -49,9 +50,18 @@ def test_every_experiment_with_every_strategy(composed: Compose, experiment: str
 
 
 def test_every_preset_is_a_strategy_and_only_torchs_own_strategies_have_files() -> None:
-    assert strategies() == ["ddp", "ddp_bf16", "ddp_fp16", "powersgd", *PRESETS]
+    assert strategies() == ["ddp", "ddp_bf16", "ddp_fp16", "powersgd", *PRESETS, *LOCAL_PRESETS]
     targets = {OmegaConf.load(file)._target_ for file in (CONF / "strategy").glob("*.yaml")}
     assert targets == {"recipes.strategies.baselines.BaselineDDPStrategy"}
+
+
+@pytest.mark.parametrize("name", LOCAL_PRESETS)
+def test_local_steps_are_strategies_whose_steps_a_key_changes(composed: Compose, name: str) -> None:
+    cfg = composed(f"strategy={name}", "strategy.local_steps=5", "+strategy.fragments=2", "+strategy.bits=2")
+    strategy = build(cfg.strategy, leave_out=("name",))
+    assert (strategy._local.options.every, strategy._local.options.fragments) == (5, 2)
+    assert strategy._local.options.outer == LOCAL_PRESETS[name].options["outer"]
+    assert strategy.gqsgd_config.bits == 2
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -86,9 +96,12 @@ def test_fields_are_added_or_changed(composed: Compose) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["+exp=quickstart", "strategy=dor"], r"strategy=dor is not one of ddp, .*, topk_ef; did you mean 'dore'\?"),
+        (
+            ["+exp=quickstart", "strategy=dor"],
+            r"strategy=dor is not one of ddp, .*, gqsgd_fedpaq; did you mean 'dore'\?",
+        ),
         (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is not one of .* did you mean 'gqsgd'"),
-        (["strategy=quantum"], "strategy=quantum is not one of ddp, .*, topk_ef$"),
+        (["strategy=quantum"], "strategy=quantum is not one of ddp, .*, gqsgd_fedpaq$"),
         (["strategy=all"], r"strategy=all is a comparison .* take python recipes/compare\.py"),
     ],
 )

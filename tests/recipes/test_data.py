@@ -16,8 +16,9 @@ from recipes.data import cifar10, image_cache
 from recipes.data.augmentation import augment, hashed
 from recipes.data.cifar10 import Cifar10Data
 from recipes.data.digits import DigitsData
-from recipes.data.sources import DataError, unreachable
+from recipes.data.sources import unreachable
 from recipes.data.splits import stratified
+from recipes.errors import DataError
 from workloads.digits import load_digits
 from workloads.images import ImageSet
 

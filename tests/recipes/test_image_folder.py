@@ -22,7 +22,7 @@ from torch import Tensor
 
 from recipes.data import image_folder
 from recipes.data.image_folder import MEAN, STD, ImageFolderData
-from recipes.data.sources import DataError
+from recipes.errors import DataError
 from recipes.measuring.metrics import ACCURACY
 from recipes.training.train import train
 

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from recipes.files import WANDB_ID_FILE
 from recipes.loggers import wandb_client
 from recipes.loggers.csv_rows import ContinuedCSVLogger
 from recipes.loggers.labels import Labels
@@ -18,6 +19,7 @@ from recipes.loggers.wandb_client import wandb_mode
 from recipes.loggers.wandb_runs import wandb_logger
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY
+from recipes.training.checkpoints import carry_wandb_id
 from recipes.training.train import train
 from tests.recipes.wandb_files import read_run
 
@@ -52,6 +54,22 @@ def test_wandb_without_a_key_is_offline_and_plots_against_training_time(
         in_csv = [float(row[ACCURACY.val]) for row in csv.DictReader(lines) if row[ACCURACY.val]]
     assert [row[ACCURACY.val] for row in validations] == pytest.approx(in_csv)
     assert "no W&B key is configured" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("clean_process", "no_key")
+def test_a_run_that_goes_on_continues_its_wandb_run(tmp_path: Path) -> None:
+    labels = Labels("a run", "a group", "quickstart", "ddp")
+    ids = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        if ids:
+            carry_wandb_id(str(tmp_path / "first" / "checkpoints" / "last.ckpt"), folder)
+        logger = wandb_logger(str(folder), labels, ACCURACY, "a project")
+        ids.append(logger.experiment.id)
+        logger.experiment.finish()
+    assert ids[0] == ids[1]
+    carry_wandb_id(None, tmp_path / "second")  # a new run in the same folder
+    assert not (tmp_path / "second" / WANDB_ID_FILE).exists()
 
 
 @pytest.mark.usefixtures("no_key")

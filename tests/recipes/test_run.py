@@ -81,7 +81,7 @@ def test_processes_of_an_outside_launcher_share_one_folder_and_one_wandb_run(
 
 
 MISTAKES = [
-    (["data=cifar10", "data.root=/nowhere"], "DataError: data.root=/nowhere does not exist; name it with data.root="),
+    (["data=cifar10", "data.root=/nowhere"], "DataError: data.root=/nowhere does not exist; name a folder"),
     (["strategy=gqsdg"], "UnknownStrategyError: strategy=gqsdg is not one of ddp, "),
     (["strategy=gqsgd", "+strategy.reducer=ring"], "ConfigError: reducer='ring'"),
     (["seed=0,1", "-m"], "LaunchError: -m / --multirun cannot be used with several processes"),
@@ -101,9 +101,10 @@ def test_mistakes_end_with_one_line_that_names_the_remedy(
 def test_mistakes_end_a_process_without_a_traceback(script: Script, tmp_path: Path) -> None:
     for arguments, message in (MISTAKES[0], MISTAKES[-1]):
         finished = script("run.py", *TINY, *arguments, cwd=tmp_path)
-        assert finished.returncode == 1
+        assert finished.returncode == 2
         assert "Traceback" not in finished.stderr
         assert finished.stderr.startswith(message)
+        assert finished.stdout.startswith("run.py: one training with +exp=quickstart")
 
 
 @pytest.mark.slow

@@ -24,10 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.data import corpus, wikitext
 from recipes.data.download import download
-from recipes.data.sources import DataError
 from recipes.data.text import Windows
 from recipes.data.tokenizers import Vocabulary, splitter
 from recipes.data.wikitext import FALLBACK, WikiTextData
+from recipes.errors import DataError
 from recipes.measuring.metrics import PERPLEXITY
 from recipes.training.train import train
 

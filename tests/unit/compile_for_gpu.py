@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, TopKCodec
+from lightning_gqsgd.codecs.floats import largest
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants
@@ -101,6 +102,13 @@ def compile_sums(compiler: Compiler) -> None:
     cuda.rotate(x, layout.blocks, (1, 2), 256)
 
 
+def compile_rounding(compiler: Compiler) -> None:
+    """Round gradients to bf16."""
+    compiler.case, x = "rounding", torch.ones(NUMEL)
+    blocks = torch.from_numpy(cut([Segment(0, NUMEL, False)], 1024))
+    cuda.narrow(x, blocks, torch.zeros(NUMEL, dtype=torch.bfloat16), (1, 2), 0.5, largest(2))
+
+
 def layout_for(q: Quantiser, dtype: torch.dtype) -> Layout:
     """The layout of one parameter's message."""
     form = scale_format(dtype)
@@ -116,6 +124,7 @@ def main(which: str) -> None:
     for number, (compiler.case, case) in enumerate(CASES.items()):
         if number < FEW or which == "all":
             compile_stages(*case, reduces=number == 0 or which == "all")
+    compile_rounding(compiler)
     if which == "all":
         compile_sums(compiler)
     print(json.dumps(compiler.counts))

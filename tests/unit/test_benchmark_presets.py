@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import accuracy, presets, report
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.theory import bits_at
 
 
@@ -39,7 +39,7 @@ def test_table_page_and_figure(
     assert "gqsgd_exponential_tree" in capsys.readouterr().out
 
     facts = json.loads((small / "presets.json").read_text())["facts"]
-    assert {one["case"] for one in facts} >= set(PRESETS)
+    assert {one["case"] for one in facts} >= set(FIXED)
     repeated = [one for one in facts if one["steps"] == presets.REPEATS]
     assert {one["case"] for one in repeated} == {case.name for case in presets.cases() if case.remembers}
     assert {one["ranks"] for one in repeated} == {2}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import lightning_gqsgd
 from lightning_gqsgd.cli import systems
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
@@ -179,3 +180,20 @@ def test_the_module_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["name"] == "gqsgd_sum"
+
+
+def test_version_and_help_need_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from lightning_gqsgd.cli.app import app\n"
+        "for words in (['--version'], ['--help'], ['advise', '--help']):\n"
+        "    result = CliRunner().invoke(app, words)\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "    print(result.stdout.splitlines()[0])\n"
+        "print([name for name in ('torch', 'numpy', 'numba') if name in sys.modules])\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = finished.stdout.splitlines()
+    assert lines[0] == f"gqsgd {lightning_gqsgd.__version__}"
+    assert lines[-1] == "[]"

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
+from lightning_gqsgd.codecs.floats import largest
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.layout import Segment, cut
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store, resolve
 from tests.unit import test_kernels as plain
 from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
@@ -281,12 +282,12 @@ DIFFERENT = ("gqsgd_sum", "gqsgd_exponential_tree", "dq_psgd")
     "name",
     [
         pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow)
-        for name, preset in PRESETS.items()
+        for name, preset in FIXED.items()
         if preset.config.coder == "fixed"
     ],
 )
 def test_presets_give_the_bits_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = resolve(PRESETS[name].config, 2)
+    config = resolve(FIXED[name].config, 2)
     expected = average(config, 2)
     monkeypatch.setattr(kernels, "cpu", cuda)
     for of_cpu, of_cuda in zip(expected, average(config, 2), strict=True):
@@ -325,6 +326,21 @@ def test_stages_work_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch
         torch.set_default_device(None)
     assert bad == 0
     assert 0 < float((y - x).abs().max()) < float(x.abs().max()) / 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rounding_to_bf16(ranks: int) -> None:
+    rows = [Segment(0, 8192, False), Segment(1, 3, True), Segment(2, 1500, False)]
+    numel = sum(segment.numel for segment in rows)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, numel)
+    x[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    x[3] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)
+    blocks, results = torch.from_numpy(cut(rows, 1024)), []
+    for module in PAIR:
+        out = torch.zeros(numel, dtype=torch.bfloat16)
+        module.narrow(x, blocks, out, (3, 2**32 - 4), 1 / ranks, largest(ranks))
+        results.append(out.view(torch.int16))
+    assert torch.equal(*results)
 
 
 @pytest.mark.slow

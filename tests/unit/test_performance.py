@@ -31,7 +31,7 @@ from lightning_gqsgd.performance.costs import ESTIMATES, KINDS, at_ranks
 from lightning_gqsgd.performance.paper import tree_gains, tree_seconds
 from lightning_gqsgd.performance.profile import bucket_profiles
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.presets import FIXED, make_config
 from lightning_gqsgd.reducers import Setting, resolve
 
 RANKS = 4
@@ -166,7 +166,7 @@ def test_bytes_are_those_of_the_plan(name: str, ranks: int) -> None:
     assert of_profiles == pytest.approx(plan.sent_bytes, abs=2 * len(profiles))  # each collective rounds down
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if make_config(name).coder == "fixed"])
+@pytest.mark.parametrize("preset", [name for name in FIXED if make_config(name).coder == "fixed"])
 def test_every_preset_has_a_profile(preset: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StabilityWarning)

@@ -10,11 +10,11 @@ import torch
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import kinds
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import VirtualRanks, average, relative_error
 
-STATELESS = [name for name, preset in PRESETS.items() if not kinds(preset.config)]
+STATELESS = [name for name, preset in FIXED.items() if not kinds(preset.config)]
 #: Rough relative L2 error of one step on Gaussian gradients of 3 ranks; those with memory lose more at first.
 LIMITS = {"gqsgd": 0.02, "gqsgd_sum": 0.03, "gqsgd_exponential": 0.07, "gqsgd_4bit": 0.25, "dq_psgd": 0.4, "qsgd": 0.3}
 
@@ -28,7 +28,7 @@ LIMITS = {"gqsgd": 0.02, "gqsgd_sum": 0.03, "gqsgd_exponential": 0.07, "gqsgd_4b
     ],
 )
 @pytest.mark.parametrize("numel", [0, 1, 7, 255, 257, 10_000])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FIXED)
 def test_all_sizes_and_dtypes(preset: str, numel: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(numel)
     gradients = [torch.randn(numel, generator=generator).to(dtype) for _ in range(3)]
@@ -40,7 +40,7 @@ def test_all_sizes_and_dtypes(preset: str, numel: int, dtype: torch.dtype) -> No
         assert relative_error(means[0], gradients) < LIMITS[preset]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FIXED)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_non_finite_values_on_one_rank_reach_all(preset: str, bad: float) -> None:
     gradients = [torch.randn(20_000) for _ in range(3)]
@@ -53,7 +53,7 @@ def test_non_finite_values_on_one_rank_reach_all(preset: str, bad: float) -> Non
         assert mean[9_000:].isfinite().all()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", FIXED)
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 1e-30, 1.0, 1e30])
 def test_constant_gradients_keep_their_sign_and_size(preset: str, value: float) -> None:
     gradients = [torch.full((3000,), value)] * 3
@@ -205,7 +205,7 @@ def test_auto_chooses_by_codec_and_memory() -> None:
 
 
 def test_configurations_survive_as_plain_values() -> None:
-    for name, preset in PRESETS.items():
+    for name, preset in FIXED.items():
         config = resolve(preset.config, 4)
         assert GQSGDConfig(**config.to_dict()) == config, name
         assert GQSGDConfig(**preset.config.to_dict()) == preset.config, name

@@ -9,6 +9,7 @@ A kernel is put together of parts, with one file for each:
 * `linear`, `companded`, `exponential`, `top_k` and `eden` have what each family of codes does to one block, and
   `records` has what the families with a scale and a dither share.
 * `dither`, `rotation`, `packing`, `scales` and `loops` have the loops over coordinates. `casts` has single operations.
+* `narrow` rounds coordinates to bf16.
 * `statistics` has largest magnitudes and sums of blocks.
 * `elias` is the entropy coder, with its tables, its writer and its reader in `elias_tables`, `elias_writer` and
   `elias_reader`.
@@ -24,8 +25,9 @@ from lightning_gqsgd.kernels.cpu.stages import (
     decode,
     decode_sum,
     encode,
+    narrow,
     reduce,
     rotate,
 )
 
-__all__ = ["block_maxima", "block_moments", "combine", "decode", "decode_sum", "encode", "reduce", "rotate"]
+__all__ = ["block_maxima", "block_moments", "combine", "decode", "decode_sum", "encode", "narrow", "reduce", "rotate"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.cpu import companded, eden, exponential, linear, top_k
 from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
+from lightning_gqsgd.kernels.cpu.narrow import round_blocks
 from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
 from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
@@ -57,6 +58,13 @@ def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: boo
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
     """See `protocol.Kernels.combine`."""
     exponential.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
+
+
+def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+    """See `protocol.Kernels.narrow`."""
+    values, bits = x.detach().numpy(), out.view(torch.int16).numpy().view(np.uint16)
+    keys = np.array(key, dtype=np.uint32)
+    round_blocks(values, blocks.numpy(), keys, np.float32(factor), np.uint32(limit), bits)
 
 
 def encode(

@@ -19,9 +19,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.codecs.floats import FloatCodec
 from lightning_gqsgd.kernels.cuda import companded, eden, exponential, launch, linear, top_k
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
+from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
 from lightning_gqsgd.kernels.cuda.rotation import rotate_kernel
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Kind, Own, Quantiser
@@ -34,6 +36,9 @@ FAMILIES: dict[Kind, CodecKernels] = {
     Kind.COMPANDED: companded.FAMILY,
     Kind.EDEN: eden.FAMILY,
 }
+
+#: Coordinates of a block that is rounded to bf16, at most.
+_NARROWED = FloatCodec.default_block_size
 
 #: Coordinates of a block that `block_maxima` and `block_moments` read at a time; blocks may be longer.
 _MEASURED = 256
@@ -59,6 +64,12 @@ def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: boo
     """See `protocol.Kernels.rotate`."""
     c = Constants(number_of(x.dtype), shape_of(block_size))
     launch.run(rotate_kernel, blocks, c, x, blocks, len(blocks), launch.packed(key), INVERSE=inverse)
+
+
+def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
+    """See `protocol.Kernels.narrow`."""
+    c = Constants(number_of(x.dtype), shape_of(_NARROWED), family=Narrowing(factor, limit))
+    launch.run(narrow_kernel, blocks, c, x, blocks, out.view(torch.int16), len(blocks), launch.packed(key))
 
 
 def encode(

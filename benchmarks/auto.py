@@ -1,0 +1,206 @@
+"""Bits that are chosen by the length of steps (`auto`), against every fixed number of bits, on links of given rates.
+
+    python -m benchmarks.auto --save
+
+The benchmark needs Linux, root and iproute2, see `netlab`. In every lab, `auto` trains alone until it has decided. Then
+all cases train in turns, each some steps at a time, on equal data. In the end, the links of one lab change while `auto`
+trains, to a slow rate and back, and the steps are counted until it takes the bits that are best there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
+from benchmarks.report import Report
+from benchmarks.training import CLASSES, MODELS
+from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from netlab.lab import reshape_own_link
+
+PROGRAM = "python -m benchmarks.auto"
+
+PLAIN, AUTO = "ddp", "gqsgd_auto"
+#: Torch's hooks, by name.
+HOOKS = {"ddp, allreduce_hook": default_hooks.allreduce_hook, "ddp_bf16": default_hooks.bf16_compress_hook}
+#: Fixed choices of the package, by name.
+FIXED: dict[str, dict[str, Any]] = {
+    "32 bits": {"bits": 32},
+    "16 bits": {"bits": 16},
+    "8 bits": {"bits": 8},
+    "4 bits": {"bits": 4},
+}
+CASES = (PLAIN, *HOOKS, *FIXED, AUTO)
+#: Steps after which a change of the link counts as not noticed.
+MOST_STEPS = 150
+#: Environment variable of workers: the rates that their links take one after the other.
+CHANGES = "GQSGD_BENCHMARK_CHANGES"
+#: Steps between a decision and the next change of the link.
+REST = 12
+
+
+class Case:
+    """A model with its optimizer, under one way of averaging gradients."""
+
+    def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(MODELS[model]()[0], gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.batch, self.labels = batch, labels
+        self.state: GQSGDState | None = None
+        if name in HOOKS:
+            self.model.register_comm_hook(None, HOOKS[name])
+        elif name != PLAIN:
+            fields = {"preset": AUTO} if name == AUTO else FIXED[name]
+            self.state = register_gqsgd(self.model, **fields, sample_every=0)
+
+    def step(self) -> None:
+        """Make one step: forward, backward, optimizer."""
+        F.cross_entropy(self.model(self.batch), self.labels).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int) -> float:
+        """Seconds of a step, the mean of some steps in a row.
+
+        A forward pass without gradients comes first, as in a validation. So `auto` does not take the time of the other
+        cases for that of its own step.
+        """
+        with torch.no_grad():
+            self.model(self.batch)
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        return (time.perf_counter() - begun) / count
+
+    def decide(self) -> int:
+        """Train until there is another decision; returns the number of steps."""
+        assert self.state is not None
+        known = len(self.state.decisions)
+        for count in range(MOST_STEPS):
+            if len(self.state.decisions) > known:
+                return count
+            self.step()
+        return MOST_STEPS
+
+
+def work(options: argparse.Namespace) -> None:
+    """Do one rank's part."""
+    rank, _ = begin()
+    generator = torch.Generator().manual_seed(rank)
+    batch = torch.randn(options.batch_size, *MODELS[options.model]()[1], generator=generator)
+    labels = torch.randint(CLASSES, (options.batch_size,), generator=generator)
+    changes = os.environ.get(CHANGES, "").split()
+    cases = {name: Case(name, options.model, batch, labels) for name in ((AUTO,) if changes else CASES)}
+    auto = cases[AUTO]
+    assert auto.state is not None
+    auto.decide()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    if changes:
+        result = {"changes": [_change(auto, rate) for rate in changes]}
+    else:
+        for case in cases.values():
+            case.steps(2)
+        for number in range(options.rounds):
+            for name in list(cases) if number % 2 == 0 else reversed(cases):
+                seconds[name].append(cases[name].steps(options.steps))
+        result = {"seconds": {name: slowest(values).tolist() for name, values in seconds.items()}}
+    result["decisions"] = [decision.to_dict() for decision in auto.state.decisions]
+    for case in cases.values():
+        if case.state is not None:
+            case.state.close()
+    finish(result)
+
+
+def _change(auto: Case, rate: str) -> dict[str, Any]:
+    """Change the rate of the links, and train until there is a decision, or too long."""
+    assert auto.state is not None
+    dist.barrier()
+    reshape_own_link(rate)
+    known, count = len(auto.state.decisions), auto.decide()
+    decision = auto.state.decisions[-1]
+    for _ in range(REST):
+        auto.step()
+    return {"rate": rate, "steps": count, "noticed": len(auto.state.decisions) > known, **decision.to_dict()}
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Run the workers in every lab."""
+    report = Report(
+        "auto",
+        f"Bits chosen by the length of steps: {options.model}, {options.batch_size} samples per host",
+        {
+            "case": "",
+            "hosts": "d",
+            "rate": "",
+            "step (ms)": ".0f",
+            "ddp / step": ".2f",
+            "best fixed / step": ".2f",
+            "auto took": "",
+        },
+        notes=(
+            f"step = median over {options.rounds} rounds of the mean of {options.steps} steps in a row, of the slowest "
+            "host, one compute thread each. Ratios are medians over rounds of times within one round; the cases take "
+            "turns, in reverse order in every second round. best fixed = the fixed number of bits, or plain DDP, with "
+            "the shortest median. `auto` had trained alone until its first decision.",
+        ),
+    )
+    in_labs(options, PROGRAM, report, _add_rows)
+    if options.changes:
+        _measure_changes(options, report)
+    return report
+
+
+def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+    seconds = {name: np.array(values) for name, values in result["seconds"].items()}
+    best = min((PLAIN, *FIXED), key=lambda name: float(np.median(seconds[name])))
+    took = " then ".join(str(decision["bits"]) for decision in result["decisions"])
+    for name, values in seconds.items():
+        ratios = [float(np.median(seconds[other] / values)) for other in (PLAIN, best)]
+        mark = " (best fixed)" if name == best else ""
+        row = [f"{name}{mark}", hosts, rate, 1e3 * float(np.median(values)), *ratios, took if name == AUTO else None]
+        report.rows.append(row)
+    print(f"{hosts} hosts, {rate}: auto took {took}, {report.rows[-1][5]:.2f} times the best fixed choice", flush=True)
+
+
+def _measure_changes(options: argparse.Namespace, report: Report) -> None:
+    """Change the links of a lab while `auto` trains."""
+    os.environ[CHANGES] = " ".join(options.changes)
+    of_changes = argparse.Namespace(**{**vars(options), "hosts": options.hosts[:1], "rate": ["none"]})
+    in_labs(of_changes, PROGRAM, report, _add_changes)
+    del os.environ[CHANGES]
+
+
+def _add_changes(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+    for change in result["changes"]:
+        took = f"{change['bits']} after {change['steps']} steps" if change["noticed"] else "not noticed"
+        step = 1e3 * float(change["seconds"].get(str(change["bits"]), float("nan")))
+        report.rows.append([f"{AUTO}, link changed to", hosts, change["rate"], step, None, None, took])
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    add_labs(parser)
+    parser.set_defaults(rate=["none", "1gbit", "100mbit"])
+    parser.add_argument("--model", choices=list(MODELS), default="resnet18")
+    parser.add_argument("--batch-size", type=int, default=16, help="per host (default 16)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of a case in a round (default 4)")
+    parser.add_argument("--changes", nargs="*", default=["200mbit", "none"], help="rates of the last lab, in turn")
+    work_or_present(parser, work, measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Stochastic rounding of fp32 numbers to bf16; see `codecs.floats`, which has the readable form."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import float32, types, uint32
+from numba.extending import intrinsic
+
+from lightning_gqsgd.kernels.cpu.casts import part
+from lightning_gqsgd.kernels.cpu.dither import block_keys, word
+from lightning_gqsgd.kernels.cpu.jit import kernel, loop
+from lightning_gqsgd.layout import LENGTH, START
+
+_INFINITY, _MAGNITUDE, _SIGN, _QUIET = 0x7F800000, 0x7FFFFFFF, 0x8000, 0x40
+
+
+@intrinsic
+def _rounded(typing_context, value, random, limit):
+    """The bits of the bf16 number that an fp32 number is rounded to, uint16.
+
+    Args:
+        typing_context: Numba's.
+        value: the number.
+        random: a uniform integer from 0 to 2^16 - 1, uint32.
+        limit: bits of the largest magnitude, uint32.
+    """
+
+    def generate(context, builder, signature, arguments):
+        value, random, limit = arguments
+        wide = ir.IntType(32)
+        bits = builder.bitcast(value, wide)
+        magnitude = builder.and_(bits, wide(_MAGNITUDE))
+        clipped = builder.select(builder.icmp_unsigned(">", magnitude, limit), limit, magnitude)
+        upper = builder.lshr(builder.add(clipped, random), wide(16))
+        quiet = builder.select(builder.icmp_unsigned(">", magnitude, wide(_INFINITY)), wide(_QUIET), wide(0))
+        special = builder.or_(builder.lshr(magnitude, wide(16)), quiet)
+        upper = builder.select(builder.icmp_unsigned(">=", magnitude, wide(_INFINITY)), special, upper)
+        sign = builder.and_(builder.lshr(bits, wide(16)), wide(_SIGN))
+        return builder.trunc(builder.or_(upper, sign), ir.IntType(16))
+
+    return types.uint16(types.float32, types.uint32, types.uint32), generate
+
+
+@loop
+def _round_block(values, block, key, factor, limit, out):
+    """Round the coordinates of a block, times a factor."""
+    a, b = block_keys(key, block)
+    n = values.size
+    half = (n + 1) // 2
+    second = n - half
+    values0, values1 = part(values, 0, half), part(values, half, second)
+    out0, out1 = part(out, 0, half), part(out, half, second)
+    for p in range(second):
+        h = word(p, a, b)
+        out0[p] = _rounded(values0[p] * factor, uint32(h & uint32(0xFFFF)), limit)
+        out1[p] = _rounded(values1[p] * factor, uint32(h >> uint32(16)), limit)
+    if second < half:
+        h = word(second, a, b)
+        out0[second] = _rounded(values0[second] * factor, uint32(h & uint32(0xFFFF)), limit)
+
+
+@kernel("narrow")
+def round_blocks(values, blocks, key, factor, limit, out):
+    """Round the coordinates of all blocks.
+
+    Args:
+        values: coordinates, fp32 [numel].
+        blocks: block table.
+        key: dither keys, uint32 [2].
+        factor: what the coordinates are multiplied by, fp32.
+        limit: bits of the largest magnitude, uint32.
+        out: bits of bf16 numbers, uint16 [numel].
+    """
+    for k in range(blocks.shape[0]):
+        start, length = blocks[k, START], blocks[k, LENGTH]
+        _round_block(
+            part(values, start, length), blocks[k], key, float32(factor), uint32(limit), part(out, start, length)
+        )

@@ -1,0 +1,54 @@
+"""Stochastic rounding of fp32 numbers to bf16, in Triton; see `codecs.floats`, which has the readable form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from lightning_gqsgd.kernels.cuda.hashing import draws
+from lightning_gqsgd.kernels.cuda.tiles import by_kind, load_tile, store_tile, tile_of
+
+_INFINITY = tl.constexpr(0x7F800000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+class Narrowing(NamedTuple):
+    """The numbers that are fixed in a compiled kernel.
+
+    Attributes:
+        factor: what the coordinates are multiplied by.
+        limit: bits of the largest magnitude that is written.
+    """
+
+    factor: float
+    limit: int
+
+
+@triton.jit
+def _rounded(v, random, LIMIT: tl.constexpr):
+    """Bits of the bf16 numbers that fp32 numbers are rounded to, uint32."""
+    bits = v.to(tl.uint32, bitcast=True)
+    magnitude = bits & _MAGNITUDE
+    upper = (tl.minimum(magnitude, tl.full((), LIMIT, tl.uint32)) + random.to(tl.uint32)) >> 16
+    special = (magnitude >> 16) | tl.where(magnitude > _INFINITY, 0x40, 0).to(tl.uint32)
+    return tl.where(magnitude >= _INFINITY, special, upper) | ((bits >> 16) & 0x8000)
+
+
+@triton.jit
+def _narrow_tile(arguments, t, KIND: tl.constexpr, c: tl.constexpr):
+    x, out, key = arguments
+    a, b = load_tile(x, t.start, t.n, KIND, c)
+    random_a, random_b = draws(t, key, KIND, c)
+    factor = tl.full((), c.family.factor, tl.float32)
+    a = _rounded(a * factor, random_a, c.family.limit)
+    b = _rounded(b * factor, random_b, c.family.limit)
+    store_tile(a, b, out, t, t.inside, KIND, c)
+
+
+@triton.jit(do_not_specialize=["count", "key"])
+def narrow_kernel(x, table, out, count, key: tl.int64, c: tl.constexpr):
+    """See `protocol.Kernels.narrow`; ``out`` has the bits of bf16 numbers, int16 [numel]."""
+    t = tile_of(table, count, c)
+    by_kind(_narrow_tile, (x, out, key), t, out, c)

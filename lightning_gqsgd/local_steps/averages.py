@@ -1,0 +1,406 @@
+"""Counts optimizer steps, starts averages of what ranks have learnt, and moves the anchor by them.
+
+One average of a fragment goes as follows. Each rank takes the change of its parameters since the anchor,
+Δ_i = anchor − x_i. The engine replaces the changes by their mean over ranks, Δ = mean of Q(Δ_i), with the same bits on
+every rank. The outer optimizer takes Δ for the gradient of the anchor and makes a step. Then all ranks go on from the
+anchor (DiLoCo, arXiv 2311.08105, algorithm 1; with SGD of learning rate 1: FedPAQ, arXiv 1909.13014).
+
+With a delay of τ steps, the average of the changes after step t is used after step t + τ. By then, a rank has gone on
+to x_i(t + τ), and takes x_i ← α x_i(t + τ) + (1 − α) anchor (arXiv 2501.18512, algorithm 2). The anchor itself has the
+same bits on all ranks at all times.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.fragments import fragments_of
+from lightning_gqsgd.local_steps.inner_state import InnerState
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.local_steps.schedule import Rounds
+from lightning_gqsgd.local_steps.starting import (
+    IntegerBuffers,
+    check_module,
+    check_that_all_are_averaged,
+    facts_of,
+    numbered,
+    take_from_first_rank,
+    trained_parameters,
+)
+from lightning_gqsgd.reducers import new_store, resolve
+from lightning_gqsgd.report import report
+from lightning_gqsgd.telemetry import Telemetry, moment
+from lightning_gqsgd.transport.agreement import Card, Stamp, digest_of
+from lightning_gqsgd.transport.communicator import parent_group, timeout_of
+from lightning_gqsgd.transport.meeting import Meeting
+from lightning_gqsgd.transport.pipeline import Job
+
+logger = logging.getLogger(__name__)
+
+REMEDY = "make a new LocalSteps"
+
+
+@dataclass(eq=False)
+class Average:
+    """The average of a fragment's changes, under way or not used yet.
+
+    Attributes:
+        fragment: number of the fragment.
+        use_after: the step after which it is used.
+        changes: a flat tensor for each bundle of the fragment, which becomes the mean.
+        jobs: what is under way; empty once the changes are means.
+        integers: the first rank's values of buffers that are not averaged.
+        works: what sends them.
+        inner: the inner optimizers' tensors, and their mean as one flat tensor; None: they are not averaged.
+    """
+
+    fragment: int
+    use_after: int
+    changes: list[Tensor]
+    jobs: list[Job] = field(default_factory=list)
+    integers: list[Tensor] = field(default_factory=list)
+    works: list[dist.Work] = field(default_factory=list)
+    inner: tuple[list[Tensor], Tensor] | None = None
+
+    def wait(self) -> None:
+        """Wait for the mean.
+
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed.
+        """
+        for job in self.jobs:
+            job.wait()
+        for work in self.works:
+            work.wait()
+        self.jobs, self.works = [], []
+
+    def is_finite(self) -> bool:
+        """Whether all means are finite, which is the same on all ranks. Waits for a GPU."""
+        means = self.changes if self.inner is None else [*self.changes, self.inner[1]]
+        return all(bool(mean.isfinite().all()) for mean in means)
+
+
+class LocalAverages:
+    """Averages what ranks learn in their own optimizer steps.
+
+    Creating one is a collective on the process group. All ranks then have the first rank's parameters and buffers.
+
+    Args:
+        model: the module that each rank trains.
+        optimizers: the inner optimizers, of which one or more have each parameter that is to be averaged.
+        options: when to average, and what to do with the mean.
+        config: the compression.
+        group: process group; None is the default group.
+        timeout: of collectives; None takes that of the group.
+        meeting: what the caller has opened; None opens one.
+
+    Attributes:
+        requested: the compression as it was given.
+        config: the same with its reducer chosen.
+        options: when to average.
+        step: number of optimizer steps so far.
+        averages: number of averages that were started.
+        skipped: number of averages that were not used, because a rank's change was not finite.
+        outer: the outer optimizer; its tensors are the anchors.
+        fragments: the parts of the model, with their anchors.
+        rounds: when which fragment is averaged.
+        under_way: the averages that were started and not used yet, oldest first.
+        store: what this rank remembers of the compressed parameters.
+        compressed_numbers: numbers of the compressed parameters.
+
+    Raises:
+        ConfigError: a model, an optimizer or a value that cannot work, or ranks that do not agree; on every rank.
+        CollectiveError: not all ranks do this within the timeout.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        options: LocalOptions,
+        config: GQSGDConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
+        self.group, self.options, self.requested = parent_group(group), options, config
+        with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
+            trained = trained_parameters(check_module(model), optimizers)
+            self._device = next(iter(trained.values())).device
+            self.config = resolve(config, dist.get_world_size(self.group))
+            self._facts, parameters, buffers = numbered(model, trained, config)
+            self.fragments = fragments_of(parameters, buffers, options)
+            anchors = [anchor for part in self.fragments for entry, anchor in part.entries() if not entry.is_buffer]
+            self.outer = make_outer(options.outer, anchors)
+            facts = facts_of(self.config, options, self.outer, parameters, buffers)
+            (key,) = start.agree([facts])
+            self._engine = Engine(self._device, self.group, key, timeout=timeout, remedy=REMEDY)
+            undo.callback(self._engine.close)
+            dtype = COMPUTE_DTYPES[next(iter(trained.values())).dtype]
+            self._engine.connect(self.config)
+            self._engine.compile(self.config, dtype)
+            start.agree([{}], patience_s=COMPILE_PATIENCE_S)
+            take_from_first_rank(model, self.group)
+            undo.pop_all()
+        self._digest = digest_of(json.dumps(facts, sort_keys=True))
+        sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
+        self.compressed_numbers = tuple(sizes)
+        self.store = new_store(self.config, self.world_size, sizes, dtype, self._device)
+        self._optimizers, self._inner = list(optimizers), InnerState(optimizers)
+        self._integers = IntegerBuffers(model, self.group)
+        self.rounds = Rounds(options)
+        self.under_way: list[Average] = []
+        self.step = self.averages = self.skipped = 0
+        for fragment in self.fragments:
+            for bundle in fragment.bundles:
+                bundle.take_anchors()
+        # Also at exit: Gloo groups that are still open then can abort the process.
+        weakref.finalize(model, self._engine.close)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._engine.world_size
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters of this process; a step of theirs is an average, and exposed seconds are those that steps waited."""
+        return self._engine.telemetry
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be averaged any more."""
+        return self._engine.is_closed
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Count an optimizer step; use the averages whose delay is over, and start those that are due.
+
+        Every rank calls this after each optimizer step, also after one that a GradScaler has skipped.
+
+        Raises:
+            ConfigError: ranks are not at the same step, or an optimizer trains a parameter that is not averaged.
+            CollectiveError: a collective failed; the parameters are what they were.
+            RuntimeError: this was closed.
+        """
+        self.check_open()
+        self.step += 1
+        due = self.rounds.due_after(self.step)
+        # With a schedule that gets shorter, an average may be due although the last one of its fragment is not used.
+        self._use([average for average in self.under_way if average.use_after <= self.step or average.fragment in due])
+        for fragment in due:
+            self._start(fragment, self.options.delay)
+        if not self.options.delay:
+            self._use(self.under_way)
+        self.rounds.end_step(self.step)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Use the averages under way, and average what was learnt since. Then all ranks have the same bits.
+
+        Every rank calls this at the end of training. The round is cut off; where training goes on, the next one begins.
+        A second call in a row does nothing.
+
+        Raises:
+            ConfigError, CollectiveError, RuntimeError: see `advance`.
+        """
+        self.check_open()
+        self._use(self.under_way)
+        for number, fragment in enumerate(self.fragments):
+            if fragment.settled_after != self.step and self.step:
+                self._start(number, delay=0)
+        self._use(self.under_way, mixing=0.0)
+        self.rounds.begin_anew(self.step)
+
+    @contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """A context in which the model has the anchor's values, which are the same on all ranks, e.g. for validation.
+
+        Afterwards, the model has this rank's own values again.
+        """
+        tensors = [entry.tensor for fragment in self.fragments for entry, _ in fragment.entries()]
+        own = [tensor.detach().clone() for tensor in tensors]
+        self.start_from_anchors()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, own, strict=True):
+                    tensor.copy_(value)
+
+    def report(self) -> str:
+        """One line that says what is averaged how often, and how it is compressed."""
+        options = self.options
+        every = "a varying number of" if callable(options.every) else options.every
+        text = report(self.requested, self.config, self._facts, self.world_size, self.averages, "value")
+        text += f"; changes are averaged every {every} steps"
+        if options.fragments > 1:
+            text += f" in {options.fragments} fragments"
+        if options.delay:
+            text += f", and used {options.delay} steps later"
+        return f"{text}; outer {describe_outer(self.outer)}"
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if this was closed."""
+        if self.is_closed:
+            raise RuntimeError(
+                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; " + REMEDY
+            )
+
+    def close(self) -> None:
+        """Stop using threads and process groups. Averages under way are lost; `finish` uses them."""
+        self._engine.close()
+
+    # --- for checkpoints ---------------------------------------------------------------------------------------------
+
+    def waited_for(self) -> list[Average]:
+        """The averages under way, as means."""
+        for average in self.under_way:
+            self._wait(average)
+        return self.under_way
+
+    def take_counters(self, state: Mapping[str, Any]) -> None:
+        """Take seed and counters of a state (see `checkpoint.state_of`)."""
+        self.config = replace(self.config, seed=state["seed"])
+        self.requested = replace(self.requested, seed=state["seed"])
+        self.step, self.averages, self.skipped = state["step"], state["averages"], state["skipped"]
+        self.rounds.load_state_dict(state["rounds"])
+        self._engine.plans.clear()
+
+    def mix_into_digest(self, number: int) -> None:
+        """Let ranks compare one more number whenever they average; they have to have taken the same states."""
+        self._digest = digest_of(f"{self._digest} {number}")
+
+    @torch.no_grad()
+    def start_from_anchors(self) -> None:
+        """Put the anchors' values into this rank's parameters and buffers."""
+        for fragment in self.fragments:
+            for bundle in fragment.bundles:
+                bundle.set_tensors()
+
+    # --- one average -------------------------------------------------------------------------------------------------
+
+    def _start(self, number: int, delay: int) -> None:
+        """Start the average of a fragment."""
+        entries = [entry for fragment in self.fragments for entry, _ in fragment.entries()]
+        check_that_all_are_averaged(self._optimizers, entries)
+        fragment = self.fragments[number]
+        average = Average(number, self.step + delay, [bundle.change() for bundle in fragment.bundles])
+        for bundle, change in zip(fragment.bundles, average.changes, strict=True):
+            average.jobs.append(self._reduce(change, bundle.segments, number))
+        if self.options.inner_state == "average":
+            self._start_inner(average)
+        if number == len(self.fragments) - 1:
+            average.integers, average.works = self._integers.start()
+        self.under_way.append(average)
+        self.averages += 1
+
+    def _start_inner(self, average: Average) -> None:
+        """Start to average the inner optimizers' state of a fragment, uncompressed."""
+        tensors = self._inner.tensors(entry.tensor for entry, _ in self.fragments[average.fragment].entries())
+        flat = torch.cat([tensor.flatten().to(self._device, torch.float32) for tensor in [*tensors, torch.zeros(1)]])
+        # Where a parameter was not used on some rank, its state is missing there, and messages would differ in size.
+        card = Card("LocalSteps(inner_state='average')", {"values of the inner optimizer's state": flat.numel()})
+        average.inner = (tensors, flat)
+        average.jobs.append(self._reduce(flat, (Segment(0, flat.numel(), raw=True),), average.fragment, card))
+
+    def _reduce(self, x: Tensor, segments: tuple[Segment, ...], fragment: int, card: Card | None = None) -> Job:
+        request = Request(
+            name=f"average {self.averages} (fragment {fragment}, after step {self.step})",
+            config=self.config,
+            segments=segments,
+            step=self.averages,
+            store=self.store,
+            # The step, and not the number of the average: ranks that make different numbers of steps find out.
+            agreement=card or Stamp(self.config.seed, self.step, self._digest),
+            bucket=fragment,
+            compressed=self.averages >= self.config.warmup_steps,
+        )
+        return self._engine.reduce(x, request)
+
+    def _use(self, averages: Sequence[Average], mixing: float | None = None) -> None:
+        """Wait for some averages, and move the anchor by them, in the order in which they were started."""
+        for average in list(averages):
+            self._wait(average)
+            if average.is_finite():
+                self._apply(average, mixing)
+            else:
+                self._go_back(average)
+            self.under_way.remove(average)
+
+    def _wait(self, average: Average) -> None:
+        if average.jobs:
+            since = moment(self._device)
+            average.wait()
+            self.telemetry.expose(since, moment(self._device))
+            self.telemetry.end_step()
+
+    def _apply(self, average: Average, mixing: float | None) -> None:
+        """Move a fragment's anchor by its mean change, and the parameters to the anchor."""
+        fragment, options = self.fragments[average.fragment], self.options
+        for bundle, change in zip(fragment.bundles, average.changes, strict=True):
+            bundle.set_gradients(change)
+        self.outer.step()
+        weight = (options.mixing if options.delay else 0.0) if mixing is None else mixing
+        for bundle in fragment.bundles:
+            bundle.clear_gradients()
+            bundle.set_tensors(weight)
+        if average.integers:
+            self._integers.take(average.integers)
+        if average.inner is not None:
+            tensors, mean = average.inner
+            for tensor, part in zip(tensors, mean[:-1].split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        if options.inner_state == "reset":
+            self._inner.forget(entry.tensor for entry, _ in fragment.entries())
+        if not weight:
+            fragment.settled_after = self.step
+
+    def _go_back(self, average: Average) -> None:
+        """Leave an average out, and go back to the anchors of all fragments: what was learnt since may be NaN."""
+        self.skipped += 1
+        self.start_from_anchors()
+        for fragment in self.fragments:
+            fragment.settled_after = self.step
+        cleared = self._inner.clear_what_is_not_finite()
+        own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""
+        logger.warning(
+            "gqsgd: the mean change of fragment %d is not finite after step %d, because some rank's is not: all ranks "
+            "left this average out (%d so far) and went back to the anchor; rank %d did so%s",
+            average.fragment,
+            self.step,
+            self.skipped,
+            self.rank,
+            own,
+        )
+
+
+def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | None) -> Meeting:
+    """The meeting in which ranks agree on local steps; an error within it is raised on all ranks."""
+    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    device = torch.device("cpu") if parameter is None else parameter.device
+    return Meeting("LocalSteps", [group], timeout or timeout_of(group, device))

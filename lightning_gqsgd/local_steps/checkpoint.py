@@ -1,0 +1,204 @@
+"""Local steps in checkpoints: a rank's own state, and the states of all ranks in one place.
+
+The anchor, the outer optimizer and the averages under way are the same on all ranks. Parameters, buffers, the inner
+optimizers' state and the memory differ from rank to rank. So an undisturbed continuation needs every rank's own: either
+each rank saves a file of its own, or the first rank gathers them (`gathered_state`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.averages import Average, LocalAverages
+from lightning_gqsgd.local_steps.fragments import Fragment
+from lightning_gqsgd.transport.agreement import digest_of
+
+logger = logging.getLogger(__name__)
+
+#: Entries of every state, beside those of all hooks' states.
+_ENTRIES: dict[str, type] = {"rank": int, "world_size": int, "anchors": Mapping, "outer": Mapping, "under_way": list}
+
+
+def state_of(averages: LocalAverages) -> dict[str, Any]:
+    """What this rank needs beside its model and its optimizers to continue: plain values and tensors.
+
+    Not a collective; waits for the averages under way, whose means are part of the state.
+    """
+    saved = [_saved(average, averages.fragments[average.fragment]) for average in averages.waited_for()]
+    return {
+        "schema": STATE_SCHEMA,
+        "seed": averages.config.seed,
+        "step": averages.step,
+        "config": averages.requested.to_dict(),
+        "rank": averages.rank,
+        "world_size": averages.world_size,
+        "averages": averages.averages,
+        "skipped": averages.skipped,
+        "fragments": averages.options.fragments,
+        "rounds": averages.rounds.state_dict(),
+        "settled_after": [fragment.settled_after for fragment in averages.fragments],
+        "anchors": {entry.name: anchor.clone() for part in averages.fragments for entry, anchor in part.entries()},
+        "outer": averages.outer.state_dict(),
+        "under_way": saved,
+        "memory": {
+            kind.value: {number: averages.store.row(kind, number).clone() for number in averages.compressed_numbers}
+            for kind in averages.store.kinds
+        },
+    }
+
+
+@torch.no_grad()
+def load_state(averages: LocalAverages, state: Mapping[str, Any]) -> None:
+    """Continue from a rank's state, with the model and the optimizers that were saved beside it. Not a collective.
+
+    With the state of another rank, or of another number of ranks, this rank starts from the anchor, and its memory
+    starts empty. A warning says so.
+
+    Raises:
+        ConfigError: ``state`` is no state, or that of a model with other parameters, of another number of fragments,
+            or, with a memory, of another rank.
+    """
+    check_state(state, averages.requested, _ENTRIES)
+    own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
+    _check(averages, state, own)
+    for fragment, settled in zip(averages.fragments, state["settled_after"], strict=True):
+        fragment.settled_after = settled  # at the anchor, where ranks were settled, a rank is that starts from it
+        for entry, anchor in fragment.entries():
+            anchor.copy_(state["anchors"][entry.name])
+    averages.outer.load_state_dict(state["outer"])
+    averages.take_counters(state)
+    averages.under_way[:] = [_loaded(saved, averages.fragments[saved["fragment"]]) for saved in state["under_way"]]
+    # Ranks that load different states would keep different anchors for ever, so the ranks compare this, too.
+    averages.mix_into_digest(_digest(state["anchors"]))
+    if own:
+        saved_memory = {
+            kind: {number: row[None] for number, row in rows.items()} for kind, rows in state["memory"].items()
+        }
+        averages.store.take(saved_memory, 0)
+        return
+    averages.start_from_anchors()
+    logger.warning(
+        "gqsgd: the state is that of rank %d of %d, and this is rank %d of %d: this rank starts from the anchor, which "
+        "all ranks have in common, and what it had learnt since the last average is lost",
+        state["rank"],
+        state["world_size"],
+        averages.rank,
+        averages.world_size,
+    )
+
+
+def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
+    """The states of all ranks, on the CPU: what the ranks have in common, and each rank's own; None but on rank 0.
+
+    A collective on the process group. The first rank receives every other rank's parameters, buffers, optimizer state
+    and memory.
+    """
+    state = state_of(averages)
+    own = {
+        "memory": state.pop("memory"),
+        "model": dict(_tensors_of(model)),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
+    everyone: list[Any] | None = [None] * averages.world_size if averages.rank == 0 else None
+    dist.gather_object(_on_cpu(own), everyone, dist.get_global_rank(averages.group, 0), group=averages.group)
+    return None if everyone is None else {**_on_cpu(state), "ranks": everyone}
+
+
+@torch.no_grad()
+def load_gathered(
+    averages: LocalAverages, state: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """Continue from what `gathered_state` gave on rank 0: this rank's parameters, buffers, optimizers and memory.
+
+    Not a collective; every rank loads it. With another number of ranks, all start from the anchor, with the first
+    rank's buffers and optimizer state; a warning says so.
+
+    Raises:
+        ConfigError: see `load_state`.
+    """
+    if not isinstance(state, Mapping) or not isinstance(state.get("ranks"), list):
+        raise ConfigError("this is no state of local steps of all ranks; load what rank 0 has saved")
+    common = {name: value for name, value in state.items() if name != "ranks"}
+    same = state["world_size"] == averages.world_size
+    own = state["ranks"][averages.rank if same else 0]
+    tensors = dict(_tensors_of(model))
+    if set(tensors) != set(own["model"]):
+        raise ConfigError("the checkpoint is that of a model with other parameters or buffers; resume with that model")
+    for name, tensor in tensors.items():
+        tensor.copy_(own["model"][name])
+    for optimizer, saved in zip(optimizers, own["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    load_state(averages, {**common, "rank": averages.rank if same else 0, "memory": own["memory"]})
+
+
+def _check(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None:
+    """Check that a state fits this run; nothing has been loaded yet."""
+    names = {entry.name for fragment in averages.fragments for entry, _ in fragment.entries()}
+    if names != set(state["anchors"]):
+        missing = sorted(names ^ set(state["anchors"]))
+        raise ConfigError(
+            f"the state of local steps is that of a model with other trained parameters or buffers ({missing[0]!r} is "
+            "on one side only); resume with the model that wrote it"
+        )
+    if state["fragments"] != averages.options.fragments:
+        raise ConfigError(
+            f"the state of local steps was written with fragments={state['fragments']}, this run has "
+            f"fragments={averages.options.fragments}; resume with the same number"
+        )
+    same_ranks = state["world_size"] == averages.world_size
+    if averages.config.remembers and same_ranks and not own:
+        raise ConfigError(
+            f"the state of local steps is that of rank {state['rank']}, this is rank {averages.rank}, and with a "
+            "memory every rank needs its own: save and load a file for each rank"
+        )
+
+
+def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:
+    """A waited-for average as plain values and tensors."""
+    means: dict[str, Tensor] = {}
+    for bundle, change in zip(fragment.bundles, average.changes, strict=True):
+        parts = zip(bundle.entries, bundle.split(change), strict=True)
+        means.update({entry.name: part.clone() for entry, part in parts})
+    integers = [value.clone() for value in average.integers]
+    return {"fragment": average.fragment, "use_after": average.use_after, "means": means, "integers": integers}
+
+
+def _loaded(saved: Mapping[str, Any], fragment: Fragment) -> Average:
+    """The average that `_saved` has written."""
+    changes = [torch.cat([saved["means"][entry.name].flatten() for entry in part.entries]) for part in fragment.bundles]
+    changes = [change.to(part.entries[0].tensor.device) for change, part in zip(changes, fragment.bundles, strict=True)]
+    return Average(saved["fragment"], saved["use_after"], changes, integers=list(saved["integers"]))
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name, also those that a state_dict leaves out."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _digest(anchors: Mapping[str, Tensor]) -> int:
+    digests = [
+        hashlib.blake2b(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for _, tensor in sorted(anchors.items())
+    ]
+    return digest_of(" ".join(digests))
+
+
+def _on_cpu(value: Any) -> Any:
+    """The same with all tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_cpu(entry) for entry in value)
+    return value

@@ -1,0 +1,152 @@
+"""The parts of a model that are averaged at different steps: their tensors, and the anchor of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.options import LocalOptions
+
+
+class Entry(NamedTuple):
+    """A tensor of the model that is averaged.
+
+    Attributes:
+        segment: its number, its size, and whether it travels uncompressed.
+        name: its name in the model.
+        tensor: a parameter or a buffer, of which every rank has its own values.
+        is_buffer: whether it is a buffer, whose mean the anchor takes as it is.
+    """
+
+    segment: Segment
+    name: str
+    tensor: Tensor
+    is_buffer: bool
+
+
+class Bundle:
+    """Tensors of one fragment that travel as one flat tensor, and their anchors.
+
+    The anchor is what all ranks have in common: where they start from, with the same bits on all of them.
+
+    Args:
+        entries: the tensors, in order, of one device and one dtype to compute in.
+        options: where the anchor lies, and its dtype.
+
+    Attributes:
+        entries: the tensors.
+        segments: how they lie in the flat tensor.
+        anchors: the anchor of each tensor, of the tensor's shape.
+    """
+
+    def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
+        self.entries = tuple(entries)
+        self.segments = tuple(entry.segment for entry in entries)
+        self._dtype = COMPUTE_DTYPES[entries[0].tensor.dtype]
+        self._device = entries[0].tensor.device
+        dtype, device = options.anchor_dtype or self._dtype, options.anchor_device or self._device
+        self.anchors = [torch.empty(entry.tensor.shape, dtype=dtype, device=device) for entry in entries]
+        self.take_anchors()
+
+    def take_anchors(self) -> None:
+        """Take the tensors' present values for the anchors."""
+        for entry, anchor in zip(self.entries, self.anchors, strict=True):
+            anchor.copy_(entry.tensor.detach())
+
+    def change(self) -> Tensor:
+        """How far this rank has come since the anchor: the tensors' values at the anchor minus those of now, [numel].
+
+        In 16-bit parameters the anchor's values are rounded, as they were when the rank started from them.
+        """
+        flat = torch.empty(sum(segment.numel for segment in self.segments), dtype=self._dtype, device=self._device)
+        for (entry, anchor), part in zip(self._pairs(), self.split(flat), strict=True):
+            torch.sub(_like(anchor, entry.tensor).to(self._dtype), entry.tensor.to(self._dtype), out=part)
+        return flat
+
+    def set_gradients(self, change: Tensor) -> None:
+        """Make a mean change the gradient of the parameters' anchors, and take it off the buffers' anchors."""
+        for (entry, anchor), part in zip(self._pairs(), self.split(change), strict=True):
+            if entry.is_buffer:
+                anchor.sub_(_like(part, anchor))
+            else:
+                anchor.grad = _like(part, anchor)
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of the anchors."""
+        for anchor in self.anchors:
+            anchor.grad = None
+
+    def set_tensors(self, weight: float = 0.0) -> None:
+        """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
+        for entry, anchor in self._pairs():
+            if weight:
+                entry.tensor.lerp_(_like(anchor, entry.tensor), 1 - weight)
+            else:
+                entry.tensor.copy_(anchor)
+
+    def split(self, flat: Tensor) -> Iterator[Tensor]:
+        """The part of each tensor in a flat one, as a view of the tensor's shape."""
+        parts = flat.split([segment.numel for segment in self.segments])
+        return (part.view(entry.tensor.shape) for entry, part in zip(self.entries, parts, strict=True))
+
+    def _pairs(self) -> Iterator[tuple[Entry, Tensor]]:
+        return zip(self.entries, self.anchors, strict=True)
+
+
+class Fragment:
+    """A part of the model whose tensors are averaged together.
+
+    Args:
+        entries: its tensors; those that are computed in one dtype travel together.
+        options: see `Bundle`.
+
+    Attributes:
+        bundles: what travels as one flat tensor each.
+        settled_after: the step after which all ranks had the same bits in its tensors; None: never yet.
+    """
+
+    def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
+        dtypes = dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in entries)
+        together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
+        self.bundles = [Bundle(group, options) for group in together]
+        self.settled_after: int | None = None
+
+    def entries(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Each tensor with its anchor."""
+        return ((entry, anchor) for bundle in self.bundles for entry, anchor in bundle._pairs())
+
+
+def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: LocalOptions) -> list[Fragment]:
+    """Parameters in consecutive parts of about equal size; the buffers go with the last part.
+
+    Raises:
+        ConfigError: there are more parts than parameters.
+    """
+    count = options.fragments
+    if count > len(parameters):
+        raise ConfigError(
+            f"fragments={count} is more than the model's {len(parameters)} parameters that are trained; take "
+            f"fragments={len(parameters)} or less"
+        )
+    ends = list(accumulate(entry.segment.numel for entry in parameters))
+    cuts = [0]
+    for part in range(1, count):
+        # At least one parameter for this part, and for each of those that follow.
+        choices = range(cuts[-1] + 1, len(parameters) - (count - part) + 1)
+        cuts.append(min(choices, key=lambda cut: abs(ends[cut - 1] * count - ends[-1] * part)))
+    cuts.append(len(parameters))
+    parts = [list(parameters[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    parts[-1] += buffers
+    return [Fragment(part, options) for part in parts]
+
+
+def _like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor in the dtype and on the device of another one."""
+    return tensor.to(other.device, other.dtype)

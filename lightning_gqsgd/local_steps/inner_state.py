@@ -1,0 +1,52 @@
+"""The state of the inner optimizers: of some parameters it is forgotten, averaged, or cleared of what is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class InnerState:
+    """The state that inner optimizers keep of parameters, e.g. their momenta.
+
+    Args:
+        optimizers: the inner optimizers.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Drop the state of some parameters, so that the optimizers make it anew."""
+        for parameter in parameters:
+            for optimizer in self._optimizers:
+                optimizer.state.pop(parameter, None)
+
+    def tensors(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors that are kept of some parameters and can be averaged, in the same order on all ranks.
+
+        Counters of steps, which are single values, are not among them: all ranks make equally many steps.
+        """
+        return [
+            value
+            for parameter in parameters
+            for state in self._states_of(parameter)
+            for _, value in sorted(state.items())
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+        ]
+
+    def clear_what_is_not_finite(self) -> int:
+        """Drop the state of each parameter of which a value is NaN or infinite; returns the number of parameters."""
+        cleared = 0
+        for optimizer in self._optimizers:
+            for parameter in list(optimizer.state):
+                values = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+                if not all(bool(value.isfinite().all()) for value in values):
+                    del optimizer.state[parameter]
+                    cleared += 1
+        return cleared
+
+    def _states_of(self, parameter: Tensor) -> Iterator[dict[str, object]]:
+        return (optimizer.state[parameter] for optimizer in self._optimizers if parameter in optimizer.state)

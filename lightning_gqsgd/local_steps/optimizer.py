@@ -1,0 +1,240 @@
+"""`LocalSteps`: an optimizer around an optimizer, which averages seldom what ranks learn by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.averages import LocalAverages, open_meeting
+from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
+from lightning_gqsgd.local_steps.options import Every
+from lightning_gqsgd.local_steps.outer import OuterOptimizer
+from lightning_gqsgd.local_steps.presets import make_local, split_fields
+from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.transport.communicator import parent_group
+
+#: Where a state has what local steps need, beside the entries of the inner optimizer's state.
+STATE_KEY = "local_steps"
+
+
+class LocalSteps(Optimizer):
+    """Trains a model on each rank by itself, and averages the changes every so many steps, quantised.
+
+    Use it in the place of the optimizer, with the module itself (not wrapped in DistributedDataParallel)::
+
+        optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters()), every=32)
+        for batch in batches:               # each rank has its own, and all ranks have equally many
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()                  # the last average: all ranks have the same bits
+        optimizer.close()
+
+    Creating one is a collective on the process group: all ranks take the first rank's parameters and buffers, and must
+    agree on everything below. Load a model's weights before. The formulas are in `averages`.
+
+    A rank whose change is NaN or infinite makes all ranks leave that average out and go back to the anchor; a warning
+    says so, and ``averages.skipped`` counts it. Gradients are clipped and accumulated on each rank by itself. With a
+    GradScaler, a rank that skips a step counts it all the same. Floating-point buffers are averaged uncompressed with
+    the last fragment, and other buffers are taken from the first rank.
+
+    Args:
+        model: the module that is trained.
+        optimizer: the inner optimizer of the model's parameters, or of some of them, which are then averaged.
+        every: optimizer steps between two averages, 1 or more; or a function of the number of rounds so far. None: the
+            preset's number, which is 32 unless the preset says otherwise.
+        outer: what moves the anchor by the mean change: ``"nesterov"`` (DiLoCo, arXiv 2311.08105), ``"sgd"`` (FedPAQ,
+            arXiv 1909.13014), a torch.optim class, or a function that makes an optimizer of tensors. None: the
+            preset's.
+        preset: ``"gqsgd_diloco"``, ``"gqsgd_fedpaq"``, or the name of a compression's preset, or a configuration. None:
+            ``"gqsgd_diloco"``, which has 4 bits.
+        fragments: number of parts of the parameters that are averaged at different steps of a round.
+        delay: steps between the start of an average and its use, so that no step waits for the network; less than
+            ``every``.
+        group: process group; None is the default group.
+        timeout: of collectives; None takes that of the group.
+        **fields: further fields of `options.LocalOptions` and fields of `GQSGDConfig`, e.g. ``bits=2``.
+
+    Attributes:
+        inner: the inner optimizer.
+        averages: counters, anchors and the outer optimizer; see `averages.LocalAverages`.
+
+    Raises:
+        ConfigError: a value, a model or an optimizer that cannot work, or ranks that do not agree; on every rank.
+        CollectiveError: not all ranks call this within the timeout.
+    """
+
+    # GradScaler then calls `step` in every step, so that all ranks count the same steps, and tells it what to skip.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        every: Every | None = None,
+        outer: OuterOptimizer | None = None,
+        preset: str | GQSGDConfig | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        **fields: Any,
+    ) -> None:
+        # Optimizer.__init__ is not called: everything that it would make is the inner optimizer's.
+        parent = parent_group(group)
+        with open_meeting(model, parent, timeout) as meeting:
+            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
+                raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
+            own, rest = split_fields(fields)
+            given = {"every": every, "outer": outer, "fragments": fragments, "delay": delay, **own}
+            options, config = make_local(preset, given, rest)
+            self.inner = optimizer
+            self.averages = LocalAverages(
+                model, [optimizer], options, config, group=parent, timeout=timeout, meeting=meeting
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the inner optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self.inner.defaults
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters of this process; see `LocalAverages.telemetry`."""
+        return self.averages.telemetry
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of the inner optimizer; start and use the averages that are due.
+
+        Args:
+            closure: see `torch.optim.Optimizer.step`.
+
+        Returns:
+            What the inner optimizer returns.
+
+        Raises:
+            ConfigError, CollectiveError, RuntimeError: see `LocalAverages.advance`.
+        """
+        self.averages.check_open()
+        result = self._step_inner(closure)
+        self.averages.advance()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `torch.optim.Optimizer.zero_grad`."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: what is averaged is fixed.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "LocalSteps averages the parameters that it was made with; call finish() and close(), add the group to the "
+            "inner optimizer, and make a new LocalSteps"
+        )
+
+    def finish(self) -> None:
+        """Average what was learnt since the last average; see `LocalAverages.finish`."""
+        self.averages.finish()
+
+    def close(self) -> None:
+        """Stop using threads and process groups. The optimizer makes no step after that."""
+        self.averages.close()
+
+    def report(self) -> str:
+        """One line that says what is averaged how often, and how it is compressed."""
+        return self.averages.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: that of the inner optimizer, and under ``"local_steps"`` that of the averages.
+
+        Not a collective; waits for averages under way. To continue with the same bits, each rank saves its own model
+        and its own state. A state of another rank is the start from the anchor.
+        """
+        return {**self.inner.state_dict(), STATE_KEY: state_of(self.averages)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Not a collective; every rank does this, after its model has loaded its weights.
+
+        Raises:
+            ConfigError: the state was written without local steps; or see `checkpoint.load_state`.
+        """
+        if STATE_KEY not in state_dict:
+            raise ConfigError(
+                "the state was written without local steps, and has no anchor; load it into the inner optimizer, and "
+                "the weights into the model, before LocalSteps is made"
+            )
+        self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != STATE_KEY})
+        load_state(self.averages, state_dict[STATE_KEY])
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else that torch keeps in an optimizer, such as its hooks, is the inner optimizer's."""
+        if name in ("inner", "averages"):  # not made yet, because the constructor has failed
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"LocalSteps({self.inner!r}, {self.averages.options!r})"
+
+    def __deepcopy__(self, memo: Any) -> DetachedLocalSteps:
+        return DetachedLocalSteps()
+
+    def __reduce__(self) -> Any:
+        return DetachedLocalSteps, ()
+
+    def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
+        """The inner optimizer's step, with what a GradScaler has asked for."""
+        found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
+        if found_inf is None:
+            return self.inner.step(closure) if closure is not None else self.inner.step()
+        if getattr(self.inner, "_step_supports_amp_scaling", False):
+            self.inner.grad_scale, self.inner.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+            try:
+                return self.inner.step()
+            finally:
+                del self.inner.grad_scale, self.inner.found_inf  # type: ignore[attr-defined]
+        if bool(found_inf):
+            return None
+        if grad_scale is not None:
+            self._unscale(grad_scale)
+        return self.inner.step()
+
+    @torch.no_grad()
+    def _unscale(self, scale: torch.Tensor) -> None:
+        inverse = scale.double().reciprocal().float()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
+
+
+class DetachedLocalSteps:
+    """What a copy of `LocalSteps` is: it knows neither the copied model nor the other ranks, and makes no step."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"gqsgd: this is a copy of a LocalSteps (by copy or pickle), which has no {name!r}: a copy knows neither "
+            "the copied model nor the other ranks; make a new LocalSteps around the copied model's optimizer"
+        )

@@ -1,0 +1,52 @@
+"""Which fragments are averaged after which optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_gqsgd.local_steps.options import LocalOptions
+
+
+class Rounds:
+    """Rounds of optimizer steps, in each of which every fragment is averaged once.
+
+    In a round of H steps, the average of fragment f of F starts after step ⌈(f + 1) H / F⌉ of the round. So with one
+    fragment it starts after the last step, and with several they are spread evenly.
+
+    Attributes:
+        number: how many rounds are over.
+        begun_after: the step after which the present round began.
+    """
+
+    def __init__(self, options: LocalOptions) -> None:
+        self._options = options
+        self.number, self.begun_after = 0, 0
+
+    def due_after(self, step: int) -> list[int]:
+        """Fragments whose averages start after a step."""
+        steps, parts = self._options.steps_of_round(self.number), self._options.fragments
+        return [part for part in range(parts) if -(-(part + 1) * steps // parts) == step - self.begun_after]
+
+    def end_step(self, step: int) -> None:
+        """Begin the next round if the present one is over after a step.
+
+        Raises:
+            ConfigError: ``every`` gives a number of steps for the next round that cannot work.
+        """
+        if step - self.begun_after >= self._options.steps_of_round(self.number):
+            self.number, self.begun_after = self.number + 1, step
+            self._options.steps_of_round(self.number)
+
+    def begin_anew(self, step: int) -> None:
+        """Cut the present round off after a step, and begin the next."""
+        if step > self.begun_after:
+            self.number, self.begun_after = self.number + 1, step
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain values."""
+        return {"number": self.number, "begun_after": self.begun_after}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where another run was."""
+        self.number, self.begun_after = state["number"], state["begun_after"]

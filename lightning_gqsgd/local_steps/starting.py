@@ -1,0 +1,181 @@
+"""What is checked before local steps begin, what all ranks must share, and how all ranks get the same start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_gqsgd import __version__
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.fragments import Entry
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.outer import describe_outer
+from lightning_gqsgd.parameters import Parameter, digest, number_parameters
+from lightning_gqsgd.plan import check_dtype
+
+#: Rounds of a schedule that ranks compare when they start.
+_COMPARED_ROUNDS = 16
+
+
+def check_module(model: object) -> nn.Module:
+    """The model, if local steps can train it.
+
+    Raises:
+        ConfigError: the model is no module, or something else averages its gradients.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ConfigError(
+                "the model is wrapped in DistributedDataParallel, which averages gradients in every step; give "
+                "LocalSteps the module itself (model.module), and train that module"
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise ConfigError(
+                f"parameter {name!r} is sharded (a DTensor); local steps need whole parameters on each rank: leave out "
+                "fully_shard"
+            )
+    return model
+
+
+def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The parameters that are averaged, by name: those that require a gradient and that the optimizers have.
+
+    Raises:
+        ConfigError: the optimizers have parameters of another model, or none that requires a gradient.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = list(parameters_of(optimizers))
+    strangers = [parameter for parameter in own if id(parameter) not in names]
+    if strangers:
+        raise ConfigError(
+            f"the optimizer has {len(strangers)} of its {len(own)} parameters from another model; give LocalSteps the "
+            "model whose parameters the optimizer was made with"
+        )
+    wanted = {id(parameter) for parameter in own if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
+    if not trained:
+        raise ConfigError("no parameter of the optimizer requires a gradient; unfreeze some before LocalSteps is made")
+    for name, parameter in trained.items():
+        check_dtype(parameter.dtype, f"parameter {name!r}")
+    devices = {parameter.device for parameter in trained.values()}
+    if len(devices) > 1:
+        raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+    return trained
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
+    """All parameters of some optimizers, in order."""
+    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
+
+
+def check_that_all_are_averaged(optimizers: Iterable[Optimizer], averaged: Iterable[Entry]) -> None:
+    """Raise ConfigError if an optimizer trains a parameter that is not averaged."""
+    known = {id(entry.tensor) for entry in averaged}
+    others = [p for p in parameters_of(optimizers) if p.requires_grad and id(p) not in known]
+    if others:
+        raise ConfigError(
+            f"the optimizer trains {len(others)} parameters that were frozen, or not in the optimizer, when LocalSteps "
+            "was made, so each rank would train its own; call finish() and close(), and make a new LocalSteps after "
+            "parameters were unfrozen or added"
+        )
+
+
+def numbered(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], config: GQSGDConfig
+) -> tuple[list[Parameter], list[Entry], list[Entry]]:
+    """The trained parameters as a configuration sees them; and what is averaged: parameters, floating-point buffers.
+
+    Parameters are numbered by their places in the model, and buffers after them. Buffers travel uncompressed.
+    """
+    all_parameters = number_parameters(dict(model.named_parameters()), config)
+    facts = [parameter for parameter in all_parameters if parameter.name in trained]
+    parameters = [Entry(Segment(number, numel, raw), name, trained[name], False) for number, name, numel, raw in facts]
+    floating = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
+    buffers = [
+        Entry(Segment(len(all_parameters) + place, buffer.numel(), True), name, buffer, True)
+        for place, (name, buffer) in enumerate(floating.items())
+    ]
+    return facts, parameters, buffers
+
+
+def facts_of(
+    config: GQSGDConfig, options: LocalOptions, outer: Optimizer, parameters: Sequence[Entry], buffers: Sequence[Entry]
+) -> dict[str, Any]:
+    """What all ranks must have in common when local steps begin: plain values by name.
+
+    Args:
+        config: the compression, with its reducer chosen.
+        options: when to average.
+        outer: the outer optimizer.
+        parameters: what is averaged.
+        buffers: what is averaged uncompressed.
+    """
+    every = [options.steps_of_round(number) for number in range(_COMPARED_ROUNDS if callable(options.every) else 1)]
+    tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in (*parameters, *buffers)]
+    return {
+        **config.to_dict(),
+        "parameters and buffers": digest(tensors),
+        "every": every if callable(options.every) else every[0],
+        "fragments": options.fragments,
+        "delay": options.delay,
+        "mixing": options.mixing,
+        "inner_state": options.inner_state,
+        "anchor_dtype": str(options.anchor_dtype),
+        "outer": describe_outer(outer),
+        "version of lightning_gqsgd": __version__,
+        "version of the wire format": VERSION,
+    }
+
+
+@torch.no_grad()
+def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give every rank the parameters and buffers of the group's first rank, as DistributedDataParallel does.
+
+    A collective on the group. Tensors travel as bytes, so that every dtype can be sent.
+    """
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor for tensor in tensors if tensor.device == device]
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in here]
+        together = torch.cat(parts)
+        dist.broadcast(together, dist.get_global_rank(group, 0), group=group)
+        for tensor, part in zip(here, together.split([part.numel() for part in parts]), strict=True):
+            # A copy: the part may not lie where numbers of this dtype may lie in memory.
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+class IntegerBuffers:
+    """Buffers that cannot be averaged, such as counters: every rank takes those of the group's first rank.
+
+    Args:
+        model: the model.
+        group: process group.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._buffers = [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
+        self._group, self._source = group, dist.get_global_rank(group, 0)
+
+    def start(self) -> tuple[list[Tensor], list[dist.Work]]:
+        """Start to send the first rank's present values; returns what will hold them, and what to wait for."""
+        values = [buffer.clone() for buffer in self._buffers]
+        flats = [value.view(-1).view(torch.uint8) for value in values]
+        works = [dist.broadcast(flat, self._source, group=self._group, async_op=True) for flat in flats]
+        return values, [work for work in works if work is not None]
+
+    def take(self, values: Sequence[Tensor]) -> None:
+        """Put the first rank's values into the buffers."""
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value)

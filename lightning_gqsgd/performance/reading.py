@@ -1,0 +1,81 @@
+"""Checks of what is read from JSON files: each function returns a value of the type that it names.
+
+Common arguments: ``value``, what the file has; ``what``, where the value stands in the file, for messages.
+Every function raises ConfigError for a value of another type or range, and the message names the place and the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from lightning_gqsgd.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """A dictionary.
+
+    Args:
+        value, what: see the module.
+        names: the keys that the dictionary has to have, and no others; None: any keys.
+    """
+    if not isinstance(value, Mapping):
+        raise _error(value, what, "a dictionary")
+    if names is not None and set(value) != set(names):
+        missing = [name for name in names if name not in value]
+        unknown = [str(name) for name in value if name not in names]
+        words = [f"without {', '.join(missing)}"] if missing else []
+        words += [f"with the unknown {', '.join(unknown)}"] if unknown else []
+        raise ConfigError(f"{what} is a dictionary {' and '.join(words)}")
+    return dict(value)
+
+
+def rows(value: object, what: str, length: int | None = None) -> list[Any]:
+    """A list; ``length``: how long the list has to be."""
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        raise _error(value, what, "a list" if length is None else f"a list of {length} values")
+    return value
+
+
+def number(value: object, what: str) -> float:
+    """A finite number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise _error(value, what, "a finite number from 0 on")
+    return value
+
+
+def integer(value: object, what: str, least: int = 0) -> int:
+    """An integer of 63 bits, from ``least`` on."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise _error(value, what, f"an integer from {least} on")
+    return value
+
+
+def flag(value: object, what: str) -> bool:
+    """True or False, or 1 or 0."""
+    if value not in (0, 1) or not isinstance(value, int):
+        raise _error(value, what, "true or false")
+    return bool(value)
+
+
+def text(value: object, what: str) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise _error(value, what, "a string")
+    return value
+
+
+def numbers(kind: type[T], value: object, what: str) -> T:
+    """A dataclass all of whose fields are numbers, see `number`. Fields that have a default may be missing."""
+    needed = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
+    given = entries(value, what)
+    wanted = tuple(name for name, is_needed in needed.items() if is_needed or name in given)
+    return kind(**{name: number(entry, f"{what}.{name}") for name, entry in entries(given, what, wanted).items()})
+
+
+def _error(value: object, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"{what} is {value!r:.100}, and not {expected}")

@@ -1,0 +1,67 @@
+"""The backend's own all-reduce of bf16 numbers, which each rank rounds at random: 16 bits per coordinate.
+
+Gradients of 16 bits travel as they are, by `native`. fp64 gradients are rounded to fp32 first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.wire import in_finite_range
+from lightning_gqsgd.layout import LENGTH, Layout
+from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+
+
+class Bf16(Reducer):
+    """See the module; `reducers.base.Reducer`."""
+
+    scales: ClassVar[tuple[str, ...]] = ()
+    needs_copy = False
+
+    def __init__(self, table: np.ndarray, setting: Setting) -> None:
+        self.ranks = setting.ranks
+        self.layout = Layout(table, (0, len(table)), 0, setting.config.block_size)
+        self.message_bytes = int(table[:, LENGTH].sum()) * torch.bfloat16.itemsize
+        self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
+
+    @staticmethod
+    def check(config: GQSGDConfig, codec: Codec) -> None:
+        """See `reducers.base.Reducer.check`: the reducer adds no codes."""
+        if config.codec != "float":
+            raise ConfigError(f"reducer='bf16' is for bits=16, not bits={config.bits}; leave reducer out")
+
+    @staticmethod
+    def stages(config: GQSGDConfig, ranks: int) -> int:
+        """See `reducers.base.Reducer.stages`."""
+        return 1
+
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """See `reducers.base.Reducer.mean_error`; without that of the sums within the all-reduce."""
+        return codec.error_variance() / ranks
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        """See `reducers.base.Reducer.steps`."""
+        if x.dtype.itemsize == torch.bfloat16.itemsize:
+            x.mul_(1.0 / self.ranks)
+            yield (Exchange.in_place("sum", x),)
+            return 0
+        wide = x if x.dtype == torch.float32 else in_finite_range(x, torch.float32).float()
+        small = torch.empty_like(wide, dtype=torch.bfloat16)
+        blocks = self.layout.on(x.device).blocks
+        kernels_for(x.device).narrow(wide, blocks, small, keys.up[rank], 1.0 / self.ranks, largest(self.ranks))
+        yield (Exchange.in_place("sum", small),)
+        x.copy_(small)
+        return 0

@@ -1,0 +1,326 @@
+"""Try, stay, watch: which of several candidates each step uses, decided from the lengths of earlier steps.
+
+`Trials` is a state machine without processes, clocks or tensors. Its inputs are the lengths of steps that all ranks
+know, and its output is the candidate of each step. Ranks that give it the same inputs get the same outputs.
+
+Try: the candidates take turns, each for a block of consecutive steps, for some rounds. The first step of a block does
+not count, because it follows a step of another candidate. A candidate whose shortest step is twice as long as the
+shortest median gets no further block. The candidate with the shortest median is kept. Of several candidates that are
+equal within the error of their medians, the widest is kept.
+
+Stay: all steps use the candidate that was kept.
+
+Watch: where the median of the latest steps differs from that of the decision by more than 15 %, there is a new trial.
+Trials cost steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has to be paid for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from lightning_gqsgd.errors import ConfigError
+
+#: Steps between a step and the first choice that knows its length: the length is known when the next step begins, ranks
+#: exchange it in that step, and over NCCL the host reads what was exchanged in the step after that.
+LAG = 3
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of the state machine.
+
+    Attributes:
+        settling: steps before the first trial. DDP builds its buckets anew after its first step.
+        rounds: how often each candidate has its turn in a trial.
+        block: steps of one turn, of which the first one does not count.
+        tie: candidates whose medians differ by less, relatively, are equal.
+        widest_tie: the same, at most, where the errors of the medians are larger than ``tie``.
+        hopeless: a candidate has no further turn once its shortest step is this many times the shortest median.
+        window: number of steps whose median is watched.
+        drift: relative difference of that median, and of the decision's, that starts a new trial.
+        share: what each step adds to the credit of steps for trials.
+        most_trials: how many trials of full length the credit is enough for, at most. It begins with so many.
+    """
+
+    settling: int = 5
+    rounds: int = 3
+    block: int = 4
+    tie: float = 0.02
+    widest_tie: float = 0.05
+    hopeless: float = 2.0
+    window: int = 50
+    drift: float = 0.15
+    share: float = 0.05
+    most_trials: int = 3
+
+    def longest_trial(self, candidates: int) -> int:
+        """The most steps of a trial: one round more than usual, if steps could not be measured."""
+        return (self.rounds + 1) * self.block * candidates + LAG
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The end of a trial.
+
+    Attributes:
+        step: the first step that knows of it.
+        bits: the candidate that is kept.
+        seconds: median length of the steps of each candidate that was measured, by its bits.
+        reason: why there was a trial, and why this candidate is kept.
+    """
+
+    step: int
+    bits: int
+    seconds: Mapping[int, float]
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {**asdict(self), "seconds": dict(self.seconds)}
+
+
+@dataclass
+class _Trial:
+    """A trial under way.
+
+    Attributes:
+        why: why there is a trial.
+        turns: candidates whose turns are still to come in this round.
+        round: number of the round, from 0.
+        bits: the candidate whose turn it is.
+        left: steps that are left of the turn.
+        used: number of steps so far.
+        samples: lengths of steps in seconds, by candidate.
+        hopeless: candidates that have no further turn.
+        draining: steps until the last length is known; None while there are turns.
+    """
+
+    why: str
+    turns: deque[int]
+    round: int = 0
+    bits: int = 0
+    left: int = 0
+    used: int = 0
+    samples: dict[int, list[float]] = field(default_factory=dict)
+    hopeless: set[int] = field(default_factory=set)
+    draining: int | None = None
+
+
+class Trials:
+    """See the module.
+
+    Args:
+        allow: the candidates, by their bits.
+        rules: the numbers.
+
+    Attributes:
+        allow: the candidates, widest first.
+        bits: the candidate of the latest step, at first the widest.
+        decisions: the ends of all trials, in order.
+    """
+
+    def __init__(self, allow: Sequence[int], rules: Rules | None = None) -> None:
+        self.allow = tuple(sorted(allow, reverse=True))
+        self.rules = rules or Rules()
+        self.bits = self.allow[0]
+        self.decisions: list[Decision] = []
+        self._cost = self.rules.longest_trial(len(self.allow))
+        self._credit = float(self.rules.most_trials * self._cost)
+        self._trial: _Trial | None = None
+        self._waiting: int | None = self.rules.settling  # steps until the first trial; None: there was one
+        self._why = "first trial"
+        self._reference_s: float | None = None  # the length of steps that the watch compares with
+        self._is_refined = False  # whether the reference is the median of a whole window
+        self._window: deque[float] = deque(maxlen=self.rules.window)
+        self._counted: dict[int, int | None] = {}  # candidate of each recent step; None: its length does not count
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a trial is under way."""
+        return self._trial is not None
+
+    def observe(self, step: int, seconds: float | None) -> None:
+        """Note how long a step took, the longest over all ranks; None: the length says nothing.
+
+        Steps are observed in order, each before `choose` is called for a step that is `LAG` later.
+        """
+        bits = self._counted.pop(step, None)
+        if seconds is None or bits is None:
+            return
+        if self._trial is not None:
+            self._trial.samples.setdefault(bits, []).append(seconds)
+        elif bits == self.bits:
+            self._window.append(seconds)
+
+    def choose(self, step: int) -> int:
+        """The candidate of a step, by its bits. Called once for each step, in order."""
+        self._credit = min(self._credit + self.rules.share, self.rules.most_trials * self._cost)
+        if self._waiting is not None:
+            self._waiting -= 1
+            if self._waiting < 0:
+                self._waiting = None
+                self._begin(self._why)
+        elif self._trial is None:
+            self._watch()
+        counts = True
+        if self._trial is not None:
+            counts = self._go_on(self._trial, step)
+        self._counted[step] = self.bits if counts else None
+        for old in [old for old in self._counted if old < step - 2 * LAG]:
+            del self._counted[old]
+        return self.bits
+
+    def _begin(self, why: str) -> None:
+        self._trial = _Trial(why, deque(self.allow))
+        self._counted.clear()
+        self._window.clear()
+
+    def _go_on(self, trial: _Trial, step: int) -> bool:
+        """Choose the candidate of the next step of a trial, or end the trial; returns whether the step's length
+        counts."""
+        self._give_up_hopeless(trial)
+        if not trial.left and trial.draining is None:
+            self._next_turn(trial)
+        if trial.draining is None:
+            self.bits = trial.bits
+            is_first = trial.left == self.rules.block
+            trial.left -= 1
+            trial.used += 1
+            return not is_first
+        if trial.draining:
+            trial.draining -= 1
+            trial.used += 1
+            return False
+        self._decide(trial, step)
+        return False  # it follows a step of another candidate, perhaps
+
+    def _give_up_hopeless(self, trial: _Trial) -> None:
+        medians = {bits: median(seconds) for bits, seconds in trial.samples.items() if len(seconds) > 1}
+        if not medians:
+            return
+        limit = self.rules.hopeless * min(medians.values())
+        for bits in medians:
+            if min(trial.samples[bits]) > limit:
+                trial.hopeless.add(bits)
+                if bits == trial.bits:
+                    trial.left = 0
+
+    def _next_turn(self, trial: _Trial) -> None:
+        """Give the next candidate its turn; where there is none, wait for the lengths of the last steps."""
+        while True:
+            while trial.turns:
+                trial.bits = trial.turns.popleft()
+                if trial.bits not in trial.hopeless:
+                    trial.left = self.rules.block
+                    return
+            trial.round += 1
+            remaining = [bits for bits in self.allow if bits not in trial.hopeless]
+            measured = all(len(trial.samples.get(bits, ())) > 1 for bits in remaining)
+            enough = trial.round >= self.rules.rounds + (not measured)
+            if enough or (len(remaining) == 1 and measured):
+                break
+            trial.turns.extend(remaining)
+        trial.draining = LAG - 1
+        self.bits = self._best(trial)[0] if trial.samples else self.bits
+
+    def _decide(self, trial: _Trial, step: int) -> None:
+        """End a trial."""
+        self._trial = None
+        self._credit -= trial.used if self.decisions else 0  # the first trial is free
+        medians = {bits: median(trial.samples[bits]) for bits in self.allow if trial.samples.get(bits)}
+        if not medians:
+            reason = f"{trial.why}; no step could be measured, so {self.bits} bits stay"
+        else:
+            self.bits, reason = self._best(trial)
+            reason = f"{trial.why}; {reason}"
+        self.decisions.append(Decision(step, self.bits, medians, reason))
+        self._reference_s, self._is_refined = medians.get(self.bits), False
+        self._window.clear()
+        self._counted.clear()
+
+    def _best(self, trial: _Trial) -> tuple[int, str]:
+        """The candidate to keep, and why."""
+        samples = {bits: trial.samples[bits] for bits in self.allow if trial.samples.get(bits)}
+        medians = {bits: median(seconds) for bits, seconds in samples.items()}
+        shortest = min(medians, key=lambda bits: (medians[bits], -bits))
+        for bits in samples:  # widest first
+            error = (_error(samples[bits]) ** 2 + _error(samples[shortest]) ** 2) ** 0.5 / medians[shortest]
+            tie = min(max(self.rules.tie, error), self.rules.widest_tie)
+            if medians[bits] <= medians[shortest] * (1 + tie):
+                break
+        if bits == shortest:
+            return bits, "it is the shortest"
+        return bits, f"it is within {tie:.0%} of {shortest} bits, the shortest"
+
+    def _watch(self) -> None:
+        """Begin a trial if the length of steps has changed and the credit is enough."""
+        if len(self._window) < self.rules.window:
+            return
+        now = median(self._window)
+        if self._reference_s is None:
+            self._reference_s = now
+        change = now / self._reference_s - 1
+        if abs(change) <= self.rules.drift:
+            if not self._is_refined:
+                self._reference_s, self._is_refined = now, True
+        elif self._credit >= self._cost:
+            self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run begins with: plain values."""
+        return {
+            "allow": list(self.allow),
+            "bits": self.decisions[-1].bits if self.decisions else None,
+            "reference_s": self._reference_s,
+            "credit": self._credit,
+            "decisions": [decision.to_dict() for decision in self.decisions],
+        }
+
+    @classmethod
+    def resumed(cls, allow: Sequence[int], state: Mapping[str, Any], *, is_same_world: bool) -> Trials:
+        """Begin with what `state` gave. The candidate of the latest decision is used until there is a new trial.
+
+        Args:
+            allow: the candidates, by their bits.
+            state: from `state`.
+            is_same_world: whether the number of ranks is that of the saved run; if not, a trial follows soon.
+
+        Raises:
+            ConfigError: ``state`` is no such state.
+        """
+        try:
+            decisions = [
+                Decision(int(row["step"]), int(row["bits"]), _by_bits(row["seconds"]), str(row["reason"]))
+                for row in state["decisions"]
+            ]
+            bits, reference_s, credit = state["bits"], state["reference_s"], float(state["credit"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"the gqsgd state's entry 'auto' cannot be read ({type(error).__name__}: {error}); load what "
+                "state_dict has written, or drop the entry to try anew"
+            ) from None
+        trials = cls(allow)
+        trials.decisions = decisions
+        if bits not in trials.allow:
+            return trials
+        trials.bits, trials._credit = int(bits), min(credit, trials._credit)
+        if is_same_world:
+            trials._waiting, trials._reference_s = None, reference_s
+        else:
+            trials._why = "another number of ranks"
+        return trials
+
+
+def _by_bits(seconds: Mapping[Any, Any]) -> dict[int, float]:
+    """Seconds by bits, where the keys may have become text in JSON."""
+    return {int(bits): float(value) for bits, value in seconds.items()}
+
+
+def _error(samples: Sequence[float]) -> float:
+    """Standard error of a median, from the median deviation: 1.25 σ/sqrt(n) with σ = 1.48 median |x - median|."""
+    middle = median(samples)
+    return 1.25 * 1.48 * median(abs(sample - middle) for sample in samples) / len(samples) ** 0.5

@@ -1,0 +1,53 @@
+"""Files and folders that a configuration names. Nothing heavy is imported: names are checked before torch is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import DataError
+
+#: Settings of ``data`` that name a file, which may lie in ``data.root``.
+FILES = ("train_file", "valid_file")
+
+
+def named_file(name: str | Path, root: str | Path | None) -> Path | None:
+    """The file of this name, as it stands or in ``root``; None if neither is a file.
+
+    Args:
+        name: path of the file, absolute, relative to the working folder or relative to ``root``.
+        root: folder of the data; None: there is none.
+    """
+    places = [Path(name).expanduser()]
+    if root is not None:
+        places.append(Path(root).expanduser() / name)
+    return next((place for place in places if place.is_file()), None)
+
+
+def check_named(data: Mapping[str, Any]) -> None:
+    """Check that the files and folders exist that the node ``data`` of a configuration names.
+
+    Args:
+        data: the node.
+
+    Raises:
+        DataError: something does not exist.
+    """
+    root = data.get("root")
+    if root is not None and not Path(str(root)).expanduser().exists():
+        raise DataError(
+            f"data.root={root} does not exist{_near(Path(str(root)).expanduser())}; name a folder or a file that "
+            f"exists (conf/data/ says what it may hold), or leave data.root out"
+        )
+    for key in FILES:
+        name = data.get(key)
+        if name is not None and named_file(str(name), root) is None:
+            inside = "" if root is None else f", neither in {Path.cwd()} nor in data.root={root}"
+            raise DataError(f"data.{key}={name} is no file{inside}; name a file that exists")
+
+
+def _near(path: Path) -> str:
+    """How far a path does exist, where it does in part."""
+    existing = next((parent for parent in path.parents if parent.exists()), None)
+    return f" ({existing} does)" if existing not in (None, Path("/"), Path(".")) else ""

@@ -1,0 +1,214 @@
+"""The command line of `run.py`: what is checked before anything heavy is imported, and then the training."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from lightning_gqsgd.errors import ConfigError, counted
+from netlab.lab import NetLabError
+from netlab.machine import cores
+from recipes.data.named_files import check_named
+from recipes.errors import OverrideError, RecipeError
+from recipes.launch.environment import profile_environment
+from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
+from recipes.launch.hosts import run_on_hosts
+from recipes.launch.interrupts import INTERRUPTED, goes_on_with
+from recipes.launch.processes import (
+    LaunchError,
+    check_launch,
+    external_rank,
+    hydra_arguments,
+    local_processes,
+    torchrun_needed,
+)
+from recipes.launch.slurm import prepare_submission
+from recipes.opening import say, speaks
+from recipes.overrides import combinations, composed, parse
+from recipes.strategies.choices import CONF, check_settings, check_strategies, register_presets
+from recipes.training.checkpoints import find_checkpoint, finished_message
+
+#: Exit code of a command line that asks for something that cannot be.
+REFUSED = 2
+MULTIRUN = ("-m", "--multirun")
+
+
+def run() -> None:
+    """Check the command line of this process, and train as it says.
+
+    Raises:
+        SystemExit: with code `REFUSED` after one line on standard error, or `INTERRUPTED`.
+    """
+    arguments = sys.argv[1:]
+    if not speaks(os.environ):
+        # An interrupt on the terminal reaches all processes. The first process ends the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with refusals_in_one_line():
+            check_strategies(arguments)
+            prepare_submission(arguments, os.environ)
+            register_presets()
+            sys.argv += hydra_arguments(arguments, os.environ)
+            finished = None if _is_for_hydra(arguments) else examine(sys.argv[1:])
+    except KeyboardInterrupt:
+        say("interrupted before the training; nothing has been written")
+        sys.exit(INTERRUPTED)
+    if finished:
+        say(finished)
+        return
+    main()
+
+
+@contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """End the process with one line on standard error where what is inside ``with`` refuses something.
+
+    HYDRA_FULL_ERROR=1 lets the errors through, with their tracebacks.
+    """
+    try:
+        yield
+    except (RecipeError, NetLabError, ConfigError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # a traceback would hide it
+        sys.exit(REFUSED)
+
+
+def examine(arguments: Sequence[str]) -> str | None:
+    """Check everything that can be checked without torch.
+
+    Args:
+        arguments: the command line, without the name of the script.
+
+    Returns:
+        What is to be said instead of a training, if there is nothing to be trained; None before a training.
+
+    Raises:
+        RecipeError, NetLabError: the command line asks for something that cannot be.
+    """
+    multirun = bool({*MULTIRUN} & set(arguments))
+    overrides = parse([argument for argument in arguments if argument not in MULTIRUN])
+    swept = [override for override in overrides if override.is_sweep_override()]
+    if swept and not multirun:
+        raise OverrideError(
+            f"{swept[0].input_line}: a comma list makes several runs; take python recipes/compare.py, or quote a value "
+            f"that has commas"
+        )
+    if multirun and not swept and not any(override.input_line == f"hardware={SLURM}" for override in overrides):
+        raise OverrideError(
+            "-m makes one run of each value of a comma list, and there is no comma list; leave -m out, or write e.g. "
+            "-m seed=0,1 trainer.devices=1"
+        )
+    mode = ("hydra.mode=MULTIRUN",) if multirun else ()
+    cfg = composed([*combinations(overrides)[0], *mode], with_hydra=True)
+    check_named(cfg.data)
+    with profile_environment(cfg.hardware.env, os.environ):
+        check(cfg, cfg.hydra)
+    checkpoint = None if multirun else find_checkpoint(cfg, Path(cfg.hydra.run.dir))
+    finished = finished_message(cfg, checkpoint) if checkpoint else None
+    if not finished:
+        _say_what_comes(cfg, checkpoint)
+    return finished
+
+
+def check(cfg: DictConfig, hydra_config: Any) -> None:
+    """Check everything that can be wrong with hardware and launch, before data are prepared or processes started.
+
+    Args:
+        cfg: the configuration.
+        hydra_config: its node ``hydra``.
+
+    Raises:
+        RecipeError, NetLabError: the run cannot be made as asked.
+    """
+    check_profile(cfg)
+    name, (nodes, devices) = cfg.hardware.name, places(cfg)
+    by_hand = external_rank(os.environ) is None
+    if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):
+        submitted = str(hydra_config.launcher._target_).endswith(".SlurmLauncher") and _is_multirun(hydra_config)
+        if not submitted:
+            raise HardwareError(
+                f"hardware=slurm submits a job with -m: python {shlex.join([sys.argv[0], '-m', *sys.argv[1:]])}; "
+                "in an allocation of your own, put srun before the same command without -m"
+            )
+        return  # the machine that runs the job is another one
+    check_devices(cfg)
+    # With NODE_RANK, users start Lightning on each node themselves, or Lightning has started this process.
+    for_lightning = name != MULTI_NODE and (nodes == 1 or "NODE_RANK" in os.environ)
+    if by_hand and name != NETLAB and not for_lightning:
+        raise torchrun_needed(name, nodes, devices, cfg.trainer.accelerator, sys.argv)
+    check_launch(nodes, devices, os.environ)
+    _refuse_sweeps_of_processes(name, nodes * devices, hydra_config)
+
+
+def places(cfg: DictConfig) -> tuple[int, int]:
+    """Nodes, and processes on each."""
+    return cfg.trainer.num_nodes, local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
+
+
+def _refuse_sweeps_of_processes(name: str, processes: int, hydra_config: Any) -> None:
+    submitted = name == SLURM and str(hydra_config.launcher._target_).endswith(".SlurmLauncher")
+    if _is_multirun(hydra_config) and processes > 1 and not submitted:
+        raise LaunchError(
+            "-m / --multirun cannot be used with several processes: every process would run the whole sweep. "
+            "Take recipes/compare.py, which starts a fresh run for every combination, or trainer.devices=1"
+        )
+
+
+def _is_multirun(hydra_config: Any) -> bool:
+    return str(hydra_config.mode).rpartition(".")[2] == RunMode.MULTIRUN.name
+
+
+def _is_for_hydra(arguments: Sequence[str]) -> bool:
+    """Whether a command line has an option of Hydra, such as ``--help`` or ``--cfg``, which Hydra answers itself."""
+    from hydra._internal.utils import get_args_parser
+
+    known = {name for action in get_args_parser()._actions for name in action.option_strings} - {*MULTIRUN}
+    return any(argument.partition("=")[0] in known for argument in arguments)
+
+
+def _say_what_comes(cfg: DictConfig, checkpoint: str | None) -> None:
+    nodes, devices = places(cfg)
+    processes = counted(nodes * devices, "process", "processes")
+    where = f"{counted(nodes, 'node')}, " if nodes > 1 else ""
+    say(
+        f"{cfg.title} under {cfg.strategy.name}: {processes}, {where}hardware={cfg.hardware.name}, "
+        f"{counted(cores(), 'core')} here; loading torch and Lightning ..."
+    )
+    if checkpoint:
+        say(f"goes on from {checkpoint}")
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def main(cfg: DictConfig) -> float:
+    """Train as a configuration says, and return the final value of the task's metric."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        # The variables come before anything asks for GPUs: CUDA reads its variables then.
+        with refusals_in_one_line(), profile_environment(cfg.hardware.env, os.environ):
+            check(cfg, HydraConfig.get())
+            if cfg.hardware.name == NETLAB and external_rank(os.environ) is None:
+                hosts, ranks = places(cfg)
+                code = run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder)
+                if code == INTERRUPTED:
+                    raise KeyboardInterrupt
+                sys.exit(code)
+            check_settings(cfg.strategy)
+            # Here, not above: Lightning takes seconds to import, and what is refused or only starts others needs none.
+            from recipes.training.train import train
+
+            return train(cfg, folder)
+    except KeyboardInterrupt:
+        say(goes_on_with(folder, sys.argv))
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,35 @@
+"""The first words of a command, before anything is imported that takes time; the standard library alone is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+
+def announce(script: str, doing: str, arguments: Sequence[str]) -> None:
+    """Print what a command is about to do, unless another process of the same run prints it.
+
+    Args:
+        script: name of the script.
+        doing: what the script does, e.g. ``"one training"``.
+        arguments: the command line, without the name of the script.
+    """
+    if speaks(os.environ):
+        said = " ".join(arguments) or "default settings"
+        print(f"{script}: {doing} with {said}; reading the configuration ...", flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line, unless another process of the same run prints it."""
+    if speaks(os.environ):
+        print(text, flush=True)
+
+
+def speaks(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the one that speaks: not a rank above 0 of a launcher, of Lightning or of a lab.
+
+    Args:
+        environment: the environment variables of this process.
+    """
+    places = (environment.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return all(place in ("", "0") for place in places)

@@ -1,0 +1,245 @@
+"""Bits that are chosen by the length of steps, on real processes: all ranks decide alike, whatever they measure."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.copies import DetachedState
+from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.telemetry import Meter
+from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
+from tests.distributed.ranks import run
+from tests.distributed.test_hook import DDP_OPTIONS
+
+STEPS = 90  # a trial of four candidates takes about 56
+
+
+def _uneven(model: nn.Module, seed: int) -> None:
+    """Make a rank's steps take random times."""
+    generator = random.Random(seed)  # noqa: S311
+    model.register_forward_pre_hook(lambda *_: time.sleep(generator.random() * 3e-3))
+
+
+def _facts(state: GQSGDState, model: nn.Module) -> dict[str, Any]:
+    decisions = json.dumps([decision.to_dict() for decision in state.decisions])
+    return {"bits": fingerprint(model), "decisions": decisions}
+
+
+def _random_times(rank: int) -> dict[str, Any]:
+    model, state = wrapped({"bucket_cap_mb": 0.03}, {"preset": "gqsgd_auto", "sample_every": 10})
+    _uneven(model.module, rank)
+    meter, used = Meter(state.telemetry), []
+    for step in range(STEPS):
+        train(model, rank, range(step, step + 1))
+        used.append(state.config.num_bits)
+    values = meter.read()
+    state.close()
+    return {**_facts(state, model), "used": used, "values": values, "report": state.report()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_decide_alike_through_random_sleeps_and_keep_equal_parameters(ranks: int, tmp_path: Path) -> None:
+    results = run(_random_times, ranks, tmp_path)
+    first = results[0]
+    for result in results[1:]:
+        assert {key: result[key] for key in ("bits", "decisions", "used")} == {
+            key: first[key] for key in ("bits", "decisions", "used")
+        }
+    assert set(first["used"]) == {32, 16, 8, 4}
+    (decision,) = json.loads(first["decisions"])
+    assert decision["bits"] == first["used"][-1] == first["values"]["gqsgd/bits"]
+    assert first["values"]["gqsgd/trying"] == 0
+    assert f"auto takes {decision['bits']} bits" in first["report"]
+
+
+def _one_step(rank: int, start: dict[str, torch.Tensor], step: int, fields: dict[str, Any]) -> str:
+    model = mlp()
+    model.load_state_dict(start)
+    fixed, state = wrapped({"bucket_cap_mb": 0.03}, fields, model)
+    state.step = step
+    train(fixed, rank, range(step, step + 1))
+    state.close()
+    return fingerprint(fixed)
+
+
+def _each_candidate(rank: int) -> list[tuple[int, str, str]]:
+    model, state = wrapped({"bucket_cap_mb": 0.03}, {"auto": True, "seed": 4})
+    compared, seen = [], set()
+    for step in range(70):
+        before = copy.deepcopy(model.module.state_dict())
+        train(model, rank, range(step, step + 1))
+        bits = state.config.num_bits
+        if bits not in seen:
+            seen.add(bits)
+            compared.append((bits, fingerprint(model), _one_step(rank, before, step, {"bits": bits, "seed": 4})))
+    state.close()
+    return compared
+
+
+def test_each_candidates_step_is_that_of_the_fixed_configuration(tmp_path: Path) -> None:
+    for compared in run(_each_candidate, 2, tmp_path):
+        assert {bits for bits, *_ in compared} == {32, 16, 8, 4}
+        for bits, of_auto, of_fixed in compared:
+            assert of_auto == of_fixed, bits
+
+
+def _interrupted(rank: int, path: Path) -> tuple[list[int], list[int], str, str]:
+    model, state = wrapped({}, {"auto": True, "allow": (16, 4)})
+    train(model, rank, range(60))
+    if rank == 0:
+        torch.save({"model": model.module.state_dict(), "gqsgd": state.state_dict()}, path)
+    dist.barrier()
+    checkpoint = torch.load(path, weights_only=True)
+    train(model, rank, range(60, 80))
+    expected, decided = fingerprint(model), [decision.bits for decision in state.decisions]
+    state.close()
+    again = mlp()
+    again.load_state_dict(checkpoint["model"])
+    resumed, state = wrapped({}, {"auto": True, "allow": (16, 4)}, again)
+    state.load_state_dict(checkpoint["gqsgd"])
+    assert state.config.num_bits == decided[0]
+    train(resumed, rank, range(60, 80))
+    known = [decision.bits for decision in state.decisions]
+    state.close()
+    return decided, known, expected, fingerprint(resumed)
+
+
+def test_a_resumed_run_begins_with_the_decision_and_gives_the_same_bits(tmp_path: Path) -> None:
+    for decided, known, whole, resumed in run(_interrupted, 2, tmp_path, tmp_path / "checkpoint.pt"):
+        assert len(decided) == 1
+        assert known == decided
+        assert resumed == whole
+
+
+def _loaded_on_one_rank(rank: int, bits: int, loading: int) -> str:
+    """The state has another step, and a decision for other bits than those in use."""
+    model, state = wrapped({"bucket_cap_mb": 0.03}, {"auto": True, "allow": (32, 8)})
+    train(model, rank, range(60))
+    saved = state.state_dict()
+    saved["auto"] = {**saved["auto"], "bits": bits}
+    saved["step"] += loading
+    if rank == 0:
+        state.load_state_dict(saved)
+    try:
+        train(model, rank, range(60, 63))
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+    finally:
+        state.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("loading", [0, 7])
+def test_a_state_that_was_loaded_on_one_rank_only_is_an_error_on_all(bits: int, loading: int, tmp_path: Path) -> None:
+    answers = run(_loaded_on_one_rank, 2, tmp_path, bits, loading, timeout=60)
+    if loading or "no error" not in answers:
+        assert all("do not agree" in answer for answer in answers), answers
+    else:  # the state on rank 0 is that which both ranks were in
+        assert answers == ["no error", "no error"]
+
+
+def _native_loaded_on_one_rank(rank: int) -> str:
+    """After warm-up with 32 bits only, so that no rank uses codes when the state is loaded."""
+    model, state = wrapped({}, {"auto": True, "allow": (32, 8)})
+    train(model, rank, range(4))
+    if rank == 1:
+        state.step = 40
+    try:
+        train(model, rank, range(4, 8))
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+    finally:
+        state.close()
+    return "no error"
+
+
+def test_another_step_on_one_rank_is_an_error_on_all_while_gradients_travel_as_they_are(tmp_path: Path) -> None:
+    for answer in run(_native_loaded_on_one_rank, 2, tmp_path, timeout=60):
+        assert "do not agree" in answer
+        assert "step" in answer
+
+
+def _all_ways(rank: int) -> list[dict[str, Any]]:
+    results = []
+    for options in DDP_OPTIONS:
+        model, state = wrapped(options, {"auto": True, "warmup_steps": 3})
+        _uneven(model.module, rank)
+        for step in range(20):  # in the midst of a trial, which takes turns of four steps
+            with contextlib.nullcontext() if "static_graph" in options else model.no_sync():
+                nn.functional.cross_entropy(model(batch(rank, step)[0]), batch(rank, step)[1]).backward()
+            train(model, rank, range(step, step + 1))
+        results.append(_facts(state, model))
+        state.close()
+    return results
+
+
+def test_ranks_stay_equal_under_every_option_of_ddp_with_no_sync_and_warm_up(tmp_path: Path) -> None:
+    first, second = run(_all_ways, 2, tmp_path)
+    assert first == second
+
+
+def _unused(rank: int) -> dict[str, Any]:
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    state = register_gqsgd(model, auto=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        model(batch(rank, step)[0], step % 2).sum().backward()
+        optimizer.step()
+    detached = copy.deepcopy(state)
+    assert isinstance(detached, DetachedState)
+    assert detached.config["auto"] is True
+    train_bits = state.config.num_bits
+    rewrapped = state.rewrap(lambda module: DistributedDataParallel(module, find_unused_parameters=True))
+    for step in range(30, 40):
+        optimizer.zero_grad()
+        rewrapped(batch(rank, step)[0], step % 2).sum().backward()
+        optimizer.step()
+    state.close()
+    return {**_facts(state, rewrapped), "at": train_bits}
+
+
+def test_unused_parameters_copies_and_a_new_wrapping_during_a_trial(tmp_path: Path) -> None:
+    first, second = run(_unused, 2, tmp_path)
+    assert first == second
+
+
+def _dies(rank: int) -> str:
+    model, state = wrapped({}, {"reducer": "native"})
+    train(model, rank, range(3))
+    if rank == 1:
+        import os
+
+        os._exit(0)
+    try:
+        train(model, rank, range(3, 6))
+    except Exception as error:
+        second = ""
+        try:
+            train(model, rank, range(6, 7))
+        except Exception as again:
+            second = str(again)
+        state.close()
+        return f"{error} THEN {second}"
+    return "no error"
+
+
+def test_a_rank_that_dies_is_an_error_that_names_the_bucket_also_without_codes(tmp_path: Path) -> None:
+    answer = run(_dies, 2, tmp_path, dies=(1,), collective_timeout=10)[0]
+    first, _, second = answer.partition(" THEN ")
+    assert "gqsgd: bucket 0 of step 3 failed on rank 0 of 2" in first
+    assert "after an earlier failure" in second

@@ -1,0 +1,606 @@
+"""Local steps: what ranks have in common after each average, resuming, NaN, and errors of one rank."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd import LocalSteps
+from lightning_gqsgd.errors import CollectiveError, ConfigError
+from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.ranks import run
+
+#: No error at all, so that results can be compared with a calculation by hand.
+NATIVE: dict[str, Any] = {"preset": "gqsgd", "reducer": "native"}
+
+#: Steps between averages, fragments and delay, with a compression each: without a memory, and with two kinds of it.
+WAYS: list[dict[str, Any]] = [
+    {"every": 1, "preset": "gqsgd_4bit"},
+    {"every": 4, "preset": "gqsgd_2bit", "outer": "sgd"},
+    {"every": 3, "fragments": 2, "preset": "signsgd_ef"},
+    {"every": 4, "fragments": 3, "delay": 2, "preset": "gqsgd_4bit"},
+    {"every": lambda number: 2 + number % 2, "fragments": 2, "delay": 1, "preset": "dore"},
+    {"every": 3, "preset": "gqsgd_4bit", "inner_state": "average", "anchor_dtype": torch.float64},
+]
+STEPS = 10
+
+
+class WithBuffers(nn.Module):
+    """A network with running means, and with a counter, that differs from rank to rank until LocalSteps is made."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        layers = (nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def local_steps(model: nn.Module, way: dict[str, Any], lr: float = 0.1, momentum: float = 0.9) -> LocalSteps:
+    """Momentum SGD with local steps around it."""
+    return LocalSteps(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), **way)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    """Make some steps on this rank's own data."""
+    for step in steps:
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def bits_of_anchors(optimizer: LocalSteps) -> str:
+    """Hash of all anchors' bits."""
+    anchors = [anchor.flatten() for part in optimizer.averages.fragments for _, anchor in part.entries()]
+    return hashlib.sha256(torch.cat(anchors).numpy().tobytes()).hexdigest()
+
+
+def bits_of_model(model: nn.Module) -> str:
+    """Hash of all parameters' and buffers' bits."""
+    tensors = [tensor.detach().double().flatten() for tensor in (*model.parameters(), *model.buffers())]
+    return hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()
+
+
+# --- what ranks have in common ---------------------------------------------------------------------------------------
+
+
+def _equal(rank: int) -> list[dict[str, Any]]:
+    results = []
+    for way in WAYS:
+        model = WithBuffers(rank)
+        optimizer = local_steps(model, way)
+        seen: dict[str, Any] = {"start": bits_of_model(model), "anchors": [], "models": []}
+        for step in range(STEPS):
+            train(model, optimizer, rank, range(step, step + 1))
+            seen["anchors"].append(bits_of_anchors(optimizer))
+            seen["models"].append(bits_of_model(model))
+        optimizer.finish()
+        seen["end"], seen["averages"] = bits_of_model(model), optimizer.averages.averages
+        optimizer.finish()  # nothing is left to be averaged
+        assert optimizer.averages.averages == seen["averages"]
+        optimizer.close()
+        results.append(seen)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_anchors_have_the_same_bits_on_all_ranks_at_all_times_and_models_after_each_average(
+    ranks: int, tmp_path: Path
+) -> None:
+    everyone = run(_equal, ranks, tmp_path)
+    for number, way in enumerate(WAYS):
+        first, *others = (results[number] for results in everyone)
+        for other in others:
+            assert other["start"] == first["start"]
+            assert other["anchors"] == first["anchors"]
+            assert other["end"] == first["end"]
+            if way.get("fragments", 1) == 1 and "delay" not in way:
+                averaged = [(step + 1) % way["every"] == 0 for step in range(STEPS)]
+                same = [mine == theirs for mine, theirs in zip(first["models"], other["models"], strict=True)]
+                assert same == averaged
+        assert len(set(first["anchors"])) > 1
+
+
+# --- what is computed ------------------------------------------------------------------------------------------------
+
+
+def _regression(rank: int, ddp: bool) -> list[float]:
+    """Two steps of least squares on small integers with a step of 1/16, which fp32 computes without rounding."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(32, 33, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.randint(-4, 5, model.weight.shape))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1 / 16)
+    wrapped = DistributedDataParallel(model) if ddp else model
+    if not ddp:
+        optimizer = LocalSteps(model, optimizer, every=1, outer="sgd", min_numel=0, **NATIVE)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        x, y = (torch.randint(-2, 3, (4, size), generator=generator).float() for size in (32, 33))
+        optimizer.zero_grad()
+        (wrapped(x) - y).square().sum().div(2).backward()
+        optimizer.step()
+    if not ddp:
+        optimizer.close()
+    return model.weight.detach().flatten().tolist()
+
+
+def _regressions(rank: int) -> list[list[float]]:
+    return [_regression(rank, ddp) for ddp in (True, False)]
+
+
+def test_averaging_after_every_step_is_ddp_with_sgd_to_the_bit_where_nothing_is_rounded(tmp_path: Path) -> None:
+    """Elsewhere the two differ by the rounding of x − η g: SGD with a constant step is linear in the gradient."""
+    for ddp, local in run(_regressions, 2, tmp_path):
+        assert local == ddp
+
+
+def _by_hand(rank: int, way: dict[str, Any]) -> tuple[bool, bool]:
+    """LocalSteps beside the formulas of its documentation, for one fragment: the same bits?"""
+    every, delay, mixing = way["every"], way.get("delay", 0), way.get("mixing", 0.5)
+    model, twin = mlp(), mlp()
+    optimizer = local_steps(model, {**NATIVE, **way})
+    inner = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    anchors = [p.detach().clone() for p in twin.parameters()]
+    outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+    changes: list[Tensor] = []
+    for step in range(1, 12):
+        train(model, optimizer, rank, range(step, step + 1))
+        train(twin, inner, rank, range(step, step + 1))
+        with torch.no_grad():
+            if step % every == 0:
+                changes = [anchor - p for anchor, p in zip(anchors, twin.parameters(), strict=True)]
+            if step > delay and (step - delay) % every == 0:
+                for anchor, change in zip(anchors, changes, strict=True):
+                    dist.all_reduce(change)
+                    anchor.grad = change / 2
+                outer.step()
+                for anchor, p in zip(anchors, twin.parameters(), strict=True):
+                    p.copy_(p.lerp(anchor, 1 - mixing) if delay else anchor)
+    same = fingerprint(model) == fingerprint(twin)
+    hand = hashlib.sha256(torch.cat([anchor.flatten() for anchor in anchors]).numpy().tobytes()).hexdigest()
+    result = same, bits_of_anchors(optimizer) == hand
+    optimizer.close()
+    return result
+
+
+def _all_by_hand(rank: int) -> list[tuple[bool, bool]]:
+    return [
+        _by_hand(rank, way)
+        for way in ({"every": 3}, {"every": 4, "delay": 2}, {"every": 2, "delay": 1, "mixing": 0.25})
+    ]
+
+
+def test_formulas_of_diloco_and_of_a_delay(tmp_path: Path) -> None:
+    for results in run(_all_by_hand, 2, tmp_path):
+        assert results == [(True, True)] * 3
+
+
+def _unbiased(rank: int) -> list[float]:
+    """Errors of one average, and of the mean of many averages of the same change."""
+    torch.manual_seed(rank)
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.0), every=1, outer="sgd", bits=2)
+    torch.manual_seed(10 + rank)
+    change = torch.randn(64, 64)
+    exact = change.clone()
+    dist.all_reduce(exact)
+    exact /= 2
+    sums, first = torch.zeros(64, 64), 0.0
+    for _ in range(64):
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.sub_(change)
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        sums += before - model.weight.detach()
+        first = first or float((sums - exact).norm() / exact.norm())
+    optimizer.close()
+    return [first, float((sums / 64 - exact).norm() / exact.norm())]
+
+
+def test_errors_of_averages_are_independent_and_have_mean_zero(tmp_path: Path) -> None:
+    for first, mean in run(_unbiased, 2, tmp_path):
+        assert 0.1 < first < 1
+        assert mean < 2 * first / 8  # 64 independent errors of mean zero: an eighth
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+#: Two fragments whose averages are under way for two steps, with a memory both ways.
+INTERRUPTED: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 2, "preset": "dore"}
+
+
+def _resumed(rank: int) -> list[Any]:
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, INTERRUPTED)
+    states = []
+    for step in range(STEPS):
+        train(model, optimizer, rank, range(step, step + 1))
+        states.append(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
+    whole = [bits_of_model(model), bits_of_anchors(optimizer)]
+    optimizer.close()
+    results = []
+    for step, (weights, state) in enumerate(states, start=1):
+        model = WithBuffers(7)
+        optimizer = local_steps(model, INTERRUPTED)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, rank, range(step, STEPS))
+        results.append([bits_of_model(model), bits_of_anchors(optimizer)] == whole)
+        optimizer.close()
+    return results
+
+
+def test_a_state_saved_after_any_step_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    for results in run(_resumed, 2, tmp_path):
+        assert results == [True] * STEPS
+
+
+def _saved_for_more(rank: int, folder: Path) -> str:
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, WAYS[3])
+    train(model, optimizer, rank, range(6))
+    anchors = bits_of_anchors(optimizer)
+    if rank == 0:
+        torch.save([model.state_dict(), optimizer.state_dict()], folder / "state.pt")
+    optimizer.close()
+    return anchors
+
+
+def _continued_with_more(rank: int, folder: Path) -> list[Any]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, WAYS[3])
+    weights, state = torch.load(folder / "state.pt", weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    start = bits_of_anchors(optimizer)
+    train(model, optimizer, rank, range(6, 12))
+    optimizer.finish()
+    result = [start, bits_of_model(model), texts]
+    optimizer.close()
+    return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_first_ranks_state_with_any_number_of_ranks_is_a_start_from_the_anchor(ranks: int, tmp_path: Path) -> None:
+    anchors, _ = run(_saved_for_more, 2, tmp_path, tmp_path)
+    results = run(_continued_with_more, ranks, tmp_path, tmp_path)
+    for rank, (start, bits, texts) in enumerate(results):
+        assert start == anchors
+        assert bits == results[0][1]
+        own = ranks == 2 and rank == 0
+        assert [f"this is rank {rank} of {ranks}: this rank starts from the anchor" in text for text in texts] == (
+            [] if own else [True]
+        )
+
+
+def _from_the_anchor_and_at_it(rank: int, folder: Path) -> list[Any]:
+    """Rank 0's state from right after an average: on rank 0 its own, on rank 1 a start from the anchor."""
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, {"every": 3})
+    train(model, optimizer, rank, range(3))
+    if rank == 0:
+        torch.save([model.state_dict(), optimizer.state_dict()], folder / "settled.pt")
+    optimizer.close()
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, {"every": 3})
+    weights, state = torch.load(folder / "settled.pt", weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    optimizer.finish()  # nothing to average, on both ranks
+    result = [optimizer.averages.averages, bits_of_model(model)]
+    optimizer.close()
+    return result
+
+
+def test_ranks_at_the_anchor_agree_that_nothing_is_left_to_average(tmp_path: Path) -> None:
+    first, second = run(_from_the_anchor_and_at_it, 2, tmp_path, tmp_path, collective_timeout=20)
+    assert first == second
+    assert first[0] == 1
+
+
+def _different_states(rank: int) -> str:
+    states = []
+    for length in (5, 6):
+        model = WithBuffers(rank)
+        optimizer = local_steps(model, WAYS[1])
+        train(model, optimizer, rank, range(length))
+        states.append(optimizer.state_dict())
+        optimizer.close()
+    states[1]["local_steps"]["step"] = 5  # as if the same number of steps had been made otherwise
+    states[1]["local_steps"]["anchors"]["layers.0.bias"] += 1
+    optimizer = local_steps(model, WAYS[1])
+    optimizer.load_state_dict(states[rank])
+    with pytest.raises(ConfigError) as error:
+        train(model, optimizer, rank, range(8))
+    optimizer.close()
+    return str(error.value)
+
+
+def test_ranks_that_load_different_anchors_find_out_in_the_next_average(tmp_path: Path) -> None:
+    for text in run(_different_states, 2, tmp_path):
+        assert "ranks 0 and 1 do not agree: digest" in text
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def _not_finite(rank: int) -> list[Any]:
+    results = []
+    for way in ({"every": 3}, {"every": 4, "fragments": 2, "delay": 1}):
+        texts: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, texts=texts: texts.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_gqsgd").addHandler(handler)
+        model = WithBuffers(rank)
+        optimizer = local_steps(model, way)
+        for step in range(15):
+            if (rank, step) == (1, 4):
+                with torch.no_grad():
+                    model.layers[3].weight[3, 4] = torch.nan
+            train(model, optimizer, rank, range(step, step + 1))
+        optimizer.finish()
+        logging.getLogger("lightning_gqsgd").removeHandler(handler)
+        finite = all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
+        results.append([bits_of_model(model), finite, optimizer.averages.skipped, optimizer.averages.averages, texts])
+        optimizer.close()
+    return results
+
+
+def test_where_a_ranks_change_is_not_finite_all_ranks_go_back_to_the_anchor(tmp_path: Path) -> None:
+    first, second = run(_not_finite, 2, tmp_path)
+    for mine, other in zip(first, second, strict=True):
+        assert mine[:4] == other[:4]
+        _, finite, skipped, averages, texts = mine
+        assert finite
+        assert 1 <= skipped <= 2 < averages
+        assert len(texts) == skipped
+        assert "went back to the anchor" in texts[0]
+        assert "cleared" in other[4][0]
+
+
+def _amp(rank: int) -> list[Any]:
+    """A scaler that skips a step on one rank; a scheduler; clipping."""
+    model = mlp()
+    optimizer = local_steps(model, {"every": 4})
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    skipped = []
+    for step in range(12):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if (rank, step) == (1, 6):
+            model[0].weight.grad[0, 0] = torch.inf
+        before = fingerprint(model)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        skipped.append(fingerprint(model) == before)
+    result = [optimizer.averages.step, bits_of_model(model), skipped, scheduler.get_last_lr()]
+    optimizer.close()
+    return result
+
+
+def test_a_grad_scaler_that_skips_a_step_on_one_rank_leaves_ranks_in_step(tmp_path: Path) -> None:
+    first, second = run(_amp, 2, tmp_path)
+    assert first[:2] == second[:2]
+    assert first[0] == 12
+    assert first[2] == [False] * 12
+    assert second[2] == [step == 6 for step in range(12)]
+
+
+def _scaled_as_without(rank: int) -> list[bool]:
+    """A scaler whose scale is a power of two changes nothing; fused inner optimizers scale by themselves."""
+    same = []
+    for make in (torch.optim.SGD, partial(torch.optim.AdamW, fused=True)):
+        bits = []
+        for enabled in (False, True):
+            model = mlp()
+            optimizer = LocalSteps(model, make(model.parameters(), lr=0.01), every=2)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+            for step in range(4):
+                x, y = batch(rank, step)
+                optimizer.zero_grad()
+                scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            bits.append(fingerprint(model))
+            optimizer.close()
+        same.append(bits[0] == bits[1])
+    return same
+
+
+def test_a_grad_scaler_without_overflow_changes_nothing(tmp_path: Path) -> None:
+    for same in run(_scaled_as_without, 2, tmp_path):
+        assert same == [True, True]
+
+
+def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _fields(**fields: Any) -> Callable[[], LocalSteps]:
+    return lambda: LocalSteps(*_model_and_optimizer(), **fields)
+
+
+def _wrapped_in_ddp() -> LocalSteps:
+    model, optimizer = _model_and_optimizer()
+    other = DistributedDataParallel(model) if dist.get_world_size() == 1 else _FakeDDP(model)
+    return LocalSteps(other, optimizer)
+
+
+class _FakeDDP(DistributedDataParallel):
+    """What one rank may build alone: the real constructor is a collective."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def _strangers() -> LocalSteps:
+    return LocalSteps(mlp(), _model_and_optimizer()[1])
+
+
+def _frozen() -> LocalSteps:
+    model, optimizer = _model_and_optimizer()
+    model.requires_grad_(False)
+    return LocalSteps(model, optimizer)
+
+
+#: What one rank does, and what all ranks hear.
+REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
+    "every": (_fields(every=0), "every=0 is out of range: 1 to"),
+    "every of a round": (_fields(every=lambda number: 2 - 2 * number), "every(1)=0 is out of range"),
+    "delay": (_fields(every=4, delay=4), "delay=4 must be less than every=4"),
+    "fragments": (_fields(fragments=7), "fragments=7 is more than the model's 6 parameters"),
+    "outer": (_fields(outer="adam"), "outer='adam' is not one of 'nesterov', 'sgd'"),
+    "field": (_fields(fragment=2), "unknown field 'fragment'; did you mean 'fragments'?"),
+    "preset": (_fields(preset="diloco"), "unknown preset 'diloco'; did you mean 'gqsgd_diloco'?"),
+    "inner state": (_fields(every=4, delay=1, inner_state="average"), "inner_state='average' with delay=1"),
+    "DDP": (_wrapped_in_ddp, "give LocalSteps the module itself"),
+    "strangers": (_strangers, "6 of its 6 parameters from another model"),
+    "frozen": (_frozen, "no parameter of the optimizer requires a gradient"),
+    "differs": (_fields(every=5), "ranks 0 and 1 do not agree: every: 32 != 5"),
+    "outer differs": (_fields(outer="sgd"), 'outer: "SGD(lr=0.7, momentum=0.9, nesterov=True)" != "SGD(lr=1.0)"'),
+}
+
+
+def _refused(rank: int) -> dict[str, str]:
+    texts = {}
+    for name, (make, _) in REFUSED.items():
+        with pytest.raises(ConfigError) as error:
+            (make if rank == 1 else _fields())()
+        texts[name] = str(error.value)
+    return texts
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
+    first, second = run(_refused, 2, tmp_path)
+    for name, (_, text) in REFUSED.items():
+        assert text in first[name], name
+        assert text in second[name], name
+
+
+def _late_errors(rank: int) -> dict[str, str]:
+    texts = {}
+    model, inner = _model_and_optimizer()
+    optimizer = LocalSteps(model, inner, every=2)
+    with pytest.raises(ConfigError, match="LocalSteps averages the parameters that it was made with"):
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+    with pytest.raises(ConfigError, match="the state was written without local steps"):
+        optimizer.load_state_dict(inner.state_dict())
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301
+        with pytest.raises(RuntimeError, match="this is a copy of a LocalSteps"):
+            copied.step()
+    train(model, optimizer, rank, range(3))
+    with pytest.raises(ConfigError) as error:
+        optimizer.finish() if rank == 0 else train(model, optimizer, rank, range(1))
+    texts["uneven"] = str(error.value)
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="this LocalSteps was closed"):
+        optimizer.step()
+
+    model, _ = _model_and_optimizer()
+    model[0].requires_grad_(False)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigError) as error:
+        train(model, optimizer, rank, range(2))
+    texts["unfrozen"] = str(error.value)
+    optimizer.close()
+    return texts
+
+
+def test_what_is_refused_later(tmp_path: Path) -> None:
+    for texts in run(_late_errors, 2, tmp_path):
+        assert "do not agree: step" in texts["uneven"]
+        assert "the optimizer trains 2 parameters that were frozen" in texts["unfrozen"]
+
+
+def _dying(rank: int) -> list[Any]:
+    model = mlp()
+    optimizer = local_steps(model, {"every": 3, "delay": 1})
+    train(model, optimizer, rank, range(2))
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError) as error:
+        train(model, optimizer, rank, range(4))
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    optimizer.close()
+    return [str(error.value), finite]
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_whose_parameters_stay(tmp_path: Path) -> None:
+    (text, finite), _ = run(_dying, 2, tmp_path, dies=(1,), collective_timeout=20)
+    assert "average 0 (fragment 0, after step 3)" in text
+    assert "rank 0 of 2" in text
+    assert finite
+
+
+def test_without_a_process_group_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="torch.distributed is not initialised"):
+        LocalSteps(*_model_and_optimizer())
+
+
+def _at_anchor(rank: int) -> list[Any]:
+    model = WithBuffers(rank)
+    optimizer = local_steps(model, WAYS[3])
+    train(model, optimizer, rank, range(7))
+    before = bits_of_model(model)
+    with optimizer.averages.at_anchor():
+        within = bits_of_model(model)
+    after = bits_of_model(model)
+    optimizer.close()
+    return [before == after, before == within, within]
+
+
+def test_the_anchors_values_are_lent_to_the_model(tmp_path: Path) -> None:
+    (same, moved, anchor), (_, _, other) = run(_at_anchor, 2, tmp_path)
+    assert same
+    assert not moved
+    assert anchor == other
+
+
+def _counted(rank: int) -> list[float]:
+    model = mlp()
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=4, preset="gqsgd_4bit")
+    train(model, optimizer, rank, range(8))
+    totals = optimizer.telemetry.totals()
+    text = optimizer.report()
+    optimizer.close()
+    assert "values" in text
+    assert "changes are averaged every 4 steps; outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in text
+    return [totals["steps"], totals["bits_per_coordinate"], totals["exposed_s"] > 0]
+
+
+def test_counters_and_the_line_that_says_what_is_averaged(tmp_path: Path) -> None:
+    for steps, bits, waited in run(_counted, 2, tmp_path):
+        assert steps == 2
+        assert 4 < bits < 6
+        assert waited

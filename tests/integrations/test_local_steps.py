@@ -1,0 +1,286 @@
+"""Local steps in Lightning: by name and by arguments, resumed, with accumulation, clipping and two optimizers."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
+from lightning_gqsgd.errors import ConfigError
+from tests.distributed.models import batch, mlp
+from tests.distributed.ranks import run
+from tests.integrations.loops import Classifier, Gan, bits_of, data
+
+#: Without a memory and with one; with everything at once and under way.
+WAYS: list[dict[str, Any]] = [
+    {"local_steps": 4},
+    {"local_steps": 4, "fragments": 2, "delay": 2, "preset": "dore"},
+]
+
+
+def trainer_of(strategy: Any, callbacks: Any = (), **options: Any) -> pl.Trainer:
+    """A quiet Trainer on two CPU processes; a strategy is a name, or arguments of ours."""
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 1,
+        "logger": False,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": bool(callbacks),
+    }
+    strategy = GQSGDStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**quiet, **options})
+
+
+def _by_name(rank: int) -> list[Any]:
+    results = []
+    for strategy in ("gqsgd_diloco", "gqsgd_fedpaq"):
+        module = Classifier(seed=rank)  # other parameters on each rank, until all take the first rank's
+        trainer = trainer_of(strategy)
+        trainer.fit(module, data(12), data(2, seed=5))
+        state = trainer.strategy.gqsgd_state
+        sent = (
+            float(trainer.callback_metrics["gqsgd/bytes_sent"]) if "gqsgd/bytes_sent" in trainer.callback_metrics else 0
+        )
+        results.append([bits_of(module), state.step, state.averages, state.report(), sent])
+    return results
+
+
+def test_a_name_is_enough(tmp_path: Path) -> None:
+    first, second = run(_by_name, 2, tmp_path, initialise=False)
+    assert first == second
+    diloco, fedpaq = first
+    assert diloco[1:3] == [12, 1]  # 32 steps are not over, so the only average is the last one
+    assert fedpaq[1:3] == [12, 2]
+    assert "every 32 steps; outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in diloco[3]
+    assert "every 10 steps; outer SGD(lr=1.0)" in fedpaq[3]
+    assert fedpaq[4] > 0
+
+
+def _beside_a_loop(rank: int, way: dict[str, Any]) -> list[str]:
+    """The Trainer, and the same steps by hand."""
+    module = Classifier()
+    batches = DataLoader(Subset(data(12).dataset, range(rank, 24 * 16, 2)), batch_size=16)
+    trainer = trainer_of(way, accumulate_grad_batches=2, gradient_clip_val=0.5, use_distributed_sampler=False)
+    trainer.fit(module, batches)
+    lightning = bits_of(module)
+    module = Classifier()
+    options = {name: value for name, value in way.items() if name != "local_steps"}
+    optimizer = LocalSteps(module, module.configure_optimizers(), every=way["local_steps"], **options)
+    for number, (x, y) in enumerate(batches):
+        (nn.functional.cross_entropy(module(x), y) / 2).backward()
+        if number % 2 == 0:
+            continue
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish()
+    optimizer.close()
+    return [lightning, bits_of(module)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_trainer_makes_the_steps_of_a_loop(way: dict[str, Any], tmp_path: Path) -> None:
+    """With accumulated and clipped gradients."""
+    (lightning, loop), other = run(_beside_a_loop, 2, tmp_path, way, initialise=False)
+    assert lightning == loop
+    assert other == [lightning, loop]
+
+
+def _resumed(rank: int, folder: Path) -> list[Any]:
+    results = []
+    for number, way in enumerate(WAYS):
+        saving = ModelCheckpoint(folder / str(number), filename="{step}", save_top_k=-1, every_n_epochs=1)
+        module = Classifier()
+        trainer_of(way, [saving], max_epochs=4).fit(module, data(3))
+        whole = bits_of(module)
+        for step in (3, 6, 9):
+            module = Classifier(seed=3)
+            path = folder / str(number) / f"step={step}.ckpt"
+            safely = {"weights_only": True} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
+            trainer_of(way, max_epochs=4).fit(module, data(3), ckpt_path=path, **safely)
+            results.append(bits_of(module) == whole)
+    return results
+
+
+def test_a_checkpoint_within_a_round_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    for results in run(_resumed, 2, tmp_path, tmp_path, initialise=False):
+        assert results == [True] * 6
+
+
+def _with_more_ranks(rank: int, ranks: int, folder: Path) -> list[Any]:
+    path = folder / "elastic.ckpt"
+    module = Classifier(seed=rank)
+    trainer = trainer_of(WAYS[1], devices=ranks, max_epochs=1 if ranks == 2 else 2)
+    trainer.fit(module, data(6), ckpt_path=path if ranks == 3 else None)
+    trainer.save_checkpoint(path)  # also after training, when everything is closed
+    return [bits_of(module), trainer.strategy.gqsgd_state.step]
+
+
+def test_resuming_with_another_number_of_ranks_starts_from_the_anchor(tmp_path: Path) -> None:
+    before = run(_with_more_ranks, 2, tmp_path, 2, tmp_path, initialise=False)
+    after = run(_with_more_ranks, 3, tmp_path, 3, tmp_path, initialise=False)
+    assert len({bits for bits, _ in before}) == len({bits for bits, _ in after}) == 1
+    assert before[0][1] == 6
+    assert after[0][1] == 6 + 4
+
+
+def _gan(rank: int) -> list[Any]:
+    module = Gan(seed=rank)
+    trainer = trainer_of({"local_steps": 2, "fragments": 2, "min_numel": 0})
+    trainer.fit(module, data(7))
+    state = trainer.strategy.gqsgd_state
+    return [bits_of(module), state.step, state.averages]
+
+
+def test_two_optimizers_by_hand_are_averaged_together(tmp_path: Path) -> None:
+    first, second = run(_gan, 2, tmp_path, initialise=False)
+    assert first == second
+    assert first[1:] == [7, 6 + 2]  # in three rounds each fragment once, and both at the end
+
+
+def _without_local_steps(_: int, folder: Path) -> list[Any]:
+    """From a checkpoint of gradients that are averaged in every step, and back."""
+    path = folder / "hook.ckpt"
+    trainer = trainer_of({"bits": 4})
+    trainer.fit(Classifier(), data(4))
+    trainer.save_checkpoint(path)
+    module = Classifier(seed=4)
+    trainer = trainer_of(WAYS[0], max_epochs=2)
+    trainer.fit(module, data(4), ckpt_path=path)
+    trainer.save_checkpoint(path)
+    back = Classifier(seed=5)
+    trainer_of({"bits": 4}, max_epochs=3).fit(back, data(4), ckpt_path=path)
+    return [bits_of(module), trainer.global_step, bits_of(back)]
+
+
+def test_a_run_changes_between_averages_in_every_step_and_local_steps(tmp_path: Path) -> None:
+    first, second = run(_without_local_steps, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    assert first[1] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"fragments": 4}, "fragments=4 is for local steps; give local_steps=32 as well"),
+        ({"local_steps": 8, "find_unused_parameters": True}, "without DistributedDataParallel, for which find_unused"),
+        ({"local_steps": 0}, "every=0 is out of range"),
+        ({"preset": "gqsgd_diloco", "delay": 32}, "delay=32 must be less than every=32"),
+        ({"preset": "gqsgd_diloco", "bits": 9}, "bits=9"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        GQSGDStrategy(**arguments)
+
+
+def test_arguments_replace_those_of_a_name() -> None:
+    strategy = GQSGDStrategy(preset="gqsgd_fedpaq", local_steps=5, bits=3)
+    assert strategy._local.options.every == 5
+    assert strategy._local.options.outer == "sgd"
+    assert strategy.gqsgd_config.bits == 3
+
+
+def _mixed(rank: int) -> list[Any]:
+    module = Classifier(seed=rank)
+    trainer_of(WAYS[1], precision="bf16-mixed").fit(module, data(5))
+    whole = bits_of(module)
+    module = Classifier(seed=rank)
+    trainer_of(WAYS[1], precision="bf16-true").fit(module, data(5))
+    return [whole, bits_of(module), str(next(module.parameters()).dtype)]
+
+
+def test_sixteen_bit_precision(tmp_path: Path) -> None:
+    first, second = run(_mixed, 2, tmp_path, initialise=False)
+    assert first == second
+    assert first[2] == str(torch.bfloat16)
+
+
+def _fabric(rank: int, folder: Path) -> list[Any]:
+    """A run, the same run resumed within a round, and the same steps by hand."""
+    results = []
+    for resumes in (False, True):
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=GQSGDFabricStrategy(local_steps=4, fragments=2, delay=1))
+        fabric.launch()
+        module = mlp()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if resumes:
+            fabric.load(folder / "fabric.ckpt", state)
+        for step in range(state["step"], 11):
+            x, y = batch(rank, step)
+            with fabric.no_backward_sync(model, enabled=False):
+                fabric.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 5 and not resumes:
+                fabric.save(folder / "fabric.ckpt", {**state, "step": step + 1})
+        fabric.strategy.finish()
+        results.append(bits_of(module))
+        fabric.strategy.gqsgd_states[0].close()
+    module = mlp()
+    local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), 4, fragments=2, delay=1)
+    for step in range(11):
+        x, y = batch(rank, step)
+        nn.functional.cross_entropy(module(x), y).backward()
+        local.step()
+        local.zero_grad()
+    local.finish()
+    local.close()
+    return [*results, bits_of(module)]
+
+
+def test_fabric_makes_the_steps_of_a_loop_and_resumes(tmp_path: Path) -> None:
+    first, second = run(_fabric, 2, tmp_path, tmp_path, initialise=False)
+    assert first == second
+    assert len(set(first)) == 1
+
+
+def _accelerate(rank: int) -> list[Any]:
+    """Accelerate without DistributedDataParallel, with accumulation; the same steps by hand."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    module = mlp()
+    model = accelerator.prepare_model(module, evaluation_mode=True)
+    optimizer = accelerator.prepare(LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=3))
+    for step in range(16):
+        x, y = batch(rank, step)
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.optimizer.finish()
+    results = [bits_of(module), optimizer.optimizer.averages.step]
+    optimizer.optimizer.close()
+    module = mlp()
+    local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1), every=3)
+    for step in range(16):
+        x, y = batch(rank, step)
+        (nn.functional.cross_entropy(module(x), y) / 2).backward()
+        if step % 2:
+            local.step()
+            local.zero_grad()
+    local.finish()
+    local.close()
+    return [*results, bits_of(module)]
+
+
+def test_accelerate_makes_the_steps_of_a_loop(tmp_path: Path) -> None:
+    first, second = run(_accelerate, 2, tmp_path, initialise=False)
+    assert first == second
+    assert first[0] == first[2]
+    assert first[1] == 8

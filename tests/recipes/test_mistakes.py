@@ -1,0 +1,191 @@
+"""Mistakes on the command line: each is one line with its remedy, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes import run
+from recipes.data.named_files import check_named, named_file
+from recipes.errors import DataError
+from recipes.launch import hardware
+from recipes.launch.command_line import examine
+from recipes.launch.interrupts import goes_on_with
+from recipes.opening import announce, speaks
+from recipes.overrides import composed
+from recipes.training.checkpoints import finished_message
+from tests.recipes.conftest import ROOT, clean_environment
+
+MISTAKES = [
+    (["strategy=gqsgd", "strategy.bit=3"], "OverrideError: strategy.bit=3: .* did you mean strategy.bits?"),
+    (["strategy.bit=3"], "OverrideError: strategy.bit=3: strategy=ddp has no bit .*take e.g. strategy=gqsgd strategy."),
+    (["strategy=ddp", "strategy.bits=3"], "take e.g. strategy=gqsgd strategy.bits=3$"),
+    (["strategy=gqsgd", "strategy.block_size=64"], "a field of GQSGDConfig.*added with .strategy.block_size=64$"),
+    (["strategy=gqsgd4bit"], "UnknownStrategyError: strategy=gqsgd4bit .* did you mean 'gqsgd_4bit'"),
+    (["trainer.max_epoch=2"], "OverrideError: trainer.max_epoch=2: .* did you mean trainer.max_epochs?"),
+    (
+        ["trainer.deterministic=true"],
+        "arguments of lightning.pytorch.Trainer are added with .trainer.deterministic=true",
+    ),
+    (["lr=0.1"], "OverrideError: lr=0.1: there is no lr; did you mean optimizer.lr?"),
+    (["hardwear=cpu"], "did you mean hardware?"),
+    (["model=resnet17"], "OverrideError: model=resnet17 is not one of .*resnet18.*did you mean 'resnet1"),
+    (["exp=quickstart"], r"OverrideError: exp=quickstart: .* write \+exp=quickstart$"),
+    (["data=wikitext"], r"data, model and task do not fit each other; \+exp=NAME chooses three that do$"),
+    (["optimizer.lr=abc"], "OverrideError: optimizer.lr=abc: optimizer.lr is a number, e.g. optimizer.lr=0.1$"),
+    (["trainer.max_epochs=2.5"], "trainer.max_epochs is an integer, e.g. trainer.max_epochs=20$"),
+    (["test=maybe"], "test is true or false, e.g. test=true$"),
+    (["model.blocks=3"], r"model.blocks is a list, e.g. model.blocks=\[1,1,1\]$"),
+    (["data.train_samples=many"], "data.train_samples is an integer, e.g. data.train_samples=1000$"),
+    (["trainer.devices"], "'trainer.devices' has no value; settings are written key=value"),
+    (["model.blocks=[1"], r"cannot read 'model.blocks=\[1': brackets"),
+    (["--epochs", "3"], "OverrideError: unknown option --epochs; settings are written key=value"),
+    (["seed=0,1"], "OverrideError: seed=0,1: a comma list makes several runs; take python recipes/compare.py"),
+    (["-m"], "OverrideError: -m makes one run of each value .* leave -m out, or write e.g. -m seed=0,1"),
+    (["trainer.devices=0"], "HardwareError: trainer.devices=0 makes no process; take a number of at least 1$"),
+    (["trainer.num_nodes=0"], "HardwareError: trainer.num_nodes=0 makes no process"),
+    (["trainer.devices=[]"], "HardwareError: trainer.devices=.* names no device"),
+    (["ckpt_path=nowhere.ckpt"], "CheckpointError: ckpt_path=nowhere.ckpt is no file"),
+    (["resume=true"], "CheckpointError: resume=true: there is no checkpoints/last.ckpt"),
+    (["+exp=resnet_cifar", "data.root=/nowhere"], "DataError: data.root=/nowhere does not exist; name a folder"),
+    (["+exp=transformer_wikitext", "data.train_file=no.txt"], "DataError: data.train_file=no.txt is no file; name"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_one_line_with_its_remedy(refusal: Callable[..., str], arguments: list[str], message: str) -> None:
+    line = refusal(*arguments)
+    assert re.search(message, line), line
+    assert "\n" not in line
+
+
+def test_more_processes_than_a_machine_can_start_are_refused(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "cores", lambda: 2)
+    line = refusal("trainer.devices=64")
+    assert line.startswith("HardwareError: trainer.devices=64 asks for 64 processes on 2 cores")
+    assert line.endswith("take at most 16, 8 per core")
+
+
+def test_mistakes_and_first_words_need_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.argv = ['run.py', 'trainer.devices=0']\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from recipes.run import start\n"
+        "assert 'hydra' not in sys.modules\n"
+        "try:\n    start()\n"
+        "except SystemExit as stopped:\n    print(stopped.code, [name for name in HEAVY if name in sys.modules])\n"
+    )
+    heavy = "HEAVY = ('torch', 'lightning', 'numpy', 'matplotlib')\n"
+    finished = subprocess.run(
+        [sys.executable, "-c", heavy + program],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, last = finished.stdout.splitlines()
+    assert first == "run.py: one training with trainer.devices=0; reading the configuration ..."
+    assert last == "2 []"
+
+
+def test_right_command_lines_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in set(clean_environment()) ^ set(os.environ):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["recipes/run.py"])
+    right = ["+exp=quickstart", "optimizer.lr=1", "model.blocks=[1,1]", "data.train_samples=100", "+hardware.env.A=1"]
+    assert examine([*right, "trainer.devices=auto", "trainer.limit_val_batches=2", "strategy=gqsgd"]) is None
+    assert examine(["-m", "seed=0,1", "trainer.devices=1"]) is None
+    cfg = composed(["+exp=quickstart", "strategy=gqsgd", "+strategy.block_size=64", "threads=2"])
+    assert (cfg.strategy.block_size, cfg.threads) == (64, 2)
+
+
+def test_only_the_first_process_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert speaks({})
+    assert speaks({"RANK": "0", "LOCAL_RANK": "0"})
+    assert not speaks({"RANK": "2", "LOCAL_RANK": "0"})
+    assert not speaks({"LOCAL_RANK": "1"})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    announce("run.py", "one training", [])
+    assert capsys.readouterr().out == ""
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_found_relative_to_the_root_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "texts"
+    root.mkdir()
+    (root / "valid.txt").write_text("a text")
+    monkeypatch.chdir(tmp_path)
+    assert named_file("valid.txt", root) == root / "valid.txt"
+    assert named_file(root / "valid.txt", None) == root / "valid.txt"
+    assert named_file("valid.txt", None) is None
+    check_named({"root": str(root), "train_file": "valid.txt", "valid_file": None})
+    with pytest.raises(DataError, match=r"data.train_file=train.txt is no file, neither in .* nor in data.root="):
+        check_named({"root": str(root), "train_file": "train.txt"})
+    with pytest.raises(DataError, match=rf"data.root={root}/more does not exist \({root} does\)"):
+        check_named({"root": f"{root}/more"})
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_names_the_checkpoint_and_the_command(tmp_path: Path) -> None:
+    words = ["recipes/run.py", "+exp=quickstart", "resume=true", "title='a b'"]
+    before = goes_on_with(tmp_path, words)
+    assert "interrupted before the first checkpoint" in before
+    assert "python recipes/run.py +exp=quickstart resume=true" in before
+    checkpoint = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
+    after = goes_on_with(tmp_path, words)
+    assert f"the checkpoint of the last validation is {checkpoint}\n" in after
+    assert after.splitlines()[-1].startswith("  python recipes/run.py +exp=quickstart ")
+    assert after.endswith(f" ckpt_path={checkpoint}")
+    assert "resume=true" not in after
+
+
+@pytest.mark.parametrize(
+    ("overrides", "finished"),
+    [
+        (["trainer.max_epochs=5"], "trainer.max_epochs=5"),
+        (["trainer.max_epochs=6"], None),
+        (["trainer.max_epochs=-1", "trainer.max_steps=40"], "trainer.max_steps=40"),
+        (["trainer.max_epochs=6", "trainer.max_steps=41"], None),
+    ],
+)
+def test_a_finished_run_says_so(tmp_path: Path, overrides: list[str], finished: str | None) -> None:
+    checkpoint = tmp_path / "checkpoints" / "last.ckpt"
+    cfg = composed(overrides)
+    assert finished_message(cfg, str(checkpoint)) is None  # no result: the run was interrupted
+    (tmp_path / "result.json").write_text(json.dumps({"epochs": 5, "steps": 40}))
+    message = finished_message(cfg, str(checkpoint))
+    assert (message is None) == (finished is None)
+    if message is not None:
+        assert f"is finished ({finished}), and nothing has been written" in message
+
+
+def test_a_finished_run_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / "quickstart" / "ddp-seed0" / "earlier"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "last.ckpt").touch()
+    (folder / "result.json").write_text(json.dumps({"epochs": 20, "steps": 400}))
+    files = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["recipes/run.py", "+exp=quickstart", "resume=true"])
+    run.start()
+    assert "nothing to go on with" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == files

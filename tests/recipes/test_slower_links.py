@@ -1,0 +1,54 @@
+"""What a comparison on one machine says of slower links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes.comparison.page import Section, write_page
+from recipes.comparison.plan import make_plan
+from recipes.comparison.results import Run, compare
+from recipes.comparison.slower_links import LINKS, elsewhere
+from tests.recipes.made_up_runs import made_up_run
+
+
+@pytest.fixture
+def on_one_machine(tmp_path: Path) -> dict[str, list[Run]]:
+    """Two strategies on two processes; the steps of gqsgd take longer."""
+    return {
+        "ddp": [made_up_run(tmp_path / "ddp", [0.5, 0.9], step_s=0.02)],
+        "gqsgd": [made_up_run(tmp_path / "gqsgd", [0.5, 0.9], step_s=0.025, codec=True)],
+    }
+
+
+def test_slower_links_are_predicted_where_the_links_are_those_of_one_machine(
+    on_one_machine: dict[str, list[Run]], tmp_path: Path
+) -> None:
+    configs = [cell.config for cell in make_plan(["+exp=quickstart"]).cells]
+    links = elsewhere(configs, on_one_machine)
+    assert links is not None
+    assert links.compute_s == pytest.approx(0.015)  # a quarter of the step waits
+    assert list(links.predicted) == list(LINKS)
+    ratios = [row["ddp"] / row["gqsgd"] for row in links.predicted.values()]
+    assert ratios == sorted(ratios)
+    assert ratios[-1] > 2
+    assert all(row["ddp"] >= links.compute_s for row in links.predicted.values())
+    assert links.lines[0].startswith("These 2 processes exchange gradients through the memory of one machine")
+    assert links.lines[2].split() == ["this", "machine,", "measured", "20.0", "25.0", "(0.8×)"]
+
+    section = Section("quickstart", tmp_path, on_one_machine, compare(on_one_machine, 0.9), 0.9, links)
+    write_page([section], "quickstart", "a command", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "later" not in text
+    assert "10 Mbit/s" in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["hardware=netlab"], ["strategy=gqsgd"], ["strategy=ddp,dore"]],
+)
+def test_nothing_is_predicted_for_other_comparisons(on_one_machine: dict[str, list[Run]], overrides: list[str]) -> None:
+    cells = make_plan(["+exp=quickstart", *overrides]).cells
+    runs = {cell.variant: on_one_machine["ddp"] for cell in cells}
+    assert elsewhere([cell.config for cell in cells], runs) is None

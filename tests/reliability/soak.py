@@ -1,0 +1,121 @@
+"""One rank of the soak test: two models, random tensors, sleeps and garbage collections, for many steps."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.functional import all_reduce
+from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from tests.distributed.models import batch, mlp
+
+#: What hooks are registered with, in turns.
+HOOKS: list[dict[str, Any]] = [
+    {},
+    {"reducer": "sum", "bits": 6},
+    {"preset": "signsgd_ef"},
+    {"codec": "exponential", "reducer": "tree", "bits": 5},
+    {"coder": "elias", "reducer": "gather", "dither": "stochastic"},
+    {"reducer": "native"},
+    {"codec": "eden", "bits": 3},
+    {"codec": "linear", "memory": "diana", "memory_down": "ef21", "reducer": "two_shot"},
+    {"codec": "top_k", "memory": "ef21"},
+    {"rotation": True, "bits": 4},
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+#: Steps of a model, before it is replaced by another one with other buckets and another hook.
+LIFE_STEPS = 50
+
+
+class SoakRank:
+    """One rank; see `pool.Pool`."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path, timeout_s: float) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._models: deque[tuple[DistributedDataParallel, GQSGDState]] = deque()
+        self._made = 0
+
+    def soak(self, seed: int, first: int, steps: int) -> dict[str, Any]:
+        """Do some steps; returns a hash of all parameters, and what the process holds.
+
+        Args:
+            seed: of the random choices that all ranks share.
+            first: number of the first step.
+            steps: how many steps.
+        """
+        shared, own = random.Random(f"{seed} {first}"), random.Random(f"{seed} {first} {self.rank}")  # noqa: S311
+        for step in range(first, first + steps):
+            while len(self._models) < 2 or step >= (self._made - 1) * LIFE_STEPS // 2:
+                self._replace(shared)
+            order = list(self._models)
+            shared.shuffle(order)
+            for model, _ in order:
+                self._train(model, step, own)
+            if shared.random() < 0.3:
+                self._reduce(shared)
+            if own.random() < 0.05:
+                gc.collect()
+        return {"bits": "".join(_bits(model) for model, _ in self._models), **_held()}
+
+    def _replace(self, shared: random.Random) -> None:
+        """Drop the older of two models, and make another one; half of them are closed first."""
+        if len(self._models) == 2:
+            model, state = self._models.popleft()
+            if shared.random() < 0.5:
+                state.close()
+            del model, state
+            gc.collect()
+        dtype = shared.choice(DTYPES)
+        inner = mlp(shared.choice([16, 64, 200])).to(dtype)
+        model = DistributedDataParallel(inner, bucket_cap_mb=shared.choice([0.001, 0.02, 25]))
+        state = register_gqsgd(model, sample_every=shared.choice([0, 7]), **HOOKS[self._made % len(HOOKS)])
+        self._models.append((model, state))
+        self._made += 1
+
+    def _train(self, model: DistributedDataParallel, step: int, own: random.Random) -> None:
+        x, y = batch(self.rank, step)
+        parameters = list(model.parameters())
+        loss = nn.functional.cross_entropy(model(x.to(parameters[0].dtype)).float(), y)
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.02)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.01 * parameter.grad  # type: ignore[operator]
+
+    def _reduce(self, shared: random.Random) -> None:
+        fields = shared.choice([{}, {"bits": 4}, {"reducer": "sum"}])
+        tensors = [
+            torch.randn(shared.choice([0, 1, 1500, 40_000])).to(shared.choice(DTYPES))
+            for _ in range(shared.randrange(1, 5))
+        ]
+        for reduction in [all_reduce(tensor, async_op=True, **fields) for tensor in tensors]:
+            assert reduction.wait().isfinite().all()
+
+
+def _bits(model: DistributedDataParallel) -> str:
+    """Hash of all parameters' bits, of any dtype."""
+    flat = [parameter.detach().flatten().view(torch.uint8) for parameter in model.parameters()]
+    return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
+
+
+def _held() -> dict[str, float]:
+    """Memory in MiB, threads and open files of this process."""
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "memory": process.memory_info().rss / 2**20,
+        "threads": process.num_threads(),
+        "files": process.num_fds(),
+    }

@@ -1,0 +1,116 @@
+"""Codes and their sums, exhaustively where there are few, and at the extremes where there are many ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import LinearCodec
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.packing import pack, unpack
+from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.simulation.virtual import average
+
+
+def packed_sum(codes: Tensor, bits: int) -> Tensor:
+    """The sums of all ranks' codes, int64 [ranks, numel], as the messages' words give them."""
+    numel = codes.shape[1]
+    q = LinearCodec(bits, "subtractive").quantiser(1 << 16, len(codes))
+    layout = place(cut([Segment(0, numel, False)], 1 << 16), q, shards=1, scale_bytes=0, raw_bytes=4)
+    wires = torch.zeros(len(codes), layout.message_bytes, dtype=torch.uint8)
+    for wire, row in zip(wires, codes, strict=True):
+        pack(_in_blocks(row, len(layout.table)), layout.blocks, wire, bits, summable=True)
+    lane = torch.uint8 if 8 % bits == 0 else torch.int64
+    total = wires.view(lane).sum(0, dtype=lane).view(torch.uint8)
+    return unpack(total, layout.blocks, bits, 1 << 16, summable=True).flatten()[:numel]
+
+
+def _in_blocks(row: Tensor, blocks: int) -> Tensor:
+    padded = torch.zeros(blocks << 16, dtype=torch.int64)
+    padded[: len(row)] = row
+    return padded.view(blocks, -1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_every_combination_of_codes_adds_up_without_a_carry(bits: int, ranks: int) -> None:
+    try:
+        levels = LinearCodec(bits, "subtractive").quantiser(256, ranks).levels
+    except ConfigError:
+        assert (2**bits - 1) // ranks < 1
+        return
+    assert ranks * (levels - 1) <= 2**bits - 1
+    every = torch.tensor(list(itertools.product(range(levels), repeat=ranks))).T
+    lanes = 64 // bits
+    for shift in range(lanes):  # every combination meets every place of a word, and other neighbours
+        codes = torch.roll(every, shift, dims=1)
+        assert torch.equal(packed_sum(codes, bits), codes.sum(0))
+        pairs = torch.cat([codes, codes.flip(1)], dim=1)
+        assert torch.equal(packed_sum(pairs, bits), pairs.sum(0))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_code_survives_every_place_of_bit_planes(bits: int) -> None:
+    q = LinearCodec(bits, "subtractive").quantiser(256)
+    for length in (*range(1, 34), 255, 256):
+        layout = place(cut([Segment(0, length, False)], 256), q, shards=1, scale_bytes=2, raw_bytes=4)
+        for first in range(2**bits):
+            codes = ((torch.arange(256) * 37 + first) % 2**bits)[None]
+            wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
+            pack(codes, layout.blocks, wire, bits, summable=False)
+            assert torch.equal(unpack(wire, layout.blocks, bits, 256, summable=False)[0, :length], codes[0, :length])
+
+
+def check_extremes(ranks: int, bits: int) -> None:
+    """All ranks at the largest coordinate, of either sign or of both."""
+    numel = 520
+    signs = torch.where(torch.arange(numel) % 3 == 0, -1.0, 1.0)
+    patterns = [torch.ones(numel), -torch.ones(numel), signs]
+    for pattern in patterns:
+        gradients = [pattern * 3.0] * ranks
+        mean = average(gradients, reducer="sum", codec="linear", dither="subtractive", bits=bits, block_size=256)[0]
+        levels = LinearCodec(bits, "subtractive").quantiser(256, ranks).levels
+        step = 2 * 3.0 * 1.01 / (levels - 1)  # scales are rounded up by at most 2^-7
+        assert (mean - pattern * 3.0).abs().max() <= step
+    halves = [torch.ones(numel) if rank % 2 else -torch.ones(numel) for rank in range(ranks)]
+    mean = average(halves, reducer="sum", codec="linear", dither="subtractive", bits=bits, block_size=256)[0]
+    exact = sum(halves) / ranks  # type: ignore[operator]
+    assert (mean - exact).abs().max() <= 2 * 1.01 / (LinearCodec(bits, "subtractive").quantiser(256, ranks).levels - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 15, 16])
+def test_extremes_add_up_on_few_ranks(ranks: int) -> None:
+    for bits in (4, 5, 8):
+        if (2**bits - 1) // ranks >= 1:
+            check_extremes(ranks, bits)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("ranks", [*range(2, 17), 64, 128, 255])
+def test_extremes_add_up_on_many_ranks(ranks: int) -> None:
+    for bits in range(2, 9):
+        if (2**bits - 1) // ranks >= 1:
+            check_extremes(ranks, bits)
+
+
+@pytest.mark.parametrize(("ranks", "bits"), [(16, 4), (64, 5), (256, 8), (1024, 8)])
+def test_sums_that_could_overflow_are_refused(ranks: int, bits: int) -> None:
+    with pytest.raises(ConfigError, match="bits"):
+        average([torch.ones(256)] * ranks, reducer="sum", codec="linear", bits=bits)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("ranks", [64, 128, 1024])
+@pytest.mark.parametrize("reducer", ["two_shot", "gather", "tree"])
+def test_extremes_of_many_ranks_are_averaged_right(ranks: int, reducer: str) -> None:
+    fields = {"codec": "exponential", "bits": 6} if reducer == "tree" else {"bits": 8}
+    for value in (1.0, 3.0e38, 1e-30):
+        for gradients in ([torch.full((300,), value)] * ranks, [torch.full((300,), -value)] * ranks):
+            mean = average(gradients, reducer=reducer, **fields)[0].double()
+            if reducer == "tree":  # every hop rounds to a power of two
+                assert (mean.abs() <= 2.01 * value).all()
+            else:
+                assert (mean - gradients[0].double()).abs().max() <= 0.02 * value

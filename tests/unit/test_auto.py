@@ -1,0 +1,119 @@
+"""`auto` in a configuration: what it allows, what it does not go with, and where it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_gqsgd.cli.facts import facts_of, notes
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.presets import FIXED, PRESETS, make_config
+from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.simulation import average
+from lightning_gqsgd.tuning.clock import StepClock
+from lightning_gqsgd.tuning.steering import Steering, describe
+from lightning_gqsgd.tuning.trials import LAG
+
+
+def test_candidates_are_the_configurations_that_bits_alone_would_give() -> None:
+    config = GQSGDConfig(auto=True, seed=3, warmup_steps=7)
+    assert list(config.candidates()) == [32, 16, 8, 4]
+    for bits, candidate in config.candidates().items():
+        assert candidate == GQSGDConfig(bits=bits, seed=3, warmup_steps=7)
+    coded = GQSGDConfig(auto=True, allow=(3, 8), codec="linear", block_size=64, reducer="gather", exclude=("*.bias",))
+    fields = {"codec": "linear", "block_size": 64, "reducer": "gather", "exclude": ("*.bias",)}
+    assert coded.candidates() == {bits: GQSGDConfig(bits=bits, **fields) for bits in (8, 3)}
+    assert make_config("gqsgd_2bit", auto=True, allow=(32, 2), bits=2).candidates()[2] == PRESETS["gqsgd_2bit"].config
+
+
+def test_a_configuration_with_auto_can_be_replaced_described_and_written() -> None:
+    config = PRESETS["gqsgd_auto"].config
+    assert replace(config, seed=5).candidates()[4] == GQSGDConfig(bits=4, seed=5)
+    assert GQSGDConfig(**config.to_dict()) == config
+    assert config.describe().startswith("32, 16, 8 or 4 bits, by the length of steps (codes: 8 bits (companded")
+    assert GQSGDConfig(auto=True, allow=(16, 32)).describe() == "32 or 16 bits, by the length of steps"
+    assert "gqsgd_auto" not in FIXED
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"allow": (8,)}, "nothing to choose"),
+        ({"allow": ()}, "nothing to choose"),
+        ({"allow": 8}, "must be a sequence"),
+        ({"allow": ("8", "4")}, "must be a sequence"),
+        ({"allow": (True, 4)}, "must be a sequence"),
+        ({"allow": (32, 12)}, "bits=12"),
+        ({"bits": 5}, "leave bits out"),
+        ({"reducer": "native"}, "leave reducer out"),
+        ({"memory": "ecq", "dither": "stochastic"}, "remember nothing"),
+        ({"codec": "sign", "memory": "ef"}, "bits"),
+        ({"exclude": ("*.bias",)}, "exclude"),
+        ({"codec": "eden"}, "bits"),
+        ({"auto": "yes"}, "must be True or False"),
+        ({"auto": False, "allow": (8, 4)}, "is for auto=True"),
+    ],
+)
+def test_what_auto_does_not_go_with_is_refused_in_one_line(fields: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        GQSGDConfig(**{"auto": True, **fields})
+    assert "\n" not in str(caught.value)
+
+
+def test_auto_is_refused_where_no_steps_of_ddp_are_timed() -> None:
+    with pytest.raises(ConfigError, match="one of bits=32, 16, 8, 4"):
+        resolve(PRESETS["gqsgd_auto"].config, 2)
+    with pytest.raises(ConfigError, match="length of the steps"):
+        average([torch.ones(5000)] * 2, preset="gqsgd_auto")
+
+
+def test_the_table_of_presets_says_that_auto_chooses_in_training() -> None:
+    facts = facts_of("gqsgd_auto", 8)
+    assert "chosen in training" in facts.row()
+    assert not any("gqsgd_auto" in note for note in notes([facts]))
+    assert facts.to_dict()["works"] is True
+
+
+def test_steps_count_if_they_are_like_the_step_before() -> None:
+    model, clock = torch.nn.Linear(2, 2), StepClock()
+    clock.watch(model)
+    x = torch.ones(1, 2)
+
+    def step(forwards: int) -> int:
+        for _ in range(forwards):
+            model(x)
+        return clock.begin_step()
+
+    assert step(1) == 0  # there is no step before
+    assert step(1) > 0
+    assert step(4) == 0
+    assert step(4) > 0
+    model.eval()
+    model(x)
+    model.train()
+    assert step(4) == 0
+    assert step(4) > 0
+    clock.interrupt()
+    assert step(4) == 0
+
+
+def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> None:
+    steering, length_us = Steering(GQSGDConfig(auto=True, allow=(32, 4)), 2), {32: 40_000, 4: 10_000}
+    used: list[int] = []
+    for step in range(60):
+        # Stamps of step - 2 say how long step - 3 took.
+        known = {step - 2: length_us[used[step - LAG]]} if step >= LAG else {}
+        config, _ = steering.begin_step(step, known, logs=False)
+        assert config == resolve(GQSGDConfig(bits=config.num_bits), 2)
+        used.append(config.num_bits)
+    assert steering.decisions[-1].bits == 4
+    assert steering.decisions[-1].seconds == {32: pytest.approx(0.04), 4: pytest.approx(0.01)}
+    assert "auto=False, bits=4" in describe(steering.decisions[-1])
+    assert "auto takes 4 bits" in steering.report(2)
+    again = Steering(GQSGDConfig(auto=True, allow=(32, 4)), 2)
+    again.resume(steering.state())
+    assert again.config.num_bits == 4
+    with pytest.raises(ConfigError, match="entry 'auto'"):
+        again.resume(7)

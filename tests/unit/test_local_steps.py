@@ -1,0 +1,132 @@
+"""Rounds, fragments and presets of local steps, without processes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS, make_local
+from lightning_gqsgd.local_steps.schedule import Rounds
+
+
+def starts_of(options: LocalOptions, steps: int) -> list[list[int]]:
+    """The fragments that are due after each step."""
+    rounds, starts = Rounds(options), []
+    for step in range(1, steps + 1):
+        starts.append(rounds.due_after(step))
+        rounds.end_step(step)
+    return starts
+
+
+def test_one_fragment_is_averaged_after_the_last_step_of_a_round() -> None:
+    assert starts_of(LocalOptions(every=3), 7) == [[], [], [0], [], [], [0], []]
+    assert starts_of(LocalOptions(every=1), 2) == [[0], [0]]
+
+
+def test_fragments_are_spread_over_a_round() -> None:
+    assert starts_of(LocalOptions(every=6, fragments=3), 8) == [[], [0], [], [1], [], [2], [], [0]]
+    assert starts_of(LocalOptions(every=2, fragments=4), 3) == [[0, 1], [2, 3], [0, 1]]
+    for every in range(1, 20):
+        for fragments in range(1, 8):
+            due = starts_of(LocalOptions(every=every, fragments=fragments), 3 * every)
+            assert sorted(sum(due[:every], [])) == list(range(fragments))
+            assert due == due[:every] * 3
+
+
+def test_rounds_may_grow_and_are_cut_off_by_a_last_average() -> None:
+    options = LocalOptions(every=lambda number: number + 1)
+    assert starts_of(options, 6) == [[0], [], [0], [], [], [0]]
+    rounds = Rounds(LocalOptions(every=4))
+    rounds.end_step(1)
+    rounds.begin_anew(1)
+    assert [rounds.due_after(step) for step in (4, 5)] == [[], [0]]
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, lambda number: 3 - number])
+def test_a_number_of_steps_that_is_none(every: object) -> None:
+    with pytest.raises(ConfigError, match="every"):
+        starts_of(LocalOptions(every=every), 9)  # type: ignore[arg-type]
+
+
+def entries(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[Entry]:
+    """Parameters of these sizes."""
+    return [
+        Entry(Segment(number, size, False), f"p{number}", torch.zeros(size, dtype=dtype), False)
+        for number, size in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([4, 4, 4, 4], [[0, 1], [2, 3]]),
+        ([100, 1, 1, 1], [[0], [1, 2, 3]]),
+        ([1, 1, 1, 100], [[0, 1, 2], [3]]),
+        ([100, 1, 1], [[0], [1], [2]]),
+        ([1, 1, 100], [[0], [1], [2]]),
+        ([5, 3, 4, 4, 2, 6], [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_fragments_are_consecutive_of_about_equal_size_and_never_empty(
+    sizes: list[int], parts: list[list[int]]
+) -> None:
+    fragments = fragments_of(entries(sizes), [], LocalOptions(fragments=len(parts)))
+    assert [[entry.segment.parameter for entry, _ in fragment.entries()] for fragment in fragments] == parts
+
+
+def test_buffers_go_with_the_last_fragment_and_dtypes_travel_apart() -> None:
+    buffer = Entry(Segment(9, 3, True), "mean", torch.zeros(3, dtype=torch.float64), True)
+    fragments = fragments_of(entries([4, 4]), [buffer], LocalOptions(fragments=2))
+    assert [[len(bundle.entries) for bundle in fragment.bundles] for fragment in fragments] == [[1], [1, 1]]
+
+
+def test_the_change_of_sixteen_bit_parameters_is_that_since_the_anchor_was_rounded() -> None:
+    options = LocalOptions()
+    (entry,) = entries([4], torch.bfloat16)
+    bundle = Bundle([entry], options)
+    bundle.anchors[0].copy_(torch.tensor([1.001, 2.003, -3.01, 0.1]))  # what no bf16 number is
+    bundle.set_tensors()
+    assert bundle.change().dtype == torch.float32
+    assert torch.equal(bundle.change(), torch.zeros(4))
+    entry.tensor.sub_(0.5)
+    assert torch.allclose(bundle.change(), torch.full((4,), 0.5), atol=0.02)
+    assert bundle.anchors[0].dtype == torch.float32
+
+
+def test_the_anchor_may_have_a_dtype_of_its_own() -> None:
+    bundle = Bundle(entries([4]), LocalOptions(anchor_dtype=torch.bfloat16, anchor_device="cpu"))
+    assert bundle.anchors[0].dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="is no floating-point dtype"):
+        LocalOptions(anchor_dtype=torch.int8)
+
+
+def test_outer_optimizers_by_name_by_class_and_by_function() -> None:
+    anchors = [torch.zeros(3)]
+    assert describe_outer(make_outer("nesterov", anchors)) == "SGD(lr=0.7, momentum=0.9, nesterov=True)"
+    assert describe_outer(make_outer("sgd", anchors)) == "SGD(lr=1.0)"
+    assert "AdamW(" in describe_outer(make_outer(torch.optim.AdamW, anchors))
+    assert "lr=0.5" in describe_outer(make_outer(partial(torch.optim.SGD, lr=0.5), anchors))
+    for outer, text in ((torch.optim.SGD(anchors), "an optimizer of tensors of its own"), (3, "outer=3 is neither")):
+        with pytest.raises(ConfigError, match=text):
+            LocalOptions(outer=outer)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="makes a list, not a torch optimizer"):
+        make_outer(list, anchors)
+
+
+def test_presets_work_and_are_replaced_by_what_is_given() -> None:
+    for name, preset in LOCAL_PRESETS.items():
+        options, config = make_local(name, {"every": None}, {})
+        assert options.every == preset.options["every"]
+        assert config.bits == 4
+        assert "arXiv" in preset.paper
+    options, config = make_local("gqsgd_diloco", {"every": 100, "outer": "sgd"}, {"bits": 2})
+    assert (options.every, options.outer, config.bits) == (100, "sgd", 2)
+    options, config = make_local("topk_ef", {}, {})
+    assert (options.every, config.codec) == (32, "top_k")
