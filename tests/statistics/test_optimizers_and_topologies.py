@@ -61,7 +61,7 @@ def sparse_run() -> Callable[..., tuple[float, float, float]]:
 
 def test_a_threshold_keeps_models_sparse_that_ternary_codes_fill(sparse_run: Callable[..., Any]) -> None:
     """Composite mirror descent. Found before, order ternary / threshold / fp32: zeros .12/.24/.31, objective
-    .254/.243/.240. Plain Adagrad has no zero at all."""
+    .254/.243/.240."""
     threshold = SYSTEMS["qcmd_adagrad"].fields
     fp32 = sparse_run(CMDAdagrad, "ddp")
     kept = sparse_run(CMDAdagrad, "gqsgd", **threshold)
@@ -69,6 +69,10 @@ def test_a_threshold_keeps_models_sparse_that_ternary_codes_fill(sparse_run: Cal
     assert ternary[0] + 0.02 < kept[0] <= fp32[0] + 0.02
     assert fp32[1] < kept[1] < ternary[1]
     assert kept[2] > fp32[2] - 0.02
+
+
+@pytest.mark.slow
+def test_plain_adagrad_has_no_zero(sparse_run: Callable[..., Any]) -> None:
     assert sparse_run(CMDAdagrad, "ddp", l1=0.0)[0] == 0
 
 
@@ -160,21 +164,21 @@ def digits() -> DigitsMLP:
 def test_votes_of_eight_workers_train_a_binary_model(digits: DigitsMLP) -> None:
     """8 workers, 15 local steps per round. Found before after 30 rounds: accuracy .972, of the binary model .977, at 1
     bit. signsgd_ef with as many bytes is behind (with a learning rate that is tuned on its accuracy)."""
-    run = FedVote(8).run(digits, 12)
+    run = FedVote(8).run(digits, 8)
     assert run.last("accuracy") > 0.92
     assert run.last("binary_accuracy") > 0.90
     assert run.wire_bits[-1] == pytest.approx(4, abs=0.01)  # sums of 8 votes
-    signs = simulate("signsgd_ef", digits, workers=8, steps=9, lr=1.0, record_every=1, progress=False)
+    signs = simulate("signsgd_ef", digits, workers=8, steps=6, lr=1.0, record_every=1, progress=False)
     assert signs.bytes_sent[-1] > run.bytes_sent[-1]
     assert signs.last("accuracy") < run.last("accuracy") - 0.02
 
 
 def test_reputations_outvote_attackers(digits: DigitsMLP) -> None:
     """3 of 8 workers send the opposite of their votes. Found before: .952 with reputations, .071 without."""
-    weighed = FedVote(8, reputations=True, attackers=3).run(digits, 8)
-    assert weighed.last("accuracy") > 0.88
+    weighed = FedVote(8, reputations=True, attackers=3).run(digits, 5)
+    assert weighed.last("accuracy") > 0.85
     assert weighed.wire_bits[-1] < 1.1
-    assert FedVote(8, attackers=3).run(digits, 8).last("accuracy") < 0.6
+    assert FedVote(8, attackers=3).run(digits, 5).last("accuracy") < 0.6
 
 
 @pytest.mark.slow
@@ -272,7 +276,7 @@ def test_variance_reduction_over_a_ring(lasso: tuple[Penalised, float, float]) -
     """F - F* at an equal budget of gradients. Found before: DSPG 9.2e-4; DPSVRG with one round of gossip 2.1e-4, with
     growing gossip 1.3e-5, for more rounds (7500, 3069 and 12156)."""
     problem, least, smoothness = lasso
-    ring, epochs = Graph.ring(8), 120
+    ring, epochs = Graph.ring(8), 80
     runs = [DSPG(lr / smoothness, tau).run(problem, ring, epochs) for lr, tau in ((0.1, 20), (0.3, 20))]
     stochastic = min(run.objective[-1] for run in runs) - least
     one_round = DPSVRG(0.1 / smoothness, first=10, growth=1.05, most_rounds=1).run(problem, ring, epochs)
