@@ -180,8 +180,8 @@ def test_the_largest_blocks() -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_sums(bits: int) -> None:
-    """Codes in lanes of bytes and of words, of both dithers, with and without blocks of full length."""
-    for number, dither in enumerate(("subtractive", "stochastic")):
+    """Codes in lanes of bytes and of words, of both dithers and of none, with and without blocks of full length."""
+    for number, dither in enumerate(("subtractive", "stochastic", "nearest")):
         if (bits, dither) != (2, "stochastic"):  # too few bits for two ranks' codes
             plain.check_sums({**case_of(bits + number, bits, dither), "ranks": 2 + (bits > 4)}, PAIR)
     if 8 % bits == 0:
