@@ -1,15 +1,20 @@
-"""Ways of local steps by name: what is averaged how often, by which outer optimizer, and with how many bits."""
+"""Ways of local steps by name: what is averaged how often, by which outer optimizer, and with how many bits.
+
+The table itself needs no torch: command lines check names against it before anything heavy is imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
-from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import PRESETS, make_config
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.local_steps.options import LocalOptions
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,9 @@ def make_local(
     Raises:
         ConfigError: an unknown preset or field, or values that cannot work.
     """
+    from lightning_gqsgd.config import GQSGDConfig  # imports torch
+    from lightning_gqsgd.local_steps.options import LocalOptions
+
     known = (*LocalOptions.field_names(), *GQSGDConfig.field_names())
     for name in fields:
         if name not in known:
@@ -78,6 +86,8 @@ def options_of(
     Raises:
         ConfigError: an unknown preset, or values that cannot work.
     """
+    from lightning_gqsgd.local_steps.options import LocalOptions  # imports torch
+
     preset = "gqsgd_diloco" if preset is None else preset
     if isinstance(preset, str) and preset not in LOCAL_PRESETS and preset not in PRESETS:
         names = (*LOCAL_PRESETS, *PRESETS)
@@ -91,6 +101,8 @@ def options_of(
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `LocalOptions`, and the others."""
+    from lightning_gqsgd.local_steps.options import LocalOptions  # imports torch
+
     names = LocalOptions.field_names()
     own = {name: value for name, value in fields.items() if name in names}
     return own, {name: value for name, value in fields.items() if name not in names}
