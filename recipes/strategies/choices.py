@@ -101,19 +101,19 @@ def check_settings(node: Mapping[str, Any]) -> None:
     if node["_target_"] != TARGET:
         return
     from lightning_gqsgd.config import GQSGDConfig
-    from lightning_gqsgd.local_steps.options import LocalOptions
-    from lightning_gqsgd.local_steps.presets import make_local
     from lightning_gqsgd.presets import make_config
 
     plain: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     # Other entries are arguments of Lightning's strategy.
     fields = {name: value for name, value in plain.items() if name in GQSGDConfig.field_names()}
-    preset, every = plain.get("preset"), plain.get("local_steps")
-    if preset in LOCAL_PRESETS or every is not None:
-        options = {name: value for name, value in plain.items() if name in LocalOptions.field_names()}
-        make_local(preset, {"every": every, **options}, fields)
-    else:
-        make_config(preset, **fields)
+    if plain.get("preset") in LOCAL_PRESETS or plain.get("local_steps") is not None:
+        from lightning_gqsgd.local_steps.choosing import make_local
+        from lightning_gqsgd.local_steps.options import LocalOptions
+
+        given = {name: plain.get(name) for name in LocalOptions.field_names() if name != "every"}
+        make_local(plain.get("preset"), {"every": plain.get("local_steps"), **given}, fields)
+        return
+    make_config(plain.get("preset"), **fields)
 
 
 def _check(name: str) -> None:
