@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gqsgd.errors import ConfigError
 from recipes import run
 from recipes.data.named_files import check_named, named_file
 from recipes.errors import DataError
@@ -20,6 +21,7 @@ from recipes.launch.command_line import examine
 from recipes.launch.interrupts import goes_on_with
 from recipes.opening import announce, speaks
 from recipes.overrides import composed
+from recipes.strategies.choices import check_settings
 from recipes.training.checkpoints import finished_message
 from tests.recipes.conftest import ROOT, clean_environment
 
@@ -189,3 +191,20 @@ def test_a_finished_run_writes_nothing(
     run.start()
     assert "nothing to go on with" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == files
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "gqsgd_4bit", "gqsgd_auto", "dore", "gqsgd_diloco"])
+def test_settings_of_every_kind_of_strategy_pass(strategy: str) -> None:
+    check_settings(composed([f"strategy={strategy}"]).strategy)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=gqsgd", "+strategy.reducer=ring"], "reducer='ring'"),
+        (["strategy=gqsgd_diloco", "+strategy.delay=32"], "delay=32 must be less than every=32"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_lightning_is_imported(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_settings(composed(overrides).strategy)
