@@ -38,6 +38,8 @@ HOOKS: list[dict[str, Any]] = [
     {"codec": "eden", "bits": 2},
     {"warmup_steps": 3},
     {"sample_every": 1},
+    {"auto": True},
+    {"codec": "float"},
 ]
 BAD_HOOKS: list[dict[str, Any]] = [
     {"bits": 99},
