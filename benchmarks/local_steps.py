@@ -49,22 +49,22 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fedpaq, H=16, 4 bits": {"every": 16, "preset": "gqsgd_4bit", "outer": "sgd"},
 }
-BATCH, LENGTH, VALIDATION_BATCHES = 4, 64, 8
+BATCH, LENGTH, VALIDATION_BATCHES = 4, 64, 2
 
 #: Variable of the environment: seconds after which a worker stops a case.
 LIMIT = "GQSGD_BENCHMARK_LIMIT_S"
-RATE, WARMUP = 3e-3, 16
+WARMUP = 16
 
 
 class Case:
     """A model that is trained in one way, from the same start in every case."""
 
-    def __init__(self, name: str, seed: int, steps: int) -> None:
+    def __init__(self, name: str, seed: int, steps: int, learning_rate: float) -> None:
         torch.manual_seed(seed)
         self.network = CharacterTransformer(LENGTH)
         self.model: nn.Module = self.network
         self.numel = sum(parameter.numel() for parameter in self.network.parameters())
-        optimizer = torch.optim.AdamW(self.network.parameters(), lr=RATE, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(self.network.parameters(), lr=learning_rate, weight_decay=0.1)
         self.optimizer: Any = optimizer
         self.telemetry: Telemetry | None = None
         self.close: Callable[[], None] = lambda: None
@@ -120,7 +120,7 @@ def train(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     validation = torch.Generator().manual_seed(1)
     batches = [windows(texts.valid, 32, LENGTH, validation) for _ in range(VALIDATION_BATCHES)]
     own = torch.Generator().manual_seed(1000 * seed + rank)
-    case = Case(name, seed, options.steps)
+    case = Case(name, seed, options.steps, options.learning_rate)
     curve, seconds = [(0.0, case.loss(batches))], 0.0
     while case.steps < options.steps:
         dist.barrier()
@@ -151,7 +151,7 @@ def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     begin()
     for name in CASES:  # kernels are compiled before anything is timed
-        Case(name, 0, options.steps).close()
+        Case(name, 0, options.steps, options.learning_rate).close()
     finish({name: [train(name, options, seed) for seed in range(options.seeds)] for name in options.case})
 
 
@@ -278,6 +278,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=288)
     parser.add_argument("--validate-every", type=int, default=32, help="steps between two validations (default 32)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW at its highest (default 1e-3)")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--most-seconds", type=float, default=60.0, help="per case, but on the first link (default 60)")
     work_or_present(parser, work, measure)

@@ -15,8 +15,9 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.distributed import parameter_names
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
+from lightning_gqsgd.local_steps.choosing import options_of
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS, options_of
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 
 
 class Trained(NamedTuple):

@@ -15,9 +15,9 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import LocalAverages, open_meeting
 from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
+from lightning_gqsgd.local_steps.choosing import make_local, split_fields
 from lightning_gqsgd.local_steps.options import Every
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
-from lightning_gqsgd.local_steps.presets import make_local, split_fields
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import parent_group
 

@@ -145,6 +145,7 @@ def _gan(rank: int) -> list[Any]:
     return [bits_of(module), state.step, state.averages]
 
 
+@pytest.mark.slow
 def test_two_optimizers_by_hand_are_averaged_together(tmp_path: Path) -> None:
     first, second = run(_gan, 2, tmp_path, initialise=False)
     assert first == second
@@ -166,6 +167,7 @@ def _without_local_steps(_: int, folder: Path) -> list[Any]:
     return [bits_of(module), trainer.global_step, bits_of(back)]
 
 
+@pytest.mark.slow
 def test_a_run_changes_between_averages_in_every_step_and_local_steps(tmp_path: Path) -> None:
     first, second = run(_without_local_steps, 2, tmp_path, tmp_path, initialise=False)
     assert first == second
@@ -203,6 +205,7 @@ def _mixed(rank: int) -> list[Any]:
     return [whole, bits_of(module), str(next(module.parameters()).dtype)]
 
 
+@pytest.mark.slow
 def test_sixteen_bit_precision(tmp_path: Path) -> None:
     first, second = run(_mixed, 2, tmp_path, initialise=False)
     assert first == second
@@ -279,6 +282,7 @@ def _accelerate(rank: int) -> list[Any]:
     return [*results, bits_of(module)]
 
 
+@pytest.mark.slow
 def test_accelerate_makes_the_steps_of_a_loop(tmp_path: Path) -> None:
     first, second = run(_accelerate, 2, tmp_path, initialise=False)
     assert first == second

@@ -249,6 +249,7 @@ def _local(_: int, folder: Path) -> list[list[Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_local_steps_train_without_ddp_and_resume(tmp_path: Path) -> None:
     first, second = run(_local, 2, tmp_path, tmp_path, initialise=False)
     assert first == second

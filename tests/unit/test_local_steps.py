@@ -9,10 +9,11 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS, make_local
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.local_steps.schedule import Rounds
 
 
