@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 #: Entries of every state, beside those of all hooks' states.
 _ENTRIES: dict[str, type] = {"rank": int, "world_size": int, "anchors": Mapping, "outer": Mapping, "under_way": list}
+_ENTRIES |= {"averages": int, "skipped": int, "fragments": int, "rounds": Mapping, "settled_after": list}
+_ENTRIES |= {"memory": Mapping}
+#: Entries of each rank in what `gathered_state` gives.
+_OWN_ENTRIES = ("memory", "model", "optimizers")
 
 
 def state_of(averages: LocalAverages) -> dict[str, Any]:
@@ -129,8 +133,13 @@ def load_gathered(
     if not isinstance(state, Mapping) or not isinstance(state.get("ranks"), list):
         raise ConfigError("this is no state of local steps of all ranks; load what rank 0 has saved")
     common = {name: value for name, value in state.items() if name != "ranks"}
-    same = state["world_size"] == averages.world_size
-    own = state["ranks"][averages.rank if same else 0]
+    same = len(state["ranks"]) == averages.world_size
+    own = state["ranks"][averages.rank if same else 0] if state["ranks"] else None
+    if common.get("world_size") != len(state["ranks"]) or not isinstance(own, Mapping) or set(own) != set(_OWN_ENTRIES):
+        raise ConfigError(
+            f"the state of local steps has not {', '.join(_OWN_ENTRIES)} of each of "
+            f"{common.get('world_size')!r:.50} ranks; load what rank 0 has saved"
+        )
     tensors = dict(_tensors_of(model))
     if set(tensors) != set(own["model"]):
         raise ConfigError("the checkpoint is that of a model with other parameters or buffers; resume with that model")

@@ -31,7 +31,7 @@ LEAVES += [[], [1], {}, {"a": 1}, {3: 4}, [[0.0, [[0, 1, False]]]], "__class__"]
 def mutated(chance: random.Random, value: Any, leaves: list[Any] = LEAVES) -> Any:
     """A copy of a value with one to four mutations: an entry is replaced, deleted or added."""
     if chance.random() < 0.02:
-        return chance.choice(leaves)
+        return copy.deepcopy(chance.choice(leaves))
     value = copy.deepcopy(value)
     for _ in range(chance.choice([1, 1, 2, 4])):
         places = [(parent, key) for parent, key in _places(value)]
@@ -40,13 +40,13 @@ def mutated(chance: random.Random, value: Any, leaves: list[Any] = LEAVES) -> An
         parent, key = chance.choice(places)
         kind = chance.randrange(3)
         if kind == 0:
-            parent[key] = chance.choice(leaves)
+            parent[key] = copy.deepcopy(chance.choice(leaves))
         elif kind == 1:
             del parent[key]
         elif isinstance(parent, dict):
-            parent[chance.choice(["new", 3, "version"])] = chance.choice(leaves)
+            parent[chance.choice(["new", 3, "version"])] = copy.deepcopy(chance.choice(leaves))
         else:
-            parent.append(chance.choice(leaves))
+            parent.append(copy.deepcopy(chance.choice(leaves)))
     return value
 
 

@@ -31,6 +31,8 @@ HOOKS: list[dict[str, Any]] = [
     {"codec": "linear", "memory": "diana", "memory_down": "ef21", "reducer": "two_shot"},
     {"codec": "top_k", "memory": "ef21"},
     {"rotation": True, "bits": 4},
+    {"auto": True},
+    {"codec": "float"},
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 #: Steps of a model, before it is replaced by another one with other buckets and another hook.
