@@ -54,6 +54,9 @@ class Request:
         ends_step: whether the tensor is the last one of its step.
         compressed: False: everything travels uncompressed.
         plan: what cuts the tensor into pieces.
+        direct: whether a native all-reduce over Gloo is started by the calling thread, and a stamp compared without any
+            job that waits for it; see `transport.direct`. The same for all tensors that are under way together, because
+            two threads would start collectives in any order.
         compares_first: whether this rank compares its stamp before it sends anything else, because a state was loaded.
     """
 
@@ -67,6 +70,7 @@ class Request:
     ends_step: bool = False
     compressed: bool = True
     plan: type[Plan] = Plan
+    direct: bool = False
     compares_first: bool = False
 
 
@@ -173,7 +177,7 @@ class Engine:
             store = request.store or new_store(request.config, self.world_size, {}, x.dtype, x.device)
             plan = self._plan(x, request)
             starts = plan.starts(x, self.rank, request.step, store, counters, telemetry)
-            if plan.is_native and self._direct is not None and not isinstance(request.agreement, Card):
+            if request.direct and plan.is_native and self._direct is not None:
                 return self._reduce_directly(x, request, starts[0], self._direct)
             if isinstance(request.agreement, Card):
                 preface = self._compare(request.agreement)

@@ -187,6 +187,7 @@ class GQSGDState:
             bucket=index,
             ends_step=is_last,
             compressed=step >= self.config.warmup_steps,
+            direct=self._steering is not None or self.config.reducer == "native",
             compares_first=stamp is not None and self._compares_first,
         )
         if is_last:

@@ -78,7 +78,8 @@ class Plan:
             telemetry: of the process.
         """
         config, ranks = self.setting.config, self.setting.ranks
-        keys = StepKeys.of(config, step, ranks)
+        # Nothing is drawn for a native all-reduce, and the keys of a new step take time.
+        keys = StepKeys.of(config, 0 if self.is_native else step, ranks)
         counters.calls += 1
         counters.numel += self.numel
         samples = self._compresses and config.sample_every and step % config.sample_every == 0

@@ -45,10 +45,10 @@ class System:
         return GQSGDConfig(**self.fields)
 
 
-#: Ternary codes whose scale is at most 1.5 root mean squares, both ways where the reducer is ``two_shot``: what is
-#: larger is cut to this threshold, so that small coordinates are moved less (Xu et al. 2022; their own rule is not
-#: public).
-_THRESHOLD = {"bits": 2, "levels": 1, "dither": "stochastic", "clip": 1.5}
+#: Ternary codes both ways, whose scale is at most 1.5 root mean squares: what is larger is clipped to this threshold,
+#: and what is smaller is rounded to zero less often than under the largest magnitude, so with less noise. The
+#: threshold's rule in the paper is not public; this one is ours.
+_THRESHOLD = {"bits": 2, "levels": 1, "dither": "stochastic", "clip": 1.5, "reducer": "two_shot"}
 _XU = "Xu et al. 2022, arXiv 2208.05631"
 
 SYSTEMS: dict[str, System] = {

@@ -33,6 +33,21 @@ def table() -> Table:
     return made
 
 
+def markdown() -> list[str]:
+    """The lines of the table's section in docs/presets.md."""
+    lines = [list(HEADINGS), ["---"] * len(HEADINGS), *(row(name) for name in SYSTEMS)]
+    return [
+        "## Optimizers, rules of training, topologies",
+        "",
+        "What is more than a configuration; [formulas and experiments](systems.md).",
+        "",
+        *("| " + " | ".join(cells) + " |" for cells in lines),
+        "",
+        NOTE.replace("gqsgd presets NAME", "`gqsgd presets NAME`"),
+        "",
+    ]
+
+
 def in_full(name: str) -> Table:
     """All facts of a system."""
     grid = Table.grid(padding=(0, 2))

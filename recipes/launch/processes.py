@@ -88,7 +88,12 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
     if not external_rank(environment):
         return []
     named = any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments)
-    return ["hydra.output_subdir=null", "hydra/job_logging=none", *([] if named else ["hydra.run.dir=."])]
+    return [
+        "hydra.output_subdir=null",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+        *([] if named else ["hydra.run.dir=."]),
+    ]
 
 
 def folder_argument(folder: Path) -> str:

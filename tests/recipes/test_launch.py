@@ -31,7 +31,7 @@ def test_external_rank(environment: dict[str, str], rank: int | None) -> None:
 def test_only_rank_zero_of_an_external_launch_gets_a_directory() -> None:
     assert hydra_arguments(["+exp=quickstart"], {**TORCHRUN, "RANK": "0"}) == []
     assert hydra_arguments(["+exp=quickstart"], LIGHTNINGS_CHILD) == []
-    quiet = ["hydra.output_subdir=null", "hydra/job_logging=none"]
+    quiet = ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
     assert hydra_arguments(["+exp=quickstart"], TORCHRUN) == [*quiet, "hydra.run.dir=."]
     assert hydra_arguments(["hydra.run.dir=/there"], TORCHRUN) == quiet
 

@@ -14,22 +14,25 @@ from lightning_gqsgd.kernels.packing import pack, unpack
 from lightning_gqsgd.layout import Segment, cut, place
 from lightning_gqsgd.simulation.virtual import average
 
+#: Coordinates of a block.
+WIDTH = 256
+
 
 def packed_sum(codes: Tensor, bits: int) -> Tensor:
     """The sums of all ranks' codes, int64 [ranks, numel], as the messages' words give them."""
     numel = codes.shape[1]
-    q = LinearCodec(bits, "subtractive").quantiser(1 << 16, len(codes))
-    layout = place(cut([Segment(0, numel, False)], 1 << 16), q, shards=1, scale_bytes=0, raw_bytes=4)
+    q = LinearCodec(bits, "subtractive").quantiser(WIDTH, len(codes))
+    layout = place(cut([Segment(0, numel, False)], WIDTH), q, shards=1, scale_bytes=0, raw_bytes=4)
     wires = torch.zeros(len(codes), layout.message_bytes, dtype=torch.uint8)
     for wire, row in zip(wires, codes, strict=True):
         pack(_in_blocks(row, len(layout.table)), layout.blocks, wire, bits, summable=True)
     lane = torch.uint8 if 8 % bits == 0 else torch.int64
     total = wires.view(lane).sum(0, dtype=lane).view(torch.uint8)
-    return unpack(total, layout.blocks, bits, 1 << 16, summable=True).flatten()[:numel]
+    return unpack(total, layout.blocks, bits, WIDTH, summable=True).flatten()[:numel]
 
 
 def _in_blocks(row: Tensor, blocks: int) -> Tensor:
-    padded = torch.zeros(blocks << 16, dtype=torch.int64)
+    padded = torch.zeros(blocks * WIDTH, dtype=torch.int64)
     padded[: len(row)] = row
     return padded.view(blocks, -1)
 
@@ -54,14 +57,16 @@ def test_every_combination_of_codes_adds_up_without_a_carry(bits: int, ranks: in
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_code_survives_every_place_of_bit_planes(bits: int) -> None:
-    q = LinearCodec(bits, "subtractive").quantiser(256)
-    for length in (*range(1, 34), 255, 256):
-        layout = place(cut([Segment(0, length, False)], 256), q, shards=1, scale_bytes=2, raw_bytes=4)
-        for first in range(2**bits):
-            codes = ((torch.arange(256) * 37 + first) % 2**bits)[None]
-            wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-            pack(codes, layout.blocks, wire, bits, summable=False)
-            assert torch.equal(unpack(wire, layout.blocks, bits, 256, summable=False)[0, :length], codes[0, :length])
+    q = LinearCodec(bits, "subtractive").quantiser(WIDTH)
+    first = torch.arange(2**bits)[:, None]
+    for length in (*range(1, 34), 255, 256):  # in block k, the first coordinate has code k, and the others follow
+        table = cut([Segment(number, length, False) for number in range(2**bits)], WIDTH)
+        layout = place(table, q, shards=1, scale_bytes=2, raw_bytes=4)
+        codes = (torch.arange(WIDTH)[None] * 37 + first) % 2**bits
+        wire = torch.zeros(layout.message_bytes, dtype=torch.uint8)
+        pack(codes, layout.blocks, wire, bits, summable=False)
+        unpacked = unpack(wire, layout.blocks, bits, WIDTH, summable=False)
+        assert torch.equal(unpacked[:, :length], codes[:, :length])
 
 
 def check_extremes(ranks: int, bits: int) -> None:

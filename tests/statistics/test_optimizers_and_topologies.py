@@ -38,7 +38,7 @@ class SparseLogistic(LogisticRegression):
 
 @pytest.fixture(scope="module")
 def sparse_run() -> Callable[..., tuple[float, float, float]]:
-    """Zeros, objective and accuracy after 400 steps of 4 workers with batches of 32; d = 500."""
+    """Zeros, objective and accuracy after 200 steps of 4 workers with batches of 32; d = 500."""
     problem = SparseLogistic(dimension=500, rows=2000, batch=32, noise=0.5, regularisation=0.0)
 
     def run(kind: Any, preset: str, lr: float = 0.05, l1: float = PENALTY, **fields: Any) -> tuple[float, float, float]:
@@ -46,9 +46,9 @@ def sparse_run() -> Callable[..., tuple[float, float, float]]:
             preset,
             problem,
             workers=4,
-            steps=400,
+            steps=200,
             optimizer=lambda parameters: kind(parameters, lr=lr, l1=l1, eps=1e-2),
-            record_every=400,
+            record_every=200,
             progress=False,
             **fields,
         )
@@ -61,7 +61,7 @@ def sparse_run() -> Callable[..., tuple[float, float, float]]:
 
 def test_a_threshold_keeps_models_sparse_that_ternary_codes_fill(sparse_run: Callable[..., Any]) -> None:
     """Composite mirror descent. Found before, order ternary / threshold / fp32: zeros .12/.24/.31, objective
-    .254/.243/.240. Plain Adagrad has no zero at all."""
+    .254/.243/.240."""
     threshold = SYSTEMS["qcmd_adagrad"].fields
     fp32 = sparse_run(CMDAdagrad, "ddp")
     kept = sparse_run(CMDAdagrad, "gqsgd", **threshold)
@@ -69,6 +69,10 @@ def test_a_threshold_keeps_models_sparse_that_ternary_codes_fill(sparse_run: Cal
     assert ternary[0] + 0.02 < kept[0] <= fp32[0] + 0.02
     assert fp32[1] < kept[1] < ternary[1]
     assert kept[2] > fp32[2] - 0.02
+
+
+@pytest.mark.slow
+def test_plain_adagrad_has_no_zero(sparse_run: Callable[..., Any]) -> None:
     assert sparse_run(CMDAdagrad, "ddp", l1=0.0)[0] == 0
 
 
@@ -86,34 +90,51 @@ def test_dual_averaging_keeps_zeros_under_any_code(sparse_run: Callable[..., Any
 # --- error feedback at the shifted point ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def rate() -> Callable[..., float]:
-    """Factor per step by which the distance to the optimum shrinks: 100 steps, d = 116, one worker."""
-    problem = LeastSquares(dimension=116, rows=400, noise=0.0, dtype=torch.float64)
-    hessian = problem.features.T @ problem.features / problem.rows
-    smallest, largest = torch.linalg.eigvalsh(hessian)[[0, -1]].tolist()
+class Rates:
+    """Factors per step by which the distance to the optimum shrinks in 50 steps; d = 116, one worker."""
 
-    def run(shifted: bool = True, **fields: Any) -> float:
-        config = {**SYSTEMS["dgd_def"].fields, **fields}
-        record = DGDDEF(1, 2 / (largest + smallest), shifted).run(problem, 100, **config)
-        assert record.diverged_at is None
-        return float((record.metrics["distance"][-1] / record.metrics["distance"][0]) ** (1 / 100))
+    def __init__(self) -> None:
+        self._problem = LeastSquares(dimension=116, rows=400, noise=0.0, dtype=torch.float64)
+        hessian = self._problem.features.T @ self._problem.features / self._problem.rows
+        smallest, largest = torch.linalg.eigvalsh(hessian)[[0, -1]].tolist()
+        self._lr = 2 / (largest + smallest)
 
-    return run
+    def exact(self) -> float:
+        """Of gradient descent."""
+        x = self._problem.start()
+        for step in range(50):
+            x = x - self._lr * self._problem.gradients(x, step, 1)[0]
+        return float(((x - self._problem.truth).norm() / self._problem.truth.norm()) ** (1 / 50))
+
+    def of(self, shifted: bool = True, **fields: Any) -> float:
+        """Of DGD-DEF."""
+        record = DGDDEF(1, self._lr, shifted).run(self._problem, 50, **{**SYSTEMS["dgd_def"].fields, **fields})
+        return float((record.metrics["distance"][-1] / record.metrics["distance"][0]) ** (1 / 50))
 
 
-def test_shifted_error_feedback_has_the_rate_of_gradient_descent_from_two_bits_on(rate: Callable[..., float]) -> None:
+SIGN = {"codec": "sign", "bits": 1, "dither": "adaptive"}
+
+
+def test_shifted_error_feedback_has_the_rate_of_gradient_descent_at_one_and_two_bits() -> None:
     """Found before: gradient descent .9572; 1 bit .9609 against .9708 without memory, 2 bits .9575 against .9641, 4
     bits equal. (Here, 2 levels at the largest magnitude are too far out for 1 bit; a sign at the mean magnitude is
     not.)"""
-    exact = rate(bits=8)
-    assert exact < 0.97
-    for bits in (2, 3, 4):
-        assert rate(bits=bits) < exact + 0.006
-    sign = {"codec": "sign", "bits": 1, "dither": "adaptive"}
-    assert rate(**sign) < exact + 0.006
-    assert rate(shifted=False, bits=2) > exact + 0.02
-    assert rate(**sign, rotation=False) > rate(**sign) + 0.01
+    rates = Rates()
+    exact = rates.exact()
+    assert exact < 0.9
+    assert rates.of(bits=2) < exact + 0.01
+    assert rates.of(**SIGN) < exact + 0.01
+    assert rates.of(shifted=False, bits=2) > 1  # classic error feedback, at a step this long, diverges
+
+
+@pytest.mark.slow
+def test_shifted_error_feedback_at_other_widths() -> None:
+    """From two bits on, any; at one bit, the rotation is needed."""
+    rates = Rates()
+    exact = rates.exact()
+    for bits in (3, 4, 8):
+        assert rates.of(bits=bits) < exact + 0.01
+    assert rates.of(**SIGN, rotation=False) > exact + 0.05
 
 
 def test_the_shifted_point_of_one_worker_is_gradient_descent_itself() -> None:
@@ -160,21 +181,21 @@ def digits() -> DigitsMLP:
 def test_votes_of_eight_workers_train_a_binary_model(digits: DigitsMLP) -> None:
     """8 workers, 15 local steps per round. Found before after 30 rounds: accuracy .972, of the binary model .977, at 1
     bit. signsgd_ef with as many bytes is behind (with a learning rate that is tuned on its accuracy)."""
-    run = FedVote(8).run(digits, 12)
+    run = FedVote(8).run(digits, 8)
     assert run.last("accuracy") > 0.92
     assert run.last("binary_accuracy") > 0.90
     assert run.wire_bits[-1] == pytest.approx(4, abs=0.01)  # sums of 8 votes
-    signs = simulate("signsgd_ef", digits, workers=8, steps=9, lr=1.0, record_every=1, progress=False)
+    signs = simulate("signsgd_ef", digits, workers=8, steps=6, lr=1.0, record_every=1, progress=False)
     assert signs.bytes_sent[-1] > run.bytes_sent[-1]
     assert signs.last("accuracy") < run.last("accuracy") - 0.02
 
 
 def test_reputations_outvote_attackers(digits: DigitsMLP) -> None:
     """3 of 8 workers send the opposite of their votes. Found before: .952 with reputations, .071 without."""
-    weighed = FedVote(8, reputations=True, attackers=3).run(digits, 8)
-    assert weighed.last("accuracy") > 0.88
+    weighed = FedVote(8, reputations=True, attackers=3).run(digits, 5)
+    assert weighed.last("accuracy") > 0.85
     assert weighed.wire_bits[-1] < 1.1
-    assert FedVote(8, attackers=3).run(digits, 8).last("accuracy") < 0.6
+    assert FedVote(8, attackers=3).run(digits, 5).last("accuracy") < 0.6
 
 
 @pytest.mark.slow
@@ -272,7 +293,7 @@ def test_variance_reduction_over_a_ring(lasso: tuple[Penalised, float, float]) -
     """F - F* at an equal budget of gradients. Found before: DSPG 9.2e-4; DPSVRG with one round of gossip 2.1e-4, with
     growing gossip 1.3e-5, for more rounds (7500, 3069 and 12156)."""
     problem, least, smoothness = lasso
-    ring, epochs = Graph.ring(8), 120
+    ring, epochs = Graph.ring(8), 80
     runs = [DSPG(lr / smoothness, tau).run(problem, ring, epochs) for lr, tau in ((0.1, 20), (0.3, 20))]
     stochastic = min(run.objective[-1] for run in runs) - least
     one_round = DPSVRG(0.1 / smoothness, first=10, growth=1.05, most_rounds=1).run(problem, ring, epochs)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import lightning_gqsgd
+from lightning_gqsgd.cli import systems
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.systems import SYSTEMS
 
 
 def _run(*arguments: str) -> Result:
@@ -40,6 +45,29 @@ def test_the_table_has_every_preset_in_a_line_of_its_own_and_nothing_is_cut_off(
     assert list(rows) == list(PRESETS)
     assert all(PRESETS[name].paper in row for name, row in rows.items())
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_systems_that_are_more_than_a_preset_have_a_second_table() -> None:
+    lines = _run().stdout.splitlines()
+    second = lines.index("Optimizers, rules of training, topologies")
+    assert [line.split()[0] for line in lines[second + 4 :] if line.split()[:1] and line.split()[0] in SYSTEMS] == [
+        *SYSTEMS
+    ]
+    assert [entry["name"] for entry in _json()] == [*PRESETS, *SYSTEMS]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_says_where_it_lives_and_its_configuration_works(name: str) -> None:
+    entry = _json(name)
+    module, _, attribute = entry["home"].rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute)
+    assert resolve(SYSTEMS[name].config, 8).bits == SYSTEMS[name].config.bits
+    assert entry["guarantees"] in " ".join(_run(name).stdout.split())
+
+
+def test_the_page_of_presets_has_the_systems_as_they_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
+    assert "\n".join(systems.markdown()) in page
 
 
 def test_no_warning_reaches_the_output() -> None:

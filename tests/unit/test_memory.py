@@ -12,7 +12,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
 from lightning_gqsgd.layout import Segment, cut, owners, runs
 from lightning_gqsgd.memory import MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import Setting, new_store, resolve
 from lightning_gqsgd.simulation import VirtualRanks
 
@@ -180,7 +180,7 @@ def test_numbers_that_may_diverge_come_with_a_warning_and_the_one_that_works() -
         warnings.simplefilter("error")
         for memory in ("ecq", "diana", {"alpha": 0.2, "beta": 0.9}, "none"):
             resolve(GQSGDConfig(**base, memory=memory), 4)
-        for preset in PRESETS.values():
+        for preset in FIXED.values():
             resolve(preset.config, 4)
 
 

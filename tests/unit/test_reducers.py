@@ -5,6 +5,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import choose_reducer
 from lightning_gqsgd.simulation import average, relative_error
+from tests.unit.test_kernels import check_sums
 
 QUANTISING = ["sum", "two_shot", "gather"]
 
@@ -115,3 +116,23 @@ def test_step_seed_and_rank_enter_the_dither() -> None:
     # Equal gradients with independent roundings: the error falls by sqrt(2) from one rank to two.
     one, two = relative_error(average([x], reducer="gather")[0], [x]), relative_error(base, [x])
     assert 1.2 < one / two < 1.7
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_no_dither_is_taken_off_sums_of_nearest_levels(bits: int) -> None:
+    """None was added. Both kernels agree, and sums of the outermost levels come back to the bit."""
+    rows = [(700, False), (40, True)]
+    case = {
+        "seed": bits,
+        "dtype": torch.float32,
+        "bits": bits,
+        "dither": "nearest",
+        "block": 64,
+        "ranks": 3,
+        "rows": rows,
+    }
+    check_sums(case)
+    x = torch.full((600,), 0.75)
+    x[::2] = -0.75
+    for mean in average([x] * 3, bits=bits, reducer="sum", dither="nearest", memory="none"):
+        assert mean == pytest.approx(x, abs=1e-6)

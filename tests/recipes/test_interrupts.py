@@ -1,0 +1,121 @@
+"""Ctrl-C: what a run and a comparison say, and that no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipes.comparison.plan import Cell, make_plan
+from recipes.comparison.processes import FreshRun, Starter, can_fork, modules_of
+from tests.recipes.conftest import ROOT, TINY, clean_environment
+
+#: Long enough to be interrupted.
+LONG = (*TINY, "data.batch_size=16", "trainer.max_epochs=100000")
+
+
+def _interrupted(tmp_path: Path, script: str, *arguments: str, sign: str) -> tuple[int, str, list[psutil.Process]]:
+    """Interrupt a script as a terminal does, once its output or the log of a cell has a line that begins with ``sign``.
+
+    Returns:
+        The exit code, the output, and the processes that the script had started.
+    """
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "recipes" / script), *arguments],
+        cwd=tmp_path,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(sign):
+                ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    started: list[psutil.Process] = []
+    try:
+        for _ in range(2400):
+            logs = [log.read_text() for log in tmp_path.rglob("output.log")]
+            if ready.wait(0.1) or any(f"\n{sign}" in log for log in logs):
+                break
+        started = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        code = process.wait(60)
+        reader.join(10)
+    finally:
+        process.kill()
+        for child in started:
+            if not code_is_known(child):
+                child.kill()
+    return code, "".join(lines), started
+
+
+def code_is_known(process: psutil.Process) -> bool:
+    """Whether a process has ended."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(tmp_path: Path) -> None:
+    code, output, started = _interrupted(tmp_path, "run.py", *LONG, sign="epoch 2/")
+    assert code == 130
+    assert "Traceback" not in output
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    assert f"interrupted; the checkpoint of the last validation is {checkpoint}\n" in output
+    assert f"ckpt_path={checkpoint}" in output.splitlines()[-1]
+    assert len(started) == 1
+    assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_goes_on_with_the_same_command_and_leaves_no_process(tmp_path: Path) -> None:
+    code, output, started = _interrupted(tmp_path, "compare.py", *LONG, sign="epoch 2/")
+    assert code == 130
+    assert "Traceback" not in output
+    assert "interrupted; finished runs are kept" in output
+    assert output.splitlines()[-1].startswith("  python recipes/compare.py +exp=quickstart")
+    assert len(started) == 4  # the process that forks, the leader, and two ranks
+    assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "forked"),
+    [([], True), (["hardware=netlab"], False), (["hardware=pcie"], False), (["+hardware.env.A=1"], False)],
+)
+def test_only_runs_of_processors_without_variables_of_their_own_are_forked(overrides: list[str], forked: bool) -> None:
+    (cell,) = make_plan(["+exp=quickstart", "strategy=gqsgd", *overrides]).cells
+    assert can_fork(cell) == (forked and sys.platform == "linux")
+
+
+def test_modules_that_a_run_needs_are_imported_before_the_fork() -> None:
+    (cell,) = make_plan(["+exp=quickstart", "strategy=ddp"]).cells
+    assert {"recipes.data.digits", "workloads.resnet", "recipes.strategies.baselines"} <= set(modules_of(cell.config))
+
+
+def test_other_runs_have_fresh_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (planned,) = make_plan(["+exp=quickstart", "strategy=ddp", "hardware=netlab"]).cells
+    cell = Cell(planned.variant, planned.seed, ("--epochs",), planned.config, tmp_path)
+    monkeypatch.setattr("recipes.comparison.processes.command", lambda cell: [sys.executable, "-c", "print('fresh')"])
+    starter = Starter()
+    run = starter.start(cell, tmp_path / "log")
+    assert isinstance(run, FreshRun)
+    while run.poll() is None:
+        pass
+    run.end()
+    starter.close()
+    assert (tmp_path / "log").read_text() == "fresh\n"
