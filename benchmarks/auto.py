@@ -27,6 +27,7 @@ from benchmarks.report import Report
 from benchmarks.training import CLASSES, MODELS
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from netlab.lab import reshape_own_link
+from netlab.machine import cores
 
 PROGRAM = "python -m benchmarks.auto"
 
@@ -159,6 +160,11 @@ def measure(options: argparse.Namespace) -> Report:
     in_labs(options, PROGRAM, report, _add_rows)
     if options.changes:
         _measure_changes(options, report)
+    load = os.getloadavg()[2]
+    report.notes = (
+        *report.notes,
+        f"Other programs ran meanwhile: the load average over the last 15 minutes was {load:.0f} on {cores()} cores.",
+    )
     return report
 
 
