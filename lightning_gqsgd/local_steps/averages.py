@@ -69,6 +69,7 @@ class Average:
         integers: the first rank's values of buffers that are not averaged.
         works: what sends them.
         inner: the inner optimizers' tensors, and their mean as one flat tensor; None: they are not averaged.
+        is_last: whether it cuts a round off. Then the anchor becomes the mean of the ranks' models.
     """
 
     fragment: int
@@ -78,6 +79,7 @@ class Average:
     integers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
     inner: tuple[list[Tensor], Tensor] | None = None
+    is_last: bool = False
 
     def wait(self) -> None:
         """Wait for the mean.
@@ -223,7 +225,8 @@ class LocalAverages:
         """Use the averages under way, and average what was learnt since. Then all ranks have the same bits.
 
         Every rank calls this at the end of training. The round is cut off; where training goes on, the next one begins.
-        A second call in a row does nothing.
+        The anchor becomes the mean of the ranks' models: a momentum of the outer optimizer is made for whole rounds,
+        and would carry the anchor too far. A second call in a row does nothing.
 
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
@@ -233,6 +236,7 @@ class LocalAverages:
         for number, fragment in enumerate(self.fragments):
             if fragment.settled_after != self.step and self.step:
                 self._start(number, delay=0)
+                self.under_way[-1].is_last = True
         self._use(self.under_way, mixing=0.0)
         self.rounds.begin_anew(self.step)
 
@@ -363,8 +367,8 @@ class LocalAverages:
         """Move a fragment's anchor by its mean change, and the parameters to the anchor."""
         fragment, options = self.fragments[average.fragment], self.options
         for bundle, change in zip(fragment.bundles, average.changes, strict=True):
-            bundle.set_gradients(change)
-        self.outer.step()
+            bundle.set_gradients(change, average.is_last)
+        self.outer.step()  # of anchors without a gradient, it does nothing
         weight = (options.mixing if options.delay else 0.0) if mixing is None else mixing
         for bundle in fragment.bundles:
             bundle.clear_gradients()

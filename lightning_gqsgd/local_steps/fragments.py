@@ -70,10 +70,15 @@ class Bundle:
             torch.sub(_like(anchor, entry.tensor).to(self._dtype), entry.tensor.to(self._dtype), out=part)
         return flat
 
-    def set_gradients(self, change: Tensor) -> None:
-        """Make a mean change the gradient of the parameters' anchors, and take it off the buffers' anchors."""
+    def set_gradients(self, change: Tensor, plain: bool = False) -> None:
+        """Make a mean change the gradient of the parameters' anchors, and take it off the buffers' anchors.
+
+        Args:
+            change: the mean change, [numel].
+            plain: take it off the parameters' anchors as well, which become the mean of the ranks' parameters.
+        """
         for (entry, anchor), part in zip(self._pairs(), self.split(change), strict=True):
-            if entry.is_buffer:
+            if entry.is_buffer or plain:
                 anchor.sub_(_like(part, anchor))
             else:
                 anchor.grad = _like(part, anchor)
