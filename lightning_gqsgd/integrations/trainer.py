@@ -31,15 +31,19 @@ class TrainerMixin(_Base):
     Args:
         preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
         telemetry: add the callback that logs counters, unless the Trainer has one.
-        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
-            as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
-            then each rank's own steps (or its node's), and every so many steps the average of all models.
         local_steps: each rank trains by itself, without DistributedDataParallel, and the changes of the models are
             averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
             unless the preset is one of local steps, such as ``gqsgd_diloco``. Validation sees each rank's own model,
             and a checkpoint has the first rank's, beside what every rank needs to resume. The last average is at the
             end of training.
-        outer, fragments, delay, mixing, inner_state: see `local_steps.options.LocalOptions`; for local steps only.
+        outer: with local steps, the outer optimizer, see `local_steps.options.LocalOptions`, as for the next four.
+        fragments: with local steps, the number of parts that are averaged at different times.
+        delay: with local steps, the number of steps after which an average is used.
+        mixing: with local steps and a delay, the share of what was learnt meanwhile.
+        inner_state: with local steps, ``"keep"``, ``"reset"`` or ``"average"`` the inner optimizer's state.
+        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
+            as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
+            then each rank's own steps (or its node's), and every so many steps the average of all models.
 
     Raises:
         ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.

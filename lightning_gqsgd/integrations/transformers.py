@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
@@ -16,6 +15,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.accelerate import GQSGDKwargs, enable_accelerator
 from lightning_gqsgd.integrations.local import LocalTraining
+from lightning_gqsgd.integrations.shared_files import is_seen
 from lightning_gqsgd.integrations.transformers_local import LocalStepsCallback, enable_local_steps
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import make_config
@@ -79,14 +79,7 @@ class GQSGDCallback(TrainerCallback):
             )
 
     def _restore(self, file: Path) -> None:
-        seen = gather_object([file.is_file()])
-        if len(set(seen)) > 1:  # with dither that differs among ranks, no rank could decode the others' messages
-            seeing = [rank for rank, is_there in enumerate(seen) if is_there]
-            raise ConfigError(
-                f"of {len(seen)} ranks only {seeing} see {file}, and all have to continue from it; "
-                "resume from a folder that all see, or that was copied to every machine"
-            )
-        if seen[0]:
+        if is_seen(file, self._trainer.accelerator):
             self._handler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         else:
             self._handler.load_state_dict({"states": []})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -17,6 +17,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.accelerate import WITHOUT_DDP
 from lightning_gqsgd.integrations.distributed import destroy_at_exit
 from lightning_gqsgd.integrations.local import LocalTraining
+from lightning_gqsgd.integrations.shared_files import is_seen
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.telemetry import Meter
 
@@ -58,13 +59,7 @@ class LocalStepsCallback(TrainerCallback):
         trained = self._local.begin(module, [inner], self._config, None)
         if self.resumes_from is not None:
             file = self.resumes_from / STATE_FILE
-            seen = gather_object([file.is_file()])
-            if len(set(seen)) > 1:
-                raise ConfigError(
-                    f"of {len(seen)} processes only {[rank for rank, sees in enumerate(seen) if sees]} see {file}, and "
-                    "all have to continue from it; resume from a folder that all see"
-                )
-            if seen[0]:
+            if is_seen(file, accelerator):
                 trained.load(torch.load(file, map_location="cpu", weights_only=True))
         self._meter = Meter(trained.averages.telemetry)
         if accelerator.is_main_process:

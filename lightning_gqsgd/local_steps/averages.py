@@ -122,6 +122,7 @@ class LocalAverages:
         averages: number of averages that were started.
         skipped: number of averages that were not used, because a rank's change was not finite.
         outer: the outer optimizer; its tensors are the anchors.
+        device: device of the model.
         fragments: the parts of the model, with their anchors.
         rounds: when which fragment is averaged.
         under_way: the averages that were started and not used yet, oldest first.
@@ -147,7 +148,7 @@ class LocalAverages:
         self.group, self.options, self.requested = parent_group(group), options, config
         with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
             trained = trained_parameters(check_module(model), optimizers)
-            self._device = next(iter(trained.values())).device
+            self.device = next(iter(trained.values())).device
             self.config = resolve(config, dist.get_world_size(self.group))
             self._facts, parameters, buffers = numbered(model, trained, config)
             self.fragments = fragments_of(parameters, buffers, options)
@@ -155,7 +156,7 @@ class LocalAverages:
             self.outer = make_outer(options.outer, anchors)
             facts = facts_of(self.config, options, self.outer, parameters, buffers)
             (key,) = start.agree([facts])
-            self._engine = Engine(self._device, self.group, key, timeout=timeout, remedy=REMEDY)
+            self._engine = Engine(self.device, self.group, key, timeout=timeout, remedy=REMEDY)
             undo.callback(self._engine.close)
             dtype = COMPUTE_DTYPES[next(iter(trained.values())).dtype]
             self._engine.connect(self.config)
@@ -166,7 +167,7 @@ class LocalAverages:
         self._digest = digest_of(json.dumps(facts, sort_keys=True))
         sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self.compressed_numbers = tuple(sizes)
-        self.store = new_store(self.config, self.world_size, sizes, dtype, self._device)
+        self.store = new_store(self.config, self.world_size, sizes, dtype, self.device)
         self._optimizers, self._inner = list(optimizers), InnerState(optimizers)
         self._integers = IntegerBuffers(model, self.group)
         self.rounds = Rounds(options)
@@ -326,7 +327,7 @@ class LocalAverages:
     def _start_inner(self, average: Average) -> None:
         """Start to average the inner optimizers' state of a fragment, uncompressed."""
         tensors = self._inner.tensors(entry.tensor for entry, _ in self.fragments[average.fragment].entries())
-        flat = torch.cat([tensor.flatten().to(self._device, torch.float32) for tensor in [*tensors, torch.zeros(1)]])
+        flat = torch.cat([tensor.flatten().to(self.device, torch.float32) for tensor in [*tensors, torch.zeros(1)]])
         # Where a parameter was not used on some rank, its state is missing there, and messages would differ in size.
         card = Card("LocalSteps(inner_state='average')", {"values of the inner optimizer's state": flat.numel()})
         average.inner = (tensors, flat)
@@ -358,9 +359,9 @@ class LocalAverages:
 
     def _wait(self, average: Average) -> None:
         if average.jobs:
-            since = moment(self._device)
+            since = moment(self.device)
             average.wait()
-            self.telemetry.expose(since, moment(self._device))
+            self.telemetry.expose(since, moment(self.device))
             self.telemetry.end_step()
 
     def _apply(self, average: Average, mixing: float | None) -> None:

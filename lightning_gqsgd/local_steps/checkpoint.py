@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.fragments import Fragment
+from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.transport.agreement import digest_of
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,7 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
         "model": dict(_tensors_of(model)),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
     }
-    everyone: list[Any] | None = [None] * averages.world_size if averages.rank == 0 else None
-    dist.gather_object(_on_cpu(own), everyone, dist.get_global_rank(averages.group, 0), group=averages.group)
+    everyone = gathered(_on_cpu(own), averages.group, averages.device)
     return None if everyone is None else {**_on_cpu(state), "ranks": everyone}
 
 
