@@ -27,6 +27,7 @@ from lightning_gqsgd import _autoload
 from lightning_gqsgd._autoload import STRATEGY_PRESETS, strategy_names
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.integrations import trainer
+from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
 from tests.distributed.ranks import RankFailed, run
@@ -185,6 +186,7 @@ class _Counted:
 
     def __init__(self) -> None:
         self.telemetry, self.reads = self, 0
+        self.choice: dict[str, float] = {}
 
     def totals(self) -> dict[str, float]:
         self.reads += 1
@@ -381,7 +383,8 @@ def test_the_strategys_signature_the_fields_and_their_description_agree() -> Non
     """The signature repeats the fields, because jsonargparse and editors read nothing else."""
     inherited = inspect.signature(lightning_gqsgd.GQSGDStrategy).parameters
     fields = {field.name: field for field in dataclasses.fields(GQSGDConfig)}
-    repeated = [name for name in inherited if name not in ("preset", "telemetry", "kwargs")]
+    others = ("preset", "telemetry", "kwargs", "local_steps", *LocalOptions.field_names())
+    repeated = [name for name in inherited if name not in others]
     assert repeated == list(fields)
     types = typing.get_type_hints(trainer.TrainerMixin.__init__)
     for name, field in typing.get_type_hints(GQSGDConfig).items():
