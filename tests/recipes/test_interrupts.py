@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,8 @@ def _interrupted(tmp_path: Path, script: str, *arguments: str, sign: str) -> tup
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Where these tests run in the background of a shell, they ignore interrupts, and so would the script.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )
     lines: list[str] = []
     ready = threading.Event()
