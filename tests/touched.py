@@ -22,6 +22,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/distributed/test_netlab.py": ("netlab/",),
     "tests/distributed/test_probe.py": ("lightning_gqsgd/performance/", "lightning_gqsgd/cli/"),
     "tests/distributed/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
+    "tests/reliability/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
     "tests/integrations/test_examples.py": ("examples/",),
     "tests/integrations/test_readme.py": ("README.md",),
     **{

@@ -205,6 +205,7 @@ def _slow_compile(rank: int) -> float:
     return float(all_reduce(_values(rank, 3000)).sum())
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
     first, second = run(_slow_compile, 2, tmp_path, collective_timeout=2)
     assert first == second

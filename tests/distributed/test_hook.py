@@ -157,6 +157,7 @@ def _many_small_buckets(rank: int) -> list[str]:
     return bits
 
 
+@pytest.mark.slow
 def test_60_steps_of_many_small_buckets_at_different_speeds(tmp_path: Path) -> None:
     first, second = run(_many_small_buckets, 2, tmp_path, timeout=240)
     assert first == second

@@ -53,6 +53,7 @@ def _many_sizes(rank: int) -> tuple[float, int]:
     return grown, kept
 
 
+@pytest.mark.slow
 def test_tensors_of_many_sizes_take_no_more_and_more_memory(tmp_path: Path) -> None:
     for grown, kept in run(_many_sizes, 2, tmp_path, timeout=240):
         assert kept <= MAX_PLAN_BYTES

@@ -87,6 +87,7 @@ dist.destroy_process_group()
 
 
 @needs_root
+@pytest.mark.slow
 def test_hosts_reach_each_other_in_torchruns_environment() -> None:
     done = _cli("--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-c", ALLREDUCE)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -85,6 +85,7 @@ def _interrupted(rank: int, folder: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_with_memory_gives_the_same_bits(tmp_path: Path) -> None:
     for found in run(_interrupted, 3, tmp_path, tmp_path):
         for name, (whole, resumed) in found.items():

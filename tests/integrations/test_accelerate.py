@@ -239,6 +239,7 @@ def several_models(rank: int, folder: Path) -> None:
     del first, second, third
 
 
+@pytest.mark.slow
 def test_several_models_and_a_checkpoint_that_comes_before_them(tmp_path: Path) -> None:
     run(several_models, 2, tmp_path, tmp_path, initialise=False)
 

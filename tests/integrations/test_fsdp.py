@@ -224,6 +224,7 @@ def _codecs(rank: int) -> None:
         torch.testing.assert_close(output, torch.full_like(output, value), rtol=0.01, atol=0)
 
 
+@pytest.mark.slow
 def test_codecs_and_operators(tmp_path: Path) -> None:
     run(_codecs, 4, tmp_path)
 
@@ -458,6 +459,7 @@ def _through_a_file(state: dict[str, Any]) -> io.BytesIO:
     return file
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     run(_interrupted, 4, tmp_path)
 

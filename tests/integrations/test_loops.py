@@ -123,6 +123,7 @@ def _gans(_: int) -> list[list[list[Any]]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_optimizers_by_hand(tmp_path: Path) -> None:
     """Toggled or not, with accumulation by `block_backward_sync` and clipping."""
     first, second = run(_gans, 2, tmp_path, initialise=False)
@@ -230,6 +231,7 @@ def _callbacks(_: int) -> dict[str, list[list[Any]]]:
     return results
 
 
+@pytest.mark.slow
 def test_averages_of_weights_and_early_stopping(tmp_path: Path) -> None:
     first, second = run(_callbacks, 2, tmp_path, initialise=False)
     assert first == second

@@ -230,6 +230,7 @@ def mistakes(rank: int, folder: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_mistakes(tmp_path: Path) -> None:
     run(mistakes, 2, tmp_path, tmp_path / "run", initialise=False)
 

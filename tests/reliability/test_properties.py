@@ -192,7 +192,11 @@ REDUCERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(d, marks=[pytest.mark.slow] * (d not in (torch.float32, torch.bfloat16))) for d in DTYPES],
+    ids=str,
+)
 @pytest.mark.parametrize("name", REDUCERS)
 def test_what_is_not_finite_on_one_rank_is_a_block_of_nan_on_all(name: str, dtype: torch.dtype) -> None:
     ranks, segments = 4, [Segment(0, 300, False), Segment(1, 40, True), Segment(2, 130, False)]

@@ -336,6 +336,7 @@ def check_rest(pool: Pool, machine: Machine) -> None:
         assert answer.value["files"] < 200, answer.value
 
 
+@pytest.mark.slow
 def test_each_operation_of_the_state_machine_works_once(pool: Pool) -> None:
     machine = Machine(pool, chance("each operation"))
     machine.start_anew()

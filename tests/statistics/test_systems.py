@@ -374,12 +374,10 @@ def test_training_as_well_as_uncompressed(train: Callable[..., Record], preset: 
     assert run.last() == pytest.approx(train("ddp").last(), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "without"),
-    [
-        pytest.param("topk_ef", {"memory": "none"}, marks=pytest.mark.slow),
-        ("signsgd_ef", {"memory": "none", "memory_down": "none"}),
-    ],
+    [("topk_ef", {"memory": "none"}), ("signsgd_ef", {"memory": "none", "memory_down": "none"})],
 )
 def test_error_feedback_is_needed(train: Callable[..., Record], preset: str, without: dict[str, str]) -> None:
     """Without it, the loss is twice as large and the accuracy lower."""

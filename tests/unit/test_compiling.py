@@ -65,6 +65,7 @@ def test_one_line_says_that_kernels_are_compiled_and_none_that_they_are_in_the_c
     assert caplog.records == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_folder")
 def test_a_warning_names_the_remedy_where_compiled_kernels_cannot_be_kept(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lightning_gqsgd"):

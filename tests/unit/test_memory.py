@@ -107,6 +107,7 @@ def test_receivers_keep_the_mean_of_all_references(reducer: str, fields: dict) -
     assert float(mean.norm()) > 1
 
 
+@pytest.mark.slow
 def test_references_follow_constant_gradients() -> None:
     """DIANA's point: with a reference, the error vanishes; without, it stays."""
     given = gradients(4, 0)
