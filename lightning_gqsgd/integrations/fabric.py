@@ -13,9 +13,8 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
-from lightning_gqsgd.integrations.local import LocalTraining, Trained
+from lightning_gqsgd.integrations.local import LocalTraining, Trained, pop_options
 from lightning_gqsgd.local_steps.averages import LocalAverages
-from lightning_gqsgd.local_steps.options import LocalOptions
 
 _Base: Any = object  # each flavour's DDPStrategy
 
@@ -48,9 +47,7 @@ class FabricMixin(_Base):
     _backward_sync_control: Any  # Fabric's
 
     def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
-        given["every"] = kwargs.pop("local_steps", None)
-        self._local, preset = LocalTraining.asked_for(preset, given, kwargs)
+        self._local, preset = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
         self._modules: list[Module] = []
         (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
         self.gqsgd_config, rest = split_arguments(type(self), base, preset, kwargs)
@@ -122,7 +119,7 @@ class FabricMixin(_Base):
         if _is_to_resume(state) and self.gqsgd_states:
             if CHECKPOINT_KEY in state:
                 raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
-            state = {**state, CHECKPOINT_KEY: [_saved(head) for head in self._heads]}
+            state = {**state, CHECKPOINT_KEY: [head.state_dict() for head in self._heads]}
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -144,7 +141,7 @@ class FabricMixin(_Base):
     def _restore(self, heads: Sequence[GQSGDState | Trained]) -> None:
         """Load the states of these, in order; the others are kept for models that are not set up yet."""
         for head, loaded in zip(heads, self._loaded, strict=False):
-            head.load(loaded) if isinstance(head, Trained) else head.load_state_dict(loaded)
+            head.load_state_dict(loaded)
         self._loaded = self._loaded[len(heads) :]
 
     def _setup_distributed(self) -> None:
@@ -153,11 +150,6 @@ class FabricMixin(_Base):
 
     def _rank_zero_info(self, text: str) -> None:
         raise NotImplementedError
-
-
-def _saved(head: GQSGDState | Trained) -> dict[str, Any] | None:
-    """The state of a hook, or of local steps, for a checkpoint. Perhaps a collective."""
-    return head.save() if isinstance(head, Trained) else head.state_dict()
 
 
 class _NothingToBlock:

@@ -27,12 +27,12 @@ class Trained(NamedTuple):
     module: nn.Module
     optimizers: list[Optimizer]
 
-    def save(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, Any] | None:
         """What all ranks need to resume, on rank 0; None on the others. A collective."""
         return gathered_state(*self)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from `save`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict`."""
         load_gathered(self.averages, state, self.module, self.optimizers)
 
 
@@ -103,6 +103,12 @@ class LocalTraining:
         """Stop threads and process groups."""
         for averages, _, _ in self.trained:
             averages.close()
+
+
+def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of `LocalOptions` out of arguments, which call ``every`` ``local_steps``; None: not given."""
+    given = {name: arguments.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
+    return {**given, "every": arguments.pop("local_steps", None)}
 
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.

@@ -198,7 +198,7 @@ class TrainerMixin(_Base):
         super().load_optimizer_state_dict(checkpoint)
         if self._local is not None:
             if self._loaded is not None and "ranks" in self._loaded:
-                self._local.trained[0].load(self._loaded)
+                self._local.trained[0].load_state_dict(self._loaded)
             else:
                 self._rank_zero_info(
                     "gqsgd: the checkpoint was written without local steps; its weights are the anchor"
@@ -229,7 +229,7 @@ class TrainerMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
         if self._local is not None and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = self._local.trained[0].save()
+            checkpoint[CHECKPOINT_KEY] = self._local.trained[0].state_dict()
         elif self._gqsgd_state is not None and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()
             if self._model_averager is not None:

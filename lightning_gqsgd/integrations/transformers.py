@@ -14,10 +14,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.accelerate import GQSGDKwargs, enable_accelerator
-from lightning_gqsgd.integrations.local import LocalTraining
+from lightning_gqsgd.integrations.local import LocalTraining, pop_options
 from lightning_gqsgd.integrations.shared_files import is_seen
 from lightning_gqsgd.integrations.transformers_local import LocalStepsCallback, enable_local_steps
-from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.telemetry import Meter
 
@@ -89,9 +88,7 @@ def enable_trainer(
     trainer: Trainer, preset: str | GQSGDConfig | None = None, **fields: Any
 ) -> GQSGDKwargs | LocalStepsCallback:
     """See `enable.enable`."""
-    given = {name: fields.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
-    given["every"] = fields.pop("local_steps", None)
-    local, compression = LocalTraining.asked_for(preset, given, fields)
+    local, compression = LocalTraining.asked_for(preset, pop_options(fields), fields)
     if local is not None:
         callback = enable_local_steps(trainer, local, make_config(compression, **fields))
         _tell_what_is_resumed(trainer, callback)

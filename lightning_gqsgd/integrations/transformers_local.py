@@ -60,7 +60,7 @@ class LocalStepsCallback(TrainerCallback):
         if self.resumes_from is not None:
             file = self.resumes_from / STATE_FILE
             if is_seen(file, accelerator):
-                trained.load(torch.load(file, map_location="cpu", weights_only=True))
+                trained.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         self._meter = Meter(trained.averages.telemetry)
         if accelerator.is_main_process:
             print(trained.averages.report(), flush=True)
@@ -88,7 +88,7 @@ class LocalStepsCallback(TrainerCallback):
         """Add all processes' states to a checkpoint that training can resume from. A collective."""
         if args.save_only_model or not self._local.trained:
             return
-        saved = self._local.trained[0].save()
+        saved = self._local.trained[0].state_dict()
         if args.should_save:
             torch.save(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
 

@@ -200,23 +200,24 @@ class StampCheck:
         Raises:
             ConfigError: stamps differ; raised on every rank.
         """
-        if self._unread is not None:
-            numbers, event = self._unread
-            self._unread = None
-            event.synchronize()
-            self.read(numbers)
+        self._read_sent()
         exchange = self.exchange(stamp)
         yield (exchange,)
         if self._device.type == "cuda":
             self._unread = _sent_to_host(exchange.output)
             if at_once:
-                numbers, event = self._unread
-                self._unread = None
-                event.synchronize()
-                self.read(numbers)
+                self._read_sent()
         else:
             self.read(exchange.output)
         return 0
+
+    def _read_sent(self) -> None:
+        """Read the stamps that the GPU was asked for, if there are any; the host waits until they are there."""
+        if self._unread is not None:
+            numbers, event = self._unread
+            self._unread = None
+            event.synchronize()
+            self.read(numbers)
 
 
 def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
