@@ -33,6 +33,13 @@ def _uneven(model: nn.Module, seed: int) -> None:
     model.register_forward_pre_hook(lambda *_: time.sleep(generator.random() * 3e-3))
 
 
+def _try_all(state: GQSGDState) -> None:
+    """Let every candidate have its turns, whatever is predicted for it."""
+    assert state._steering is not None
+    assert state._steering.trials is not None
+    state._steering.trials._predictor = None
+
+
 def _facts(state: GQSGDState, model: nn.Module) -> dict[str, Any]:
     decisions = json.dumps([decision.to_dict() for decision in state.decisions])
     return {"bits": fingerprint(model), "decisions": decisions}
@@ -41,6 +48,7 @@ def _facts(state: GQSGDState, model: nn.Module) -> dict[str, Any]:
 def _random_times(rank: int) -> dict[str, Any]:
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"preset": "gqsgd_auto", "sample_every": 10})
     _uneven(model.module, rank)
+    _try_all(state)
     meter, used = Meter(state.telemetry), []
     for step in range(STEPS):
         train(model, rank, range(step, step + 1))
@@ -77,6 +85,7 @@ def _one_step(rank: int, start: dict[str, torch.Tensor], step: int, fields: dict
 
 def _each_candidate(rank: int) -> list[tuple[int, str, str]]:
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"auto": True, "seed": 4})
+    _try_all(state)
     compared, seen = [], set()
     for step in range(70):
         before = copy.deepcopy(model.module.state_dict())

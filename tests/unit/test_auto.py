@@ -12,6 +12,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
+from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning.clock import StepClock
 from lightning_gqsgd.tuning.steering import Steering, describe
 from lightning_gqsgd.tuning.trials import LAG
@@ -104,8 +105,8 @@ def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> 
     used: list[int] = []
     for step in range(60):
         # Stamps of step - 2 say how long step - 3 took.
-        known = {step - 2: length_us[used[step - LAG]]} if step >= LAG else {}
-        config, _ = steering.begin_step(step, known, logs=False)
+        steering.receive({step - 2: Agreed(length_us[used[step - LAG]], ((0, 0), (0, 0)))} if step >= LAG else {})
+        config = steering.begin_step(step, None, logs=False).config
         assert config == resolve(GQSGDConfig(bits=config.num_bits), 2)
         used.append(config.num_bits)
     assert steering.decisions[-1].bits == 4
