@@ -276,7 +276,7 @@ class GQSGDConfig:
             object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
 
     def _check_auto(self) -> None:
-        """Check ``auto``, ``allow`` and ``max_slowdown``, and give ``bits`` the most bits of a code that are allowed."""
+        """Check ``auto``, ``allow``, ``max_slowdown``, and give ``bits`` the most bits of a code that are allowed."""
         if not isinstance(self.auto, bool):
             raise ConfigError(f"auto={self.auto!r} must be True or False")
         self._check_max_slowdown()
@@ -314,8 +314,8 @@ class GQSGDConfig:
         is_number = isinstance(self.max_slowdown, (int, float)) and not isinstance(self.max_slowdown, bool)
         if not is_number or not 0 < self.max_slowdown < math.inf:
             raise ConfigError(
-                f"max_slowdown={self.max_slowdown!r} must be a finite number above 0, e.g. {MAX_SLOWDOWN}: the share of "
-                "further steps that rounding may cost"
+                f"max_slowdown={self.max_slowdown!r} must be a finite number above 0, e.g. {MAX_SLOWDOWN}: the "
+                "share of further steps that rounding may cost"
             )
         object.__setattr__(self, "max_slowdown", float(self.max_slowdown))
 
@@ -329,7 +329,7 @@ class GQSGDConfig:
             )
         if remembers:
             raise ConfigError(
-                f'bits="auto" goes with codecs that remember nothing: leave {remembers[0]} out, or give bits as a number'
+                f'bits="auto" goes with codecs that remember nothing; leave {remembers[0]} out, or give bits a number'
             )
 
     def _check_noise(self) -> None:

@@ -1,7 +1,7 @@
 """How few bits the noise of the gradients allows: the gradient noise scale, and the error of rounding beside it.
 
-`NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that give
-it the same sums get the same numbers of bits.
+`NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that
+give it the same sums get the same numbers of bits.
 
 The sampling variance. Rank i of n has the gradient g_i of its own batch: E g_i = G, and S = E|g_i - G|² is the same for
 all ranks, which are independent. With the mean ḡ of all g_i and A = (1/n) Σ |g_i|²,
@@ -17,7 +17,7 @@ make V too small by the error's variance over n-1.
 The noise scale is B = S/|G|², in batches of one rank; |G|² is estimated by C - V.
 
 The variance of rounding. Let ρ = E|Q(g) - g|²/|g|² be the relative error of the codec on these gradients, which each
-rank measures by rounding its own gradient at every width that is allowed. The mean is taken to have the same ρ: averages
+rank measures by rounding its own gradient at every width of ``allow``. The mean is taken to have the same ρ: averages
 have lighter tails than what they average, so this errs on the side of more bits. N messages are averaged, of square
 norm A_N each. Then, as in `theory.theta_two_shot` with ρ in the place of the worst case ω,
 
@@ -37,8 +37,8 @@ The right side is also the factor of SGD's noise floor (`theory.convergence_fact
 1 + R/V <= 1 + max_slowdown.
 
 What follows: smaller batches have a larger V and need fewer bits. R/V is ρ (1 + 1/B) for `gather`. B usually grows as
-the loss falls (the same paper), so R/V falls to ρ, and to about 2ρ for `two_shot`. R/V rises where the sampling variance
-falls faster than |G|², for example with growing batches.
+the loss falls (the same paper), so R/V falls to ρ, and to about 2ρ for `two_shot`. R/V rises where the sampling
+variance falls faster than |G|², for example with growing batches.
 """
 
 from __future__ import annotations

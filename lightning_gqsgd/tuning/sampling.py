@@ -1,8 +1,9 @@
 """What one rank measures for the noise of gradients: sums over a sample of its own gradient, and of the mean.
 
-From each parameter that is compressed, a run of about `SAMPLE_NUMEL` coordinates is taken. A hash of seed, step and
-parameter says where the run begins, so that samples do not depend on buckets, and every coordinate has its turn. A sum
-over the run, times the number of runs that the parameter has, has the mean of the sum over the whole parameter.
+From each parameter that is compressed, about `SAMPLE_NUMEL` coordinates are taken: consecutive blocks, from a block on
+that a hash of seed, step and parameter names. After the last block comes the first one. So samples do not depend on
+buckets, and every block is in as many samples as any other. A sum over the sample, times the number of blocks over that
+of sampled ones, has the mean of the sum over the whole parameter.
 
 Nothing here exchanges anything, and nothing waits for a GPU before `GradientSampler.collect` is called.
 """
@@ -28,24 +29,26 @@ from lightning_gqsgd.tuning.noise import NoiseSums
 #: Coordinates of a parameter that are sampled, rounded down to whole blocks; at least one block.
 SAMPLE_NUMEL = 4096
 
-#: Plans of samples that are kept. A parameter's last run may be shorter than its others, so there are several.
+#: Plans of samples that are kept. A sample that goes on at the first block has two runs, so there are several.
 _PLANS_KEPT = 32
 
 
 class Run(NamedTuple):
-    """The sampled coordinates of one parameter.
+    """Consecutive coordinates of a parameter that are sampled; a sample has one or two runs.
 
     Attributes:
         parameter: number of the parameter.
+        place: which of the sample's runs it is, 0 or 1.
         start: first coordinate, in the flat tensor.
         numel: number of coordinates.
-        weight: number of runs that the parameter has.
+        weight: number of blocks of the parameter, over the number of those that are sampled.
     """
 
     parameter: int
+    place: int
     start: int
     numel: int
-    weight: int
+    weight: float
 
 
 class Taken(NamedTuple):
@@ -82,9 +85,9 @@ class GradientSampler:
             if REDUCERS[config.reducer].compresses and config.codec != "float"
         }
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        # By parameter: |g|², |Q(g) - g|² at each number of bits, and <g, m>.
-        self._own: dict[int, Tensor] = {}
-        self._inner: dict[int, Tensor] = {}
+        # By run: |g|² and |Q(g) - g|² at each number of bits; and <g, m>.
+        self._own: dict[tuple[int, int], Tensor] = {}
+        self._inner: dict[tuple[int, int], Tensor] = {}
 
     @property
     def is_pending(self) -> bool:
@@ -115,7 +118,7 @@ class GradientSampler:
             rounded = self._rounded(taken.original, config, segments, taken.step)
             rows.append(_squares(rounded.double() - taken.values, numels))
         for run, sums in zip(taken.runs, torch.stack(rows, dim=1), strict=True):
-            self._own[run.parameter] = sums * run.weight
+            self._own[run.parameter, run.place] = sums * run.weight
 
     def watch(self, taken: Taken) -> Callable[[Tensor], None]:
         """What is to be called with the bucket's mean as soon as it is there."""
@@ -124,20 +127,20 @@ class GradientSampler:
             decoded = torch.cat([mean[run.start : run.start + run.numel] for run in taken.runs]).double()
             products = (decoded * taken.values).split([run.numel for run in taken.runs])
             for run, product in zip(taken.runs, products, strict=True):
-                self._inner[run.parameter] = product.sum() * run.weight
+                self._inner[run.parameter, run.place] = product.sum() * run.weight
 
         return add
 
     def collect(self) -> NoiseSums | None:
         """What has been measured since the last call; None: nothing, or not all of it. Waits for a GPU.
 
-        Sums over parameters are exact, so that they do not depend on the order of buckets.
+        Sums over runs are exact, so that they do not depend on the order of buckets.
         """
         own, inner = self._own, self._inner
         self._own, self._inner = {}, {}
         if not own or set(own) != set(inner):
             return None
-        rows = torch.stack([torch.cat([own[number], inner[number].view(1)]) for number in own]).tolist()
+        rows = torch.stack([torch.cat([own[key], inner[key].view(1)]) for key in own]).tolist()
         if not all(math.isfinite(value) for row in rows for value in row):
             return None
         square, *errors, product = (math.fsum(column) for column in zip(*rows, strict=True))
@@ -175,12 +178,17 @@ class GradientSampler:
 
 def _runs(segments: Sequence[Segment], block_size: int, step: int, seed: int) -> list[Run]:
     """Where the samples of a bucket are."""
-    length, at, runs = max(1, SAMPLE_NUMEL // block_size) * block_size, 0, []
+    at, runs = 0, []
     for segment in segments:
         if not segment.raw and segment.numel:
-            count = -(-segment.numel // length)
-            offset = _hash(seed, step, segment.parameter) % count * length
-            runs.append(Run(segment.parameter, at + offset, min(length, segment.numel - offset), count))
+            blocks = -(-segment.numel // block_size)
+            count = min(blocks, max(1, SAMPLE_NUMEL // block_size))
+            first = _hash(seed, step, segment.parameter) % blocks if count < blocks else 0
+            parts = [(first, min(blocks, first + count)), (0, first + count - blocks)]
+            for place, (low, high) in enumerate(parts):
+                if low < high:
+                    numel = min(high * block_size, segment.numel) - low * block_size
+                    runs.append(Run(segment.parameter, place, at + low * block_size, numel, blocks / count))
         at += segment.numel
     return runs
 

@@ -153,8 +153,8 @@ class Steering:
         return self._sampler
 
     def choice(self) -> dict[str, float]:
-        """The latest step in numbers, for telemetry: ``bits``; ``trying``, with ``auto``; ``noise_scale``, in batches of
-        one rank, and ``predicted_step_s`` of these bits, where they are known."""
+        """The latest step in numbers, for telemetry: ``bits``; ``trying``, with ``auto``; ``noise_scale``, in batches
+        of one rank, and ``predicted_step_s`` of these bits, where they are known."""
         values: dict[str, float] = {"bits": self.bits}
         if self.trials is not None:
             values["trying"] = float(self.trials.is_trying)

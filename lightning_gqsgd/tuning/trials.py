@@ -8,9 +8,9 @@ not count, because it follows a step of another candidate. A candidate whose sho
 shortest median gets no further block. The candidate with the shortest median is kept. Of several candidates that are
 equal within the error of their medians, the widest is kept.
 
-Predict: with a predictor, the blocks of the first two candidates are as long as it takes to know their lengths. Then the
-predictor says how long steps of the other candidates would be. The candidate with the shortest prediction has its turn
-next, and candidates that cannot win have none. The widest candidate always has its turns.
+Predict: with a predictor, the blocks of the first two candidates are as long as it takes to know their lengths. Then
+the predictor says how long steps of the other candidates would be. The candidate with the shortest prediction has its
+turn next, and candidates that cannot win have none. The widest candidate always has its turns.
 
 Stay: all steps use the candidate that was kept.
 
