@@ -36,7 +36,9 @@ class StepClock:
             # A compiled model would be compiled anew whenever a counter changes.
             if here is None or torch.compiler.is_compiling():
                 return
-            if module.training and torch.is_grad_enabled():
+            # After a validation, Lightning puts the module back into training mode, and not DDP around it.
+            inner = getattr(module, "module", module)
+            if inner.training and torch.is_grad_enabled():
                 here._forwards += 1
             else:
                 here._was_interrupted = True

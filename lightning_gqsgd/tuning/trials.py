@@ -126,7 +126,7 @@ class _Trial:
         used: number of steps so far.
         samples: lengths of steps in seconds, by candidate.
         waits: for the same steps, how long they waited for gradients, and how long their buckets arrived, in seconds.
-        predicted: predictions, by candidate.
+        predicted: predictions, by candidate; those of measured candidates are from before they were measured.
         hopeless: candidates that have no further turn.
         skipped: candidates that have no turn because of what was predicted for them.
         begun: number of turns so far.
@@ -373,7 +373,7 @@ class Trials:
         if self._predictor is None or trial.round or not trial.begun:
             return
         measured = trial.measured()
-        if not measured:
+        if not measured or self._is_refuted(trial, measured):
             return
         predictions = self._predictor(measured)
         best_s = min(medians.step_s for medians in measured.values())
@@ -386,6 +386,12 @@ class Trials:
                 trial.skipped.add(bits)
         trial.hopeless |= trial.skipped
         trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
+
+    def _is_refuted(self, trial: _Trial, measured: Mapping[int, Measured]) -> bool:
+        """Whether steps turned out shorter than the lower bound that was predicted for them: something else has changed
+        since the first turn, so that nothing can be concluded from that turn."""
+        pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
+        return any(seconds is not None and length < seconds * (1 - self.rules.doubt) for seconds, length in pairs)
 
     def _watch(self) -> None:
         """Begin a trial if the length of steps has changed and the credit is enough."""

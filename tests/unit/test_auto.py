@@ -100,6 +100,19 @@ def test_steps_count_if_they_are_like_the_step_before() -> None:
     assert step(4) == 0
 
 
+def test_steps_count_after_a_validation_of_lightnings_which_leaves_the_wrapper_in_evaluation_mode() -> None:
+    wrapper, clock = torch.nn.Module(), StepClock()
+    wrapper.module = torch.nn.Linear(2, 2)
+    wrapper.forward = wrapper.module.forward  # type: ignore[method-assign]
+    clock.watch(wrapper)
+    wrapper.eval()
+    wrapper.module.train()
+    for _ in range(3):
+        wrapper(torch.ones(1, 2))
+        counted = clock.begin_step()
+    assert counted > 0
+
+
 def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> None:
     steering, length_us = Steering(GQSGDConfig(auto=True, allow=(32, 4)), 2), {32: 40_000, 4: 10_000}
     used: list[int] = []
