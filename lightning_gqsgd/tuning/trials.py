@@ -10,7 +10,8 @@ equal within the error of their medians, the widest is kept.
 
 Predict: with a predictor, the blocks of the first two candidates are as long as it takes to know their lengths. Then
 the predictor says how long steps of the other candidates would be. The candidate with the shortest prediction has its
-turn next, and candidates that cannot win have none. The widest candidate always has its turns.
+turn next, and candidates that cannot win have none, as long as later steps do not say otherwise. The widest candidate
+always has its turns.
 
 Stay: all steps use the candidate that was kept.
 
@@ -129,7 +130,7 @@ class _Trial:
         predicted: predictions, by candidate; those of measured candidates are from before they were measured.
         hopeless: candidates that have no further turn.
         skipped: candidates that have no turn because of what was predicted for them.
-        begun: number of turns so far.
+        tried: candidates that have had a turn.
         is_new_turn: whether the next step is the first one of its turn.
         draining: steps until the last length is known; None while there are turns.
     """
@@ -145,7 +146,7 @@ class _Trial:
     predicted: dict[int, float | None] = field(default_factory=dict)
     hopeless: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
-    begun: int = 0
+    tried: set[int] = field(default_factory=set)
     is_new_turn: bool = False
     draining: int | None = None
 
@@ -315,15 +316,16 @@ class Trials:
             self._predict(trial)
             while trial.turns:
                 trial.bits = trial.turns.popleft()
-                if trial.bits not in trial.hopeless:
-                    trial.begun += 1
+                if trial.bits not in trial.hopeless | trial.skipped:
+                    is_new = trial.bits not in trial.tried
+                    trial.tried.add(trial.bits)
                     trial.is_new_turn = True
                     # What is to be predicted from has to be known when the turn ends.
-                    is_longer = self._predictor is not None and trial.begun <= 2
+                    is_longer = self._predictor is not None and is_new and len(trial.tried) <= 2
                     trial.left = self.rules.block + (LAG if is_longer else 0)
                     return
             trial.round += 1
-            remaining = [bits for bits in self.permitted if bits not in trial.hopeless]
+            remaining = [bits for bits in self.permitted if bits not in trial.hopeless | trial.skipped]
             measured = all(len(trial.samples.get(bits, ())) > 1 for bits in remaining)
             enough = trial.round >= self.rules.rounds + (not measured)
             if enough or (len(remaining) == 1 and measured):
@@ -369,22 +371,27 @@ class Trials:
         return {bits: trial.samples[bits] for bits in self.permitted if trial.samples.get(bits)}
 
     def _predict(self, trial: _Trial) -> None:
-        """Predict the steps of candidates that had no turn yet, and give no turn to those that cannot win."""
-        if self._predictor is None or trial.round or not trial.begun:
+        """Predict the steps of candidates that had no turn yet, and give no turn to those that cannot win.
+
+        That is done before each turn of the first round, and after each round, so that a candidate has a turn after all
+        if later steps give it a chance.
+        """
+        untried = [bits for bits in self.permitted if bits not in trial.tried]
+        if self._predictor is None or not untried or (trial.round and trial.turns):
             return
         measured = trial.measured()
+        trial.skipped = set()
         if not measured or self._is_refuted(trial, measured):
             return
         predictions = self._predictor(measured)
         best_s = min(medians.step_s for medians in measured.values())
         knows_codec = any(bits not in REDUCER_OF_BITS for bits in measured)
-        for bits in trial.turns:
+        for bits in untried:
             seconds = trial.predicted[bits] = predictions[bits]
             # Predictions that leave the codec out are lower bounds, so that no doubt is left to be reckoned with.
             share = 1 - self.rules.doubt if knows_codec else 1 + self.rules.tie
             if seconds is not None and bits != self.allow[0] and seconds * share > best_s:
                 trial.skipped.add(bits)
-        trial.hopeless |= trial.skipped
         trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
 
     def _is_refuted(self, trial: _Trial, measured: Mapping[int, Measured]) -> bool:
