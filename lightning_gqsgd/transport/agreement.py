@@ -152,7 +152,8 @@ class Stamp(NamedTuple):
     @classmethod
     def from_row(cls, row: Sequence[int]) -> Stamp:
         """The stamp of a `row`."""
-        return cls(*row[:4], tuple(row[4:]))
+        seed, step, digest, period_us, *numbers = row
+        return cls(seed, step, digest, period_us, tuple(numbers))
 
 
 class Agreed(NamedTuple):

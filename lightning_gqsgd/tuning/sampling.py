@@ -1,9 +1,10 @@
 """What one rank measures for the noise of gradients: sums over a sample of its own gradient, and of the mean.
 
-From each parameter that is compressed, about `SAMPLE_NUMEL` coordinates are taken: consecutive blocks, from a block on
-that a hash of seed, step and parameter names. After the last block comes the first one. So samples do not depend on
-buckets, and every block is in as many samples as any other. A sum over the sample, times the number of blocks over that
-of sampled ones, has the mean of the sum over the whole parameter.
+From each parameter that is compressed, at most `SAMPLE_NUMEL` consecutive coordinates are taken, from a coordinate on
+that a hash of seed, step and parameter names. After the last coordinate comes the first one. So samples do not depend
+on buckets, and every coordinate is in a sample with the same probability. A sum over the sample, times the number of
+all coordinates over that of sampled ones, has the mean of the sum over the whole parameter. Blocks of a sample begin
+elsewhere than those of the parameter, which makes no difference to the error of rounding on average.
 
 Nothing here exchanges anything, and nothing waits for a GPU before `GradientSampler.collect` is called.
 """
@@ -26,27 +27,25 @@ from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store
 from lightning_gqsgd.tuning.noise import NoiseSums
 
-#: Coordinates of a parameter that are sampled, rounded down to whole blocks; at least one block.
+#: Coordinates of a parameter that are sampled, at most.
 SAMPLE_NUMEL = 4096
 
-#: Plans of samples that are kept. A sample that goes on at the first block has two runs, so there are several.
-_PLANS_KEPT = 32
+#: Plans of samples that are kept. There is one for each bucket and width, and DDP makes its buckets anew once.
+_PLANS_KEPT = 256
 
 
 class Run(NamedTuple):
-    """Consecutive coordinates of a parameter that are sampled; a sample has one or two runs.
+    """The coordinates of a parameter that are sampled.
 
     Attributes:
         parameter: number of the parameter.
-        place: which of the sample's runs it is, 0 or 1.
-        start: first coordinate, in the flat tensor.
+        parts: where they are in the flat tensor, in order.
         numel: number of coordinates.
-        weight: number of blocks of the parameter, over the number of those that are sampled.
+        weight: number of coordinates of the parameter, over the number of those that are sampled.
     """
 
     parameter: int
-    place: int
-    start: int
+    parts: tuple[slice, ...]
     numel: int
     weight: float
 
@@ -85,9 +84,9 @@ class GradientSampler:
             if REDUCERS[config.reducer].compresses and config.codec != "float"
         }
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        # By run: |g|² and |Q(g) - g|² at each number of bits; and <g, m>.
-        self._own: dict[tuple[int, int], Tensor] = {}
-        self._inner: dict[tuple[int, int], Tensor] = {}
+        # By parameter: |g|² and |Q(g) - g|² at each number of bits; and <g, m>.
+        self._own: dict[int, Tensor] = {}
+        self._inner: dict[int, Tensor] = {}
 
     @property
     def is_pending(self) -> bool:
@@ -103,10 +102,10 @@ class GradientSampler:
             step: number of the step.
             seed: of the dither, the same on all ranks.
         """
-        runs = tuple(_runs(segments, self._block_size, step, seed))
+        runs = tuple(_runs(segments, step, seed))
         if not runs:
             return None
-        original = torch.cat([x[run.start : run.start + run.numel] for run in runs])
+        original = _sampled(x, runs)
         return Taken(runs, original.double(), original, step)
 
     def measure(self, taken: Taken) -> None:
@@ -118,23 +117,24 @@ class GradientSampler:
             rounded = self._rounded(taken.original, config, segments, taken.step)
             rows.append(_squares(rounded.double() - taken.values, numels))
         for run, sums in zip(taken.runs, torch.stack(rows, dim=1), strict=True):
-            self._own[run.parameter, run.place] = sums * run.weight
+            self._own[run.parameter] = sums * run.weight
 
     def watch(self, taken: Taken) -> Callable[[Tensor], None]:
         """What is to be called with the bucket's mean as soon as it is there."""
 
         def add(mean: Tensor) -> None:
-            decoded = torch.cat([mean[run.start : run.start + run.numel] for run in taken.runs]).double()
-            products = (decoded * taken.values).split([run.numel for run in taken.runs])
+            if mean.is_cuda:  # another stream made the sample, and its memory is not to be used again before this one
+                taken.values.record_stream(torch.cuda.current_stream(mean.device))
+            products = (_sampled(mean, taken.runs).double() * taken.values).split([run.numel for run in taken.runs])
             for run, product in zip(taken.runs, products, strict=True):
-                self._inner[run.parameter, run.place] = product.sum() * run.weight
+                self._inner[run.parameter] = product.sum() * run.weight
 
         return add
 
     def collect(self) -> NoiseSums | None:
         """What has been measured since the last call; None: nothing, or not all of it. Waits for a GPU.
 
-        Sums over runs are exact, so that they do not depend on the order of buckets.
+        Sums over parameters are exact, so that they do not depend on the order of buckets.
         """
         own, inner = self._own, self._inner
         self._own, self._inner = {}, {}
@@ -155,10 +155,6 @@ class GradientSampler:
         for config in self._coded.values():
             self._rounded(torch.ones(64, dtype=dtype, device=device), config, (Segment(0, 64, False),), 0)
 
-    @property
-    def _block_size(self) -> int:
-        return max((config.block_size for config in self._coded.values()), default=1)
-
     def _rounded(self, x: Tensor, config: GQSGDConfig, segments: tuple[Segment, ...], step: int) -> Tensor:
         """What a flat tensor is decoded to once a rank has encoded it."""
         plan, result = self._plan(config, segments, x.dtype), x.clone()
@@ -176,21 +172,24 @@ class GradientSampler:
         return self._plans[key]
 
 
-def _runs(segments: Sequence[Segment], block_size: int, step: int, seed: int) -> list[Run]:
+def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
     """Where the samples of a bucket are."""
     at, runs = 0, []
     for segment in segments:
+        end = at + segment.numel
         if not segment.raw and segment.numel:
-            blocks = -(-segment.numel // block_size)
-            count = min(blocks, max(1, SAMPLE_NUMEL // block_size))
-            first = _hash(seed, step, segment.parameter) % blocks if count < blocks else 0
-            parts = [(first, min(blocks, first + count)), (0, first + count - blocks)]
-            for place, (low, high) in enumerate(parts):
-                if low < high:
-                    numel = min(high * block_size, segment.numel) - low * block_size
-                    runs.append(Run(segment.parameter, place, at + low * block_size, numel, blocks / count))
-        at += segment.numel
+            numel = min(segment.numel, SAMPLE_NUMEL)
+            first = at + _hash(seed, step, segment.parameter) % segment.numel if numel < segment.numel else at
+            beyond = max(0, first + numel - end)
+            parts = (slice(first, first + numel - beyond), slice(at, at + beyond))[: 1 + (beyond > 0)]
+            runs.append(Run(segment.parameter, parts, numel, segment.numel / numel))
+        at = end
     return runs
+
+
+def _sampled(x: Tensor, runs: Sequence[Run]) -> Tensor:
+    """A copy of the sampled coordinates of a flat tensor, one run after the other."""
+    return torch.cat([x[part] for run in runs for part in run.parts])
 
 
 def _hash(seed: int, step: int, parameter: int) -> int:
