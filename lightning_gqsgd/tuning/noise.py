@@ -48,7 +48,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
@@ -180,7 +179,7 @@ class NoiseGauge:
     @property
     def coded(self) -> tuple[int, ...]:
         """The numbers of bits that have codes, widest first."""
-        return tuple(bits for bits in self.ways if bits not in REDUCER_OF_BITS)
+        return tuple(bits for bits, way in self.ways.items() if way.reducer not in ("native", "bf16"))
 
     @property
     def allowed(self) -> tuple[int, ...]:

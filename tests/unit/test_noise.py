@@ -124,6 +124,17 @@ def test_nodes_average_exactly_before_they_round() -> None:
     assert Way.of(config, 8) == way
 
 
+def test_on_one_node_nothing_is_rounded_so_that_the_fewest_bits_are_allowed() -> None:
+    steering = Steering(GQSGDConfig(bits="auto", reducer="hierarchical", node_size=RANKS), RANKS)
+    assert steering.gauge is not None
+    assert steering.gauge.coded == ()
+    for step in range(60):
+        steering.begin_step(step, None, logs=False)
+        row = (0, 0, *_as_numbers(NoiseSums(2.0, 1.0, ())))
+        steering.receive({step: Agreed(0, (row,) * RANKS)})
+    assert steering.bits == 4
+
+
 @pytest.mark.parametrize(("deviation", "bits"), [(0.0, 32), (0.03, 16), (0.2, 8), (3.0, 4)])
 def test_fewer_bits_are_taken_the_more_noise_the_gradients_have(deviation: float, bits: int) -> None:
     state = gauge()

@@ -225,7 +225,7 @@ def test_nothing_is_left_out_where_steps_turn_out_shorter_than_they_could_be() -
 
 
 @given(st.lists(lengths_or_none, min_size=50, max_size=200), st.floats(0.0, 1.0), st.integers(0, 2**32))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_ranks_predict_and_choose_alike_whatever_the_lengths_are(
     lengths: list[float | None], exposed_s: float, seed: int
 ) -> None:
