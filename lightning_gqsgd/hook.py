@@ -398,10 +398,11 @@ class GQSGDState:
 
     def report(self) -> str:
         """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why."""
-        if self._steering is not None and self._engine.world_size > 1:
-            return self._steering.report(self._engine.world_size)
         ranks, trained = self._engine.world_size, self._trained.parameters
-        text = report(self.requested, self.config, trained, ranks, self.step)
+        if self._steering is not None and ranks > 1:
+            text = self._steering.report(ranks)
+        else:
+            text = report(self.requested, self.config, trained, ranks, self.step)
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe()}"
 
     def close(self) -> None:

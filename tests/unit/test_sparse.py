@@ -153,16 +153,18 @@ def test_every_codec_gives_all_ranks_the_same_mean(fields: dict[str, Any], error
     assert torch.equal(mean.rows, torch.cat([rows for rows, _ in touched]).unique())
 
 
-def test_8_and_4_bits_are_unbiased() -> None:
+@pytest.mark.parametrize(
+    ("bits", "steps"), [(8, 100), *(pytest.param(b, 1000, marks=pytest.mark.slow) for b in (8, 4))]
+)
+def test_codes_of_rows_are_unbiased(bits: int, steps: int) -> None:
     touched = [_touched(rank, count=20, height=30, width=9) for rank in range(2)]
     exact = _exact(touched, 30)
-    for bits in (8, 4):
-        errors = torch.stack([_dense(_mean(touched, 30, step, bits=bits), 30) - exact for step in range(300)])
-        used = errors.std(0) > 0
-        z = errors.mean(0)[used] / (errors.std(0)[used] / 300**0.5)
-        assert used.sum() > 200
-        assert z.abs().max() <= 4
-        assert 0.8 < z.square().mean() < 1.2
+    errors = torch.stack([_dense(_mean(touched, 30, step, bits=bits), 30) - exact for step in range(steps)])
+    used = errors.std(0) > 0
+    z = errors.mean(0)[used] / (errors.std(0)[used] / steps**0.5)
+    assert used.sum() > 200
+    assert z.abs().max() <= 4
+    assert 0.8 < z.square().mean() < 1.2
 
 
 @pytest.mark.parametrize("fields", [{"bits": 4}, {"bits": 16}, {"sparse": "logarithmic", "bits": 8}], ids=str)
@@ -253,8 +255,6 @@ def test_results_are_coalesced_gradients_of_the_table() -> None:
     assert made.is_coalesced()
     assert made.shape == table.weight.shape
     torch.sparse_coo_tensor(made.indices(), made.values(), made.shape, check_invariants=True)
-    table.weight.grad = made
-    torch.optim.SparseAdam(table.parameters()).step()
     assert like._nnz() == 0
     assert like.is_coalesced()
 
