@@ -445,7 +445,7 @@ def test_adam_of_tables_is_adam_and_sparse_adam_and_goes_on_from_a_checkpoint() 
         step(expected, pair, seed)
     resumed.load_state_dict(mine.state_dict())
     again = AdamOfTables(resumed.parameters(), [resumed.embeddings.weight, resumed.weights.weight], lr=1.0)
-    again.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for seed in range(3, 5):
         step(mine, [optimizer], seed)
         step(expected, pair, seed)
