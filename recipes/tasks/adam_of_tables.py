@@ -45,5 +45,8 @@ class AdamOfTables(torch.optim.Adam):
         # Schedules change the groups of this optimizer, and loading a checkpoint replaces its state.
         group["lr"] = self.param_groups[0]["lr"]
         self._tables.state = self.state
+        for table in gradients:
+            if self.state[table]:  # Adam makes tensors of the numbers of steps that it loads, which round otherwise
+                self.state[table]["step"] = int(self.state[table]["step"])
         self._tables.step()
         return loss
