@@ -94,7 +94,8 @@ class GQSGDConfig:
         allow: with ``auto``, the numbers of bits that may be taken, at least two.
         sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
             ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
-            ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased. DDP only.
+            ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased;
+            ``"sketch"``, sums of sketches of rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP only.
         sparse_limit: the touched rows of all ranks, added up, over the rows of the table, beyond which a table is
             reduced as a dense gradient in a step; a row that two ranks touch counts twice. 0: always dense.
 

@@ -24,6 +24,7 @@ from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.dense import dense_gradient, dense_mean
 from lightning_gqsgd.sparse.gathering import LENGTH_BYTES, Mean, gathered_lengths, gathered_mean
 from lightning_gqsgd.sparse.rows import rows_for
+from lightning_gqsgd.sparse.sketching import sketched_mean
 from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
 from lightning_gqsgd.telemetry import BucketCounters
 
@@ -52,7 +53,7 @@ class SparseGradients:
         for config in configs:
             # Stage 1 gathers lengths, and the reducer's own stages come behind it where a table is reduced whole.
             later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in stages(config, engine.world_size)]
-            engine.communicator.extend([(ALL,), *later])
+            engine.communicator.extend([(ALL,), *later])  # at least three stages
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
         """Compile the kernels for rows, which are encoded in the compute dtype of gradients of a dtype."""
@@ -96,8 +97,10 @@ class SparseGradients:
         touched = touched_rows(gradient, table.width)
         counters.calls += 1
         counters.numel += touched.values.numel()
+        sketches = config.sparse == "sketch" and request.compressed
         numbers = row_numbers.write(touched.rows.numpy())
-        lengths = yield from gathered_lengths(len(touched.rows), len(numbers), engine.world_size)
+        bad = int((~touched.values.isfinite()).any(dim=1).sum())
+        lengths = yield from gathered_lengths(len(touched.rows), bad if sketches else len(numbers), engine.world_size)
         counters.message_bytes += LENGTH_BYTES
         counters.bytes_sent += (engine.world_size - 1) * LENGTH_BYTES
         rows = int(lengths[:, 0].sum())
@@ -107,6 +110,9 @@ class SparseGradients:
             self._say(table, rows, config)
             return (yield from self._dense(table, touched, gradient.dtype, request, counters))
         keys = StepKeys.of(config, request.step, engine.world_size)
+        if sketches:
+            bad = int(lengths[:, 1].sum())
+            return (yield from sketched_mean(table, touched, bad, keys.rotation, engine.world_size, counters))
         setting = Setting(config, engine.world_size, gradient.dtype)
         form = rows_for(table, setting, keys, compressed=request.compressed)
         return (yield from gathered_mean(table, touched, numbers, lengths, form, engine.rank, counters))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: What can be done with sparse gradients.
-METHODS = ("refuse", "gather", "logarithmic")
+METHODS = ("refuse", "gather", "logarithmic", "sketch")
 #: The default of the field ``sparse_limit``. A gather sends each rank's touched rows to all ranks, and a dense
 #: reduction sends each coordinate about twice. A row of few coordinates has a scale of its own and a row number, which
 #: take about as much again.

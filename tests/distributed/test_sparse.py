@@ -101,6 +101,7 @@ def _trained(rank: int) -> list[str]:
         ("adagrad", {"bits": 4}),
         ("sgd", {"sparse": "logarithmic", "bits": 5}),
         ("sgd", {"auto": True}),
+        ("sgd", {"sparse": "sketch"}),
     ]
     for name, fields in runs:
         model, state = _wrapped(Tables(), **fields)
