@@ -22,6 +22,7 @@ from lightning_gqsgd.errors import (
 )
 from lightning_gqsgd.memory import Memory
 from lightning_gqsgd.reducers import REDUCERS, check_reducer
+from lightning_gqsgd.sparse import options as sparse_options
 
 __all__ = ["ConfigError", "GQSGDConfig", "Memory"]
 
@@ -36,6 +37,8 @@ BIASED_CODECS = ("sign", "top_k")
 #: The reducers whose sums of codes are rounded in ways that `tuning.noise` does not predict.
 ADDING_REDUCERS = ("sum", "tree")
 _LARGEST = 2**63 - 1
+#: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
+_ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,12 @@ class GQSGDConfig:
             variance of the rounding of the mean is at most ``max_slowdown`` times the sampling variance of the mean
             (see `tuning.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. With ``auto`` as well, the time
             decides among the bits that this leaves.
+        sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
+            ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
+            ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased;
+            ``"sketch"``, sums of sketches of rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP only.
+        sparse_limit: the touched rows of all ranks, added up, over the rows of the table, beyond which a table is
+            reduced as a dense gradient in a step; a row that two ranks touch counts twice. 0: always dense.
 
     Raises:
         ConfigError: a value out of its range, or a combination that cannot work.
@@ -132,12 +141,15 @@ class GQSGDConfig:
     auto: bool = False
     allow: tuple[int, ...] = ALLOW
     max_slowdown: float | None = None
+    sparse: str = "refuse"
+    sparse_limit: float = sparse_options.LIMIT
 
     def __post_init__(self) -> None:
         self._check_values()
         self._check_codec()
         check_reducer(self)
         memories.check(self)
+        sparse_options.check(self)
         if self.chooses_bits:
             self.candidates()
 
@@ -156,7 +168,7 @@ class GQSGDConfig:
             raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
         if self.max_slowdown is not None:
             self._check_noise()
-        alike = {name: getattr(self, name) for name in ("min_numel", "warmup_steps", "seed", "sample_every", "exclude")}
+        alike = {name: getattr(self, name) for name in _ALIKE}
         fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
         return {
             bits: GQSGDConfig(bits=bits, **alike) if bits in REDUCER_OF_BITS else replace(self, bits=bits, **fixed)

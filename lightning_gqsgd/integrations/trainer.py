@@ -82,6 +82,8 @@ class TrainerMixin(_Base):
         auto: bool | None = None,
         allow: Sequence[int] | None = None,
         max_slowdown: float | None = None,
+        sparse: str | None = None,
+        sparse_limit: float | None = None,
         telemetry: bool = True,
         local_steps: int | None = None,
         outer: str | Callable[..., Any] | None = None,

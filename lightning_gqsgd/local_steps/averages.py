@@ -46,6 +46,7 @@ from lightning_gqsgd.local_steps.starting import (
 )
 from lightning_gqsgd.reducers import new_store, resolve
 from lightning_gqsgd.report import report
+from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.transport.agreement import Card, Stamp, digest_of
 from lightning_gqsgd.transport.communicator import parent_group, timeout_of
@@ -150,6 +151,7 @@ class LocalAverages:
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
             self.config = resolve(config, dist.get_world_size(self.group))
+            refuse_for(config, "local steps, which average whole models")
             self._facts, parameters, buffers = numbered(model, trained, config)
             self.fragments = fragments_of(parameters, buffers, options)
             anchors = [anchor for part in self.fragments for entry, anchor in part.entries() if not entry.is_buffer]

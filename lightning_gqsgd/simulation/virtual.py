@@ -20,6 +20,7 @@ from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting, new_store, resolve
 from lightning_gqsgd.simulation.problems import Problem
 from lightning_gqsgd.simulation.record import Record, Rows
+from lightning_gqsgd.sparse.options import refuse_for
 
 #: The name for training without compression.
 UNCOMPRESSED = "ddp"
@@ -57,6 +58,7 @@ class VirtualRanks:
         **fields: Any,
     ) -> None:
         self.config = resolve(make_config(preset, **fields), ranks)
+        refuse_for(self.config, "simulations, which have dense gradients only")
         self.bytes_sent = 0
         self._dtype = dtype
         self._plan = Plan(segments, Setting(self.config, ranks, dtype))
