@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.integrations.fsdp import _check_request
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
@@ -354,3 +355,5 @@ def test_a_configuration_with_noise_can_be_written_and_is_refused_where_no_ddp_i
     assert "by the noise of gradients (max_slowdown 0.05)" in config.describe()
     with pytest.raises(ConfigError, match="noise of the gradients of a DDP training; here, give one of bits=32"):
         resolve(config, 2)
+    with pytest.raises(ConfigError, match="with FSDP2, give bits as a number"):
+        _check_request(config, None, True)
