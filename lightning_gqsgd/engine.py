@@ -187,6 +187,30 @@ class Engine:
         self._submit(job)
         return job
 
+    def exchange(self, x: Tensor, start: Start, request: Request) -> Job:
+        """Start exchanges of the caller's own, in their order among all that is reduced; on every rank alike.
+
+        Args:
+            x: what the exchanges replace; it is NaN after an error.
+            start: starts the exchanges, as those of a reducer; see `reducers.base.Steps`. The caller counts bytes.
+            request: its name, its bucket and its agreement, which is compared before anything else is sent.
+
+        Returns:
+            The job, whose future completes with ``x``. On one rank nothing is exchanged.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self.check_open()
+        starts, preface = [], None
+        if self.world_size > 1:
+            starts = [start]
+            if isinstance(request.agreement, Stamp):
+                preface = partial(self._stamps.steps, request.agreement)
+        job = Job(x, starts, request.name, self.telemetry.bucket(request.bucket), self.telemetry, False, preface)
+        self._submit(job)
+        return job
+
     def periods(self, until_step: int) -> dict[int, int]:
         """The lengths of steps that all ranks know, see `StampCheck.periods`, and forget them.
 

@@ -13,8 +13,9 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
-from lightning_gqsgd.integrations.local import LocalTraining, Trained, pop_options
+from lightning_gqsgd.integrations.local import LocalTraining, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.choosing import pop_options
 
 _Base: Any = object  # each flavour's DDPStrategy
 

@@ -15,9 +15,8 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.distributed import parameter_names
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
-from lightning_gqsgd.local_steps.choosing import options_of
+from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 
 
 class Trained(NamedTuple):
@@ -64,12 +63,7 @@ class LocalTraining:
         Raises:
             ConfigError: a value that cannot work, or arguments of which one does nothing beside the others.
         """
-        if given["every"] is None and not (isinstance(preset, str) and preset in LOCAL_PRESETS):
-            alone = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-            if alone:
-                raise ConfigError(
-                    f"{', '.join(alone)} is for local steps; give local_steps=32 as well, or leave it out"
-                )
+        if not asks_for_local_steps(preset, given):
             return None, preset
         of_ddp = [name for name in others if name in (*parameter_names(DistributedDataParallel), *_OF_DDP_STRATEGY)]
         if of_ddp:
@@ -103,12 +97,6 @@ class LocalTraining:
         """Stop threads and process groups."""
         for averages, _, _ in self.trained:
             averages.close()
-
-
-def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of `LocalOptions` out of arguments, which call ``every`` ``local_steps``; None: not given."""
-    given = {name: arguments.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
-    return {**given, "every": arguments.pop("local_steps", None)}
 
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.

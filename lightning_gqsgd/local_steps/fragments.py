@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -122,6 +123,25 @@ class Fragment:
         together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
         self.bundles = [Bundle(group, options) for group in together]
         self.settled_after: int | None = None
+
+    def move_anchors(self, means: Sequence[Tensor], outer: Optimizer, *, plain: bool = False) -> None:
+        """Make a step of the outer optimizer by the mean changes.
+
+        Args:
+            means: the mean change of each bundle, [numel].
+            outer: the outer optimizer, which has the anchors. Anchors of other fragments stay, without a gradient.
+            plain: take the changes off the anchors instead, which become the mean of the ranks' parameters.
+        """
+        for bundle, mean in zip(self.bundles, means, strict=True):
+            bundle.set_gradients(mean, plain)
+        outer.step()
+        for bundle in self.bundles:
+            bundle.clear_gradients()
+
+    def set_tensors(self, weight: float = 0.0) -> None:
+        """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
+        for bundle in self.bundles:
+            bundle.set_tensors(weight)
 
     def entries(self) -> Iterator[tuple[Entry, Tensor]]:
         """Each tensor with its anchor."""
