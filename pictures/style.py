@@ -38,6 +38,8 @@ COLOURS = {
     "topk_ef": "#8f8f2d",
     "gqsgd_diloco": "#0b3c8c",
     "gqsgd_fedpaq": "#6a994e",
+    "gqsgd_genqsgd": "#386641",
+    "gqsgd_sparseloco": "#bc6c25",
 }
 #: Colours of variants that are named otherwise.
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")

@@ -52,7 +52,7 @@ def options_of(
     chosen = {name: value for name, value in given.items() if value is not None}
     if isinstance(preset, str) and preset in LOCAL_PRESETS:
         chosen = {**LOCAL_PRESETS[preset].options, **chosen}
-        return LocalOptions(**chosen), LOCAL_PRESETS[preset].preset
+        return LocalOptions(**chosen), LOCAL_PRESETS[preset].config
     return LocalOptions(**chosen), preset
 
 

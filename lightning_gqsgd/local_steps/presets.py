@@ -6,8 +6,13 @@ Importing this loads no torch, so that recipes can list the names at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_gqsgd.presets import make_config
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 @dataclass(frozen=True)
@@ -19,12 +24,19 @@ class LocalPreset:
         preset: name of the compression's preset.
         paper: where the system comes from.
         what: the system in a few words.
+        fields: the fields of `GQSGDConfig` that are not those of ``preset``.
     """
 
     options: Mapping[str, Any]
     preset: str
     paper: str
     what: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> GQSGDConfig:
+        """The configuration of the compression."""
+        return make_config(self.preset, **self.fields)
 
 
 LOCAL_PRESETS: dict[str, LocalPreset] = {
@@ -39,5 +51,19 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "gqsgd_4bit",
         "Reisizadeh et al. 2019, arXiv 1909.13014",
         "changes of 10 steps at 4 bits, their plain mean",
+    ),
+    "gqsgd_genqsgd": LocalPreset(
+        {"every": 10, "outer": "sgd"},
+        "gqsgd",
+        "Li et al. 2021, arXiv 2111.13526",
+        "changes of 10 steps and their mean at 8 stochastic levels of their l2 norm",
+        {"reducer": "two_shot", "bits": 5, "levels": 8, "norm": "l2", "dither": "stochastic"},
+    ),
+    "gqsgd_sparseloco": LocalPreset(
+        {"every": 30, "outer": "sgd"},
+        "topk_ef",
+        "Sarfi et al. 2025, arXiv 2508.15706",
+        "the largest 1.6 % of changes of 30 steps at 2 bits, 0.95 of the errors fed back",
+        {"bits": 2, "density": 1 / 64, "memory": {"alpha": 0.95, "beta": 0.95, "rho": 0}},
     ),
 }

@@ -23,7 +23,7 @@ def test_fedpaq() -> None:
     times a step. At equal steps the loss rises mildly with H, and the time falls like 1/H; s = 10 is nearly as good as
     fp32, s = 1 is too coarse. Gap @ time found before: fp32 H = 1 .0100 @ 10100, fp32 H = 10 .0223 @ 1100, s = 10 H =
     10 .0215 @ 266, s = 10 H = 25 .0303 @ 166, s = 1 H = 10 .128 @ 172. The data of that table are not known, so the
-    gaps differ; the times are those of the codes. On d = 100 a message is padded to a multiple of 16 bytes, which the times
+    gaps differ; the times are those of the codes. On d = 100 a message is padded to a multiple of 16 bytes, which times
     leave out."""
     problem = LogisticRegression(dimension=100, rows=1000, parts=50, spread=1.0, regularisation=0.01)
     least = simulate("ddp", problem, workers=1, steps=1000, lr=1.0, progress=False).last()
