@@ -70,6 +70,7 @@ LOCAL_PRESETS = (
     "gqsgd_fedpaq",
     "gqsgd_genqsgd",
     "gqsgd_sparseloco",
+    "gqsgd_chb",
 )
 #: What Lightning appends to the name of its own DDP strategy.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}

@@ -40,6 +40,7 @@ COLOURS = {
     "gqsgd_fedpaq": "#6a994e",
     "gqsgd_genqsgd": "#386641",
     "gqsgd_sparseloco": "#bc6c25",
+    "gqsgd_chb": "#9d4edd",
 }
 #: Colours of variants that are named otherwise.
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")

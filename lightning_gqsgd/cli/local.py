@@ -21,7 +21,7 @@ def row(name: str) -> list[str]:
     preset = LOCAL_PRESETS[name]
     given = preset.options
     outer, rule = str(given.get("outer", "nesterov")), str(given.get("rule", "mean"))
-    return [name, str(given["every"]), outer, rule, preset.config.describe(), preset.paper]
+    return [name, str(given["every"]), outer, rule, preset.compression.config.describe(), preset.paper]
 
 
 def table() -> Table:
@@ -68,7 +68,7 @@ def to_dict(name: str) -> dict[str, Any]:
         "what": preset.what,
         "paper": preset.paper,
         "local_steps": dict(preset.options),
-        "config": preset.config.describe(),
+        "config": preset.compression.config.describe(),
         "compression": preset.preset,
         "fields": dict(preset.fields),
     }

@@ -323,7 +323,8 @@ class LocalAverages(Course[Average]):
     def _put(self, question: Question, count: int, fragment: int) -> Job:
         """Start to answer a rule's question; ``count`` counts those of one bundle's average."""
         if isinstance(question, Talk):
-            return self._engine.exchange(question.x, question.start, self._request((), fragment))
+            start = partial(question.counted, self.telemetry.bucket(fragment))
+            return self._engine.exchange(question.x, start, self._request((), fragment))
         return self._engine.reduce(question.x, self._request(question.segments, fragment, count))
 
     def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:

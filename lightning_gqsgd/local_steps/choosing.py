@@ -9,7 +9,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.presets import PRESETS, Preset, make_config
 
 
 def make_local(
@@ -35,8 +35,8 @@ def make_local(
 
 def options_of(
     preset: str | GQSGDConfig | None, given: Mapping[str, Any]
-) -> tuple[LocalOptions, str | GQSGDConfig | None]:
-    """Options of a preset, with some of them replaced; and the preset of its compression.
+) -> tuple[LocalOptions, str | GQSGDConfig | Preset]:
+    """Options of a preset, with some of them replaced; and its compression.
 
     Args:
         preset: see `make_local`.
@@ -52,7 +52,7 @@ def options_of(
     chosen = {name: value for name, value in given.items() if value is not None}
     if isinstance(preset, str) and preset in LOCAL_PRESETS:
         chosen = {**LOCAL_PRESETS[preset].options, **chosen}
-        return LocalOptions(**chosen), LOCAL_PRESETS[preset].config
+        return LocalOptions(**chosen), LOCAL_PRESETS[preset].compression
     return LocalOptions(**chosen), preset
 
 

@@ -61,6 +61,10 @@ class Bundle:
         for entry, anchor in zip(self.entries, self.anchors, strict=True):
             anchor.copy_(entry.tensor.detach())
 
+    def flat_anchors(self) -> Tensor:
+        """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""
+        return torch.cat([anchor.flatten().to(self._device, self._dtype) for anchor in self.anchors])
+
     def change(self) -> Tensor:
         """How far this rank has come since the anchor: the tensors' values at the anchor minus those of now, [numel].
 

@@ -30,7 +30,8 @@ class LocalOptions:
             rounds so far (0 in the first round) and returns that number. It has to be the same function on all ranks.
         outer: what moves the anchor by the mean change: ``"nesterov"``, which is SGD with learning rate 0.7 and
             Nesterov momentum 0.9 (DiLoCo, arXiv 2311.08105); ``"sgd"``, which is SGD with learning rate 1 (FedPAQ,
-            arXiv 1909.13014); or a class or function that makes a torch optimizer of a list of tensors.
+            arXiv 1909.13014); ``"heavy_ball"``, the same with momentum 0.4; or a class or function that makes a torch
+            optimizer of a list of tensors.
         fragments: number of parts of about equal size whose averages start at different steps of a round, 1 or more.
         delay: number of steps between the start of an average and its use, 0 or more, and less than ``every``.
         mixing: weight α of a rank's own parameters when a delayed average is used, 0 to 1: x ← α x + (1 − α) anchor

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_gqsgd.presets import make_config
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.presets import PRESETS, Preset
 
 
 @dataclass(frozen=True)
@@ -34,9 +31,9 @@ class LocalPreset:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def config(self) -> GQSGDConfig:
-        """The configuration of the compression."""
-        return make_config(self.preset, **self.fields)
+    def compression(self) -> Preset:
+        """The compression, whose fields can be replaced by `make_config`."""
+        return Preset({**PRESETS[self.preset].fields, **self.fields}, self.paper, self.what)
 
 
 LOCAL_PRESETS: dict[str, LocalPreset] = {
@@ -65,5 +62,12 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "Sarfi et al. 2025, arXiv 2508.15706",
         "the largest 1.6 % of changes of 30 steps at 2 bits, 0.95 of the errors fed back",
         {"bits": 2, "density": 1 / 64, "memory": {"alpha": 0.95, "beta": 0.95, "rho": 0}},
+    ),
+    "gqsgd_chb": LocalPreset(
+        {"every": 1, "outer": "heavy_ball", "rule": "censored"},
+        "gqsgd",
+        "Chen, Blum, Sadler 2022, arXiv 2209.11944",
+        "changes of each step, which a rank that changed little leaves out; heavy ball outside",
+        {"bits": 32},
     ),
 }

@@ -7,12 +7,14 @@ from typing import Any
 
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.local_steps.rules.base import Dialogue, MeanOf, Part, Question, Questions, Rule, Talk
+from lightning_gqsgd.local_steps.rules.censored import Censored
 from lightning_gqsgd.local_steps.rules.mean import Mean
 
 __all__ = ["RULES", "Dialogue", "MeanOf", "Part", "Question", "Questions", "Rule", "Talk", "parse_rule"]
 
 RULES: dict[str, type[Rule]] = {
     "mean": Mean,
+    "censored": Censored,
 }
 
 

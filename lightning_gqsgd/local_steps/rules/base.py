@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import Steps
+from lightning_gqsgd.telemetry import BucketCounters
 from lightning_gqsgd.transport.pipeline import Job
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ class Talk:
     start: Callable[[], Steps]
     sent_bytes: int = 0
     message_bytes: int = 0
+
+    def counted(self, counters: BucketCounters) -> Steps:
+        """The exchanges, whose bytes are added to counters once they are over."""
+        bad = yield from self.start()
+        counters.calls += 1
+        counters.numel += self.x.numel()
+        counters.bytes_sent += self.sent_bytes
+        counters.message_bytes += self.message_bytes
+        return bad
 
 
 Question = MeanOf | Talk
