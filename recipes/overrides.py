@@ -27,7 +27,7 @@ FREE = ("trainer.devices", "hardware.devices", "strategy.bits")
 #: Settings that are null by default and take a number otherwise, each with an example.
 NUMBERS: dict[str, int | float] = {
     **{"threads": 1, "workers": 1, "resize": 256},
-    **{"train_samples": 1000, "test_samples": 1000, "valid_samples": 1000, "max_rows": 1000},
+    **{"train_samples": 1000, "test_samples": 1000, "val_samples": 1000, "valid_samples": 1000, "max_rows": 1000},
     **{"limit_train_batches": 0.5, "limit_val_batches": 0.5, "limit_test_batches": 0.5},
     **{"gradient_clip_val": 0.5, "val_check_interval": 0.5},
 }

@@ -17,3 +17,8 @@ from tests.touched import (  # noqa: F401
 # Without a GPU, Triton's kernels run in its interpreter; it decides when it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than cores: many tests wait for processes of their own, and for timeouts."""
+    return (os.cpu_count() or 1) + 1

@@ -48,6 +48,8 @@ class ImageDataModule(TaskData):
         channels: number of channels of the images.
         num_classes: number of classes.
         train_samples, test_samples: number of images of a stratified part of each split; None: all.
+        val_samples: number of training images that validation has and training does not, a stratified part; None:
+            validation has the test split, and nothing may be chosen by it.
         shift, flip, seed: see `augmentation.augment`.
     """
 
@@ -60,6 +62,7 @@ class ImageDataModule(TaskData):
         num_classes: int,
         train_samples: int | None = None,
         test_samples: int | None = None,
+        val_samples: int | None = None,
         shift: int = 0,
         flip: bool = False,
         seed: int = 0,
@@ -68,8 +71,10 @@ class ImageDataModule(TaskData):
         self.num_classes = num_classes
         self.image_size, self.channels = image_size, channels
         self._train_samples, self._test_samples = train_samples, test_samples
+        self._val_samples = val_samples
         self._shift, self._flip, self._seed = shift, flip, seed
         self._set: ImageSet | None = None
+        self._kept: tuple[Images, Labels] | None = None
 
     def load(self) -> ImageSet:
         """The whole collection, from what `prepare_data` has left on this machine."""
@@ -104,6 +109,8 @@ class ImageDataModule(TaskData):
         self.check_same_everywhere((images.name, len(images.train_labels), len(images.test_labels)))
         self.data_name = images.name
         self._set = _part(images, self._train_samples, self._test_samples)
+        if self._val_samples is not None:
+            self._set, self._kept = _kept_for_validation(self._set, self._val_samples)
         step = max(1, len(self._set.train_images) // STATISTICS_IMAGES)
         sample = self._set.train_images[::step].astype(np.float32)
         self._mean = torch.from_numpy(sample.mean((0, 1, 2)))
@@ -115,6 +122,12 @@ class ImageDataModule(TaskData):
         return self._loader(self.images.train_images, self.images.train_labels, train=True)
 
     def val_dataloader(self) -> DataLoader[IndexedBatch]:
+        """Batches of the images that were kept from training; without ``val_samples``, of the test split."""
+        if self._kept is None:
+            return self.test_dataloader()
+        return self._loader(*self._kept, train=False)
+
+    def test_dataloader(self) -> DataLoader[IndexedBatch]:
         """Batches of the test split."""
         return self._loader(self.images.test_images, self.images.test_labels, train=False)
 
@@ -143,6 +156,21 @@ class ImageDataModule(TaskData):
     def _loader(self, images: Images, labels: Labels, train: bool) -> DataLoader[IndexedBatch]:
         size = self.batch_size if train else max(self.batch_size, 256)
         return whole_batches(_Rows(images, labels), size, train)
+
+
+def _kept_for_validation(images: ImageSet, count: int) -> tuple[ImageSet, tuple[Images, Labels]]:
+    """A collection without a stratified part of its training images, and that part: images and labels.
+
+    Raises:
+        DataError: the part is empty, or nothing is left for training.
+    """
+    total = len(images.train_labels)
+    if not 1 <= count < total:
+        raise DataError(f"data.val_samples={count} is out of range: 1 to {total - 1}, of {total} training images")
+    kept = stratified(images.train_labels, count, "data.val_samples")
+    rest = np.setdiff1d(np.arange(total), kept, assume_unique=True)
+    training = replace(images, train_images=images.train_images[rest], train_labels=images.train_labels[rest])
+    return training, (images.train_images[kept], images.train_labels[kept])
 
 
 def _part(images: ImageSet, train: int | None, test: int | None) -> ImageSet:

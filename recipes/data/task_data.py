@@ -14,7 +14,8 @@ from recipes.errors import DataError
 class TaskData(LightningDataModule):
     """The data of a task, in batches (inputs, targets).
 
-    Validation and test are the same split: nothing is chosen by it, and the last weights are the result.
+    The last weights are the result, and nothing is chosen by validation. So validation and test may be the same split,
+    and they are unless a data module keeps a part of the training samples for validation.
 
     Args:
         name: name of the data in runs and plots.

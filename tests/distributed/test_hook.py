@@ -44,7 +44,7 @@ def _fifty_steps(rank: int, reducers: list[str]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_parameters_are_bit_identical_on_all_ranks_after_50_steps(ranks: int, tmp_path: Path) -> None:
     by_rank = run(_fifty_steps, ranks, tmp_path, QUANTISING)
     for results in zip(*by_rank, strict=True):
@@ -138,7 +138,9 @@ def _interrupted(rank: int, path: Path, reducer: str) -> tuple[str, str]:
     return expected, finish(state, resumed)["bits"]
 
 
-@pytest.mark.parametrize("reducer", QUANTISING)
+@pytest.mark.parametrize(
+    "reducer", [pytest.param(name, marks=[pytest.mark.slow] * (name != "two_shot")) for name in QUANTISING]
+)
 def test_interrupted_and_resumed_gives_the_same_bits(reducer: str, tmp_path: Path) -> None:
     for whole, resumed in run(_interrupted, 3, tmp_path, tmp_path / "checkpoint.pt", reducer):
         assert resumed == whole

@@ -191,6 +191,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_closes_nothing_ends_well(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _AT_EXIT, str(tmp_path / "store")]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE) for rank in range(2)]

@@ -136,6 +136,7 @@ def test_the_processor_has_its_models_name_or_its_architecture(tmp_path: Path, m
     assert machine.processor_name() == "aarch64"
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_failing_host_ends_the_others() -> None:
     # The other rank is ended by a signal; the exit code is that of the rank that failed by itself.

@@ -110,6 +110,7 @@ def _resumed_elsewhere(rank: int, path: Path, hook: dict[str, Any]) -> list[str]
     return records
 
 
+@pytest.mark.slow
 def test_memory_of_another_number_of_ranks_starts_empty_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     run(_resumed_elsewhere, 2, tmp_path, path, {"preset": "signsgd_ef"})

@@ -417,6 +417,7 @@ def _post_local(rank: int) -> list[list[Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_post_local_sgd_quantises_first_and_then_takes_torchs_way(tmp_path: Path) -> None:
     by_rank = run(_post_local, 4, tmp_path)
     for one in by_rank:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -68,6 +69,7 @@ def test_flat_reducers(tmp_path: Path) -> None:
     assert all(run(_both_ways, 2, tmp_path, cases, hooks))
 
 
+@pytest.mark.slow
 def test_two_levels_and_a_tree(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [{"reducer": "hierarchical", "node_size": 2}]
     hooks: list[dict[str, Any]] = [{"reducer": "hierarchical", "node_size": 2}, {"reducer": "tree"}]

@@ -171,6 +171,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(route: str, handler: dict[s
         assert rest["bits"] == whole["bits"] != half["bits"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     folders = {preset: tmp_path / preset for preset in ("gqsgd_4bit", "signsgd_ef")}
     start(tmp_path, *({"handler": {"preset": one}, "save": folder} for one, folder in folders.items()))

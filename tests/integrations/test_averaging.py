@@ -81,6 +81,7 @@ def _averaged(_: int, folder: Path) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_post_local_sgd(tmp_path: Path) -> None:
     first, second = run(_averaged, 2, tmp_path, tmp_path, initialise=False)
     assert first["native"][0] == first["torch"][0]

@@ -31,17 +31,10 @@ def command_of(example: Path) -> list[str]:
 
 def test_examples_are_short() -> None:
     assert not [example.name for example in EXAMPLES if len(example.read_text().splitlines()) > MAX_LINES]
-    assert QUICK in {example.stem for example in EXAMPLES}
 
 
-#: The example that imports least; each of the others imports a framework in every process, which takes seconds.
-QUICK = "ddp_torchrun"
-
-
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != QUICK), id=path.stem) for path in EXAMPLES],
-)
+@pytest.mark.slow  # each imports torch, and most of them a framework, in every process
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path) -> None:
     shards = "fully_shard" in example.read_text() or "ModelParallelStrategy" in example.read_text()
     if shards and not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):

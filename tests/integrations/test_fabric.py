@@ -113,7 +113,9 @@ def test_a_string_or_an_object_is_enough(flavour: str, tmp_path: Path) -> None:
     assert "all 2 ranks are on one node" in nodes["reports"][0]
 
 
-@pytest.mark.parametrize("strategy", [{"bits": 4}, {"preset": "signsgd_ef"}], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param({"bits": 4}, marks=pytest.mark.slow), {"preset": "signsgd_ef"}], ids=str
+)
 def test_checkpoints_resume_to_the_same_bits(strategy: dict[str, Any], tmp_path: Path) -> None:
     path, plain = str(tmp_path / "gqsgd.ckpt"), str(tmp_path / "ddp.ckpt")
     cases = [

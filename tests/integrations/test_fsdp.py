@@ -80,6 +80,7 @@ def _trained(rank: int) -> dict[str, Any]:
     return {"losses": losses, "bits": found}
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_trains_like_torch(tmp_path: Path) -> None:
     ranks = run(_trained, 4, tmp_path)
     first = ranks[0]["bits"]
@@ -496,6 +497,7 @@ def _unused(rank: int) -> tuple[str, bool]:
     return records.getvalue(), exact
 
 
+@pytest.mark.slow
 def test_parameters_without_a_gradient(tmp_path: Path) -> None:
     for log, exact in run(_unused, 4, tmp_path):
         assert exact
@@ -532,6 +534,7 @@ def _collected(rank: int) -> bool:
     return "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_threads_end_with_the_model(tmp_path: Path) -> None:
     assert run(_collected, 4, tmp_path) == [True] * 4
 

@@ -222,6 +222,7 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_names_are_known_without_an_import() -> None:
     done = _python(NO_IMPORT)
     assert done.returncode == 0, done.stderr
@@ -245,6 +246,7 @@ def test_importing_the_package_loads_nothing_but_the_standard_library() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_break_torch_where_warnings_are_errors() -> None:
     code = "import lightning_gqsgd._autoload as a; a._warn(KeyError('x')); import torch"
     done = subprocess.run(

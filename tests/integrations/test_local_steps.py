@@ -129,6 +129,7 @@ def _with_more_ranks(rank: int, ranks: int, folder: Path) -> list[Any]:
     return [bits_of(module), trainer.strategy.gqsgd_state.step]
 
 
+@pytest.mark.slow
 def test_resuming_with_another_number_of_ranks_starts_from_the_anchor(tmp_path: Path) -> None:
     before = run(_with_more_ranks, 2, tmp_path, 2, tmp_path, initialise=False)
     after = run(_with_more_ranks, 3, tmp_path, 3, tmp_path, initialise=False)

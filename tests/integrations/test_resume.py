@@ -120,6 +120,7 @@ def _finetuned(_: int, folder: Path) -> list[Any]:
     return [bits_of(whole), bits_of(resumed), saved]
 
 
+@pytest.mark.slow
 def test_a_run_that_unfreezes_later_is_resumed_before_that(tmp_path: Path) -> None:
     first, second = run(_finetuned, 2, tmp_path, tmp_path, initialise=False)
     assert first == second

@@ -78,7 +78,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pyte
     ("arguments", "message"),
     [
         (["+exp=quickstart", "strategy=ddp,all"], "strategy=ddp,all: 'all' includes the others; take strategy=all"),
-        (["strategy=ddp"], r"\+exp=NAME, one of deeplight_criteo, quickstart, resnet_cifar"),
+        (["strategy=ddp"], r"\+exp=NAME, one of deeplight_criteo, quickstart, resnet8_cifar"),
         (["+exp=quickstart", "strategy=dpp"], "strategy=dpp is not one of ddp, .*; did you mean 'ddp'"),
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
         (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
@@ -112,6 +112,7 @@ def test_hardware_is_part_of_configuration_and_names() -> None:
     assert make_plan(["+exp=quickstart", "hardware=pcie"]).folder.name == "quickstart-pcie"
 
 
+@pytest.mark.slow
 def test_links_are_probed_with_trainings_that_they_share() -> None:
     arguments = ["+exp=resnet_cifar", "strategy=ddp,gqsgd", "seed=0,1", "hardware=netlab", "logger=wandb"]
     plan = make_plan([*arguments, "links=100mbit,1gbit", "probe_steps=12"])
@@ -129,6 +130,7 @@ def test_links_are_probed_with_trainings_that_they_share() -> None:
     assert len(folders) == 8
 
 
+@pytest.mark.slow
 def test_rates_are_a_sweep_like_others(tmp_path: Path) -> None:
     plan = make_plan(["+exp=quickstart", "strategy=ddp,gqsgd", "hardware=netlab", "hardware.rate=100mbit,1gbit"])
     assert plan.folder.name == "quickstart-netlab-2-hosts"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from recipes.data import cifar10, image_cache
 from recipes.data.augmentation import augment, hashed
@@ -73,6 +74,35 @@ def test_batches_are_normalised_channels_first() -> None:
     assert labels.dtype == torch.int64
     assert abs(float(images.mean())) < 0.01
     assert float(images.std()) == pytest.approx(1, abs=0.01)
+
+
+def test_images_that_are_kept_for_validation_are_not_trained_on_and_the_test_split_stays_apart() -> None:
+    def ready(val_samples: int | None) -> DigitsData:
+        data = DigitsData("digits", 64, image_size=8, channels=1, num_classes=10, val_samples=val_samples)
+        _ready(data)
+        return data
+
+    def images_of(loader: DataLoader) -> set[bytes]:
+        return {image.numpy().tobytes() for batch in loader for image in batch[0]}
+
+    whole, data = ready(None), ready(200)
+    assert data.train_count == 1437 - 200
+    everything = {image.tobytes() for image in whole.images.train_images}
+    kept = images_of(data.val_dataloader())
+    trained = {image.tobytes() for image in data.images.train_images}
+    assert len(kept) == 200
+    assert not kept & trained
+    assert kept | trained == everything
+    assert images_of(data.test_dataloader()) == images_of(whole.test_dataloader()) == images_of(whole.val_dataloader())
+
+
+@pytest.mark.parametrize("count", [0, -1, 1437, 5000])
+def test_a_part_for_validation_that_leaves_nothing_is_refused(count: int) -> None:
+    data = DigitsData("digits", 64, image_size=8, channels=1, num_classes=10, val_samples=count)
+    with pytest.raises(
+        DataError, match=rf"data\.val_samples={count} is out of range: 1 to 1436, of 1437 training images"
+    ):
+        data.setup()
 
 
 def test_too_few_samples_for_a_step_are_refused() -> None:

@@ -281,6 +281,7 @@ def test_without_fallback_absence_is_an_error(method: str) -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean_process")
 def test_resnet50_for_imagenet_trains_on_the_fallback(composed: Callable[..., DictConfig], tmp_path: Path) -> None:
     cfg = composed(

@@ -57,6 +57,15 @@ def test_other_networks_are_refused(architecture: str) -> None:
         torchvision_resnet(architecture, num_classes=10)
 
 
+def test_a_stem_with_stride_2_halves_the_image_and_others_are_refused() -> None:
+    network = ResNet((1, 1, 1), width=64, stem_stride=2)
+    assert sum(p.numel() for p in network.parameters()) == 1_228_938
+    assert network.stem(torch.zeros(2, 3, 32, 32)).shape == (2, 64, 16, 16)
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    with pytest.raises(ValueError, match=r"model\.stem_stride=4 must be 1 or 2"):
+        ResNet((1, 1, 1), width=64, stem_stride=4)
+
+
 def test_resnet20_has_the_papers_size() -> None:
     network = ResNet((3, 3, 3), width=16)
     assert _parameters(network) == pytest.approx(0.27e6, rel=0.02)

@@ -192,6 +192,7 @@ def test_every_promised_metric_is_in_the_csv(tiny: Tiny, tmp_path: Path) -> None
     assert 0 < accuracy <= 1
 
 
+@pytest.mark.slow
 def test_without_test_the_last_validation_is_the_result(tiny: Tiny, tmp_path: Path) -> None:
     accuracy = train(tiny("test=false", "checkpoint=false"), tmp_path)
     assert accuracy == pytest.approx(float([row for row in _rows(tmp_path) if ACCURACY.val in row][-1][ACCURACY.val]))

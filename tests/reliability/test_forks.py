@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.distributed.models import train, wrapped
@@ -33,5 +34,6 @@ def _child_drops_the_groups_of_a_closed_hook(rank: int) -> tuple[int, float]:
     return os.waitstatus_to_exitcode(ended[1]), float(tensor.sum())
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_end_the_groups_of_a_closed_hook(tmp_path: Path) -> None:
     assert run(_child_drops_the_groups_of_a_closed_hook, 2, tmp_path, collective_timeout=20) == [(0, 6.0)] * 2

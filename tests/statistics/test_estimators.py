@@ -148,7 +148,7 @@ def test_error_of_the_mean_is_as_predicted(reducer: str, ranks: int, dither: str
     assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=tolerance)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
 def test_relative_error_of_8_bits_on_gaussian_and_heavy_tailed_gradients(ranks: int) -> None:
     generator = torch.Generator().manual_seed(ranks)
     for kind, limit in ((gaussian, 0.015), (heavy_tailed, 0.042)):

@@ -59,6 +59,7 @@ def sparse_run() -> Callable[..., tuple[float, float, float]]:
     return run
 
 
+@pytest.mark.slow
 def test_a_threshold_keeps_models_sparse_that_ternary_codes_fill(sparse_run: Callable[..., Any]) -> None:
     """Composite mirror descent. Found before, order ternary / threshold / fp32: zeros .12/.24/.31, objective
     .254/.243/.240."""

@@ -122,7 +122,7 @@ def shared_scale(gradients: Sequence[Tensor], repeats: int = 10, **fields: Any) 
     return errors / squares, nonzeros
 
 
-@pytest.mark.parametrize("ranks", [4, 64])
+@pytest.mark.parametrize("ranks", [4, pytest.param(64, marks=pytest.mark.slow)])
 def test_theta_of_a_shared_l2_scale_lies_between_qsgd_and_global_qsgd(ranks: int) -> None:
     """Flat gradients, d = 10⁴, s = 1. Found before: θ = 12.37 for n = 64 under the norm of all ranks' numbers together,
     1.55 under norms of their own (QSGD), of at most sqrt(nd)/n and sqrt(d)/n.
@@ -168,7 +168,7 @@ def powers_of_two(gradients: Sequence[Tensor], reducer: str) -> float:
     return relative_error(found, gradients) ** 2
 
 
-@pytest.mark.parametrize("ranks", [4, 16, 64])
+@pytest.mark.parametrize("ranks", [4, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_tree_of_powers_of_two_does_not_average_its_noise_away(ranks: int) -> None:
     """Found before for aligned gradients, θ n/n: .080, .084 and .083 for equal ones, .106, .101 and .094 with noise of
     half the signal, whatever n. Exact sums of the same codes have 1/n of one rounding, and two shots one more, of the
@@ -261,6 +261,7 @@ def test_ecq_sgd_is_as_good_as_no_compression() -> None:
     assert qsgd > 1.25 * exact
 
 
+@pytest.mark.slow
 def test_classic_error_feedback_diverges_with_an_unbiased_codec_of_large_variance() -> None:
     """ECQ(1, 1) on the same problem: λ = ω = 4, and it warns of that."""
     with pytest.warns(StabilityWarning, match="λ = alpha² ω"):
@@ -339,13 +340,8 @@ def train() -> Callable[..., Record]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("scale", "clip"),
-    [
-        ("global", 2.5),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("global", 0.0), ("local", 0.0), ("local", 2.5)]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "clip"), [("global", 2.5), ("global", 0.0), ("local", 0.0), ("local", 2.5)])
 def test_terngrad_is_within_two_points(train: Callable[..., Record], clip: float, scale: str) -> None:
     """Found before: .980 to .982 uncompressed and for all four, at 2 bits. (Here, .960 and more: other digits are left
     to test on.)"""
@@ -355,20 +351,14 @@ def test_terngrad_is_within_two_points(train: Callable[..., Record], clip: float
     assert run.bytes_sent[-1] < train("ddp").bytes_sent[-1] / 6  # 3 messages of 2 bits for 1.5 of 32, and biases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "fields"),
-    [
-        ("gqsgd_3bit", {}),
-        *(
-            pytest.param(preset, {}, marks=pytest.mark.slow)
-            for preset in ("signsgd_ef", "qsgd", "natural_compression", "gqsgd", "gqsgd_4bit", "topk_ef")
-        ),
-    ],
+    "preset", ["gqsgd_3bit", "signsgd_ef", "qsgd", "natural_compression", "gqsgd", "gqsgd_4bit", "topk_ef"]
 )
-def test_training_as_well_as_uncompressed(train: Callable[..., Record], preset: str, fields: dict[str, Any]) -> None:
+def test_training_as_well_as_uncompressed(train: Callable[..., Record], preset: str) -> None:
     """Within a point or two, and nearly the same loss. Found before: QSGD at 4 bits .977, natural compression .977,
     uncompressed .980."""
-    run = train(preset, **fields)
+    run = train(preset)
     points = 0.02 if preset in ("topk_ef", "signsgd_ef") else 0.01
     assert run.last("accuracy") > train("ddp").last("accuracy") - points
     assert run.last() == pytest.approx(train("ddp").last(), rel=0.1)

@@ -30,6 +30,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     presets.main()
 
 
+@pytest.mark.slow
 def test_table_page_and_figure(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

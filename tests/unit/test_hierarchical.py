@@ -78,6 +78,7 @@ def test_parameters_do_not_depend_on_their_neighbours_and_small_ones_are_exact()
     torch.testing.assert_close(together[:1000], torch.stack(gradients)[:, :1000].mean(0))
 
 
+@pytest.mark.slow
 def test_mean_of_many_estimates_is_the_mean() -> None:
     gradients = randn(4, 4096)
     exact = torch.stack(gradients).mean(0)

@@ -85,7 +85,7 @@ def drawn(case: dict) -> tuple[list[Segment], list[torch.Tensor]]:
     return segments, [gradient(case["seed"] + rank, numel, case["dtype"]) for rank in range(case["ranks"])]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases)
 def test_both_kernels_give_the_same_bits(case: dict) -> None:
     segments, xs = drawn(case)
@@ -96,7 +96,7 @@ def test_both_kernels_give_the_same_bits(case: dict) -> None:
     check_messages(segments, xs, q)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cases, st.sampled_from(other_codecs()), st.booleans())
 def test_both_kernels_give_the_same_bits_with_every_codec(case: dict, q: Quantiser, given_scales: bool) -> None:
     segments, xs = drawn(case)
@@ -137,7 +137,7 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases)
 def test_both_kernels_give_the_same_bits_with_a_rotation(case: dict) -> None:
     segments, xs = drawn(case)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,14 @@ def test_the_wheel_is_all_that_users_need(clean: Path) -> None:
     assert Path(file).is_relative_to(clean)
     assert bits == "4"
     assert "lightning_gqsgd" in _done(str(clean / "bin" / "gqsgd"), "doctor")
+
+
+@needs_uv
+@pytest.mark.slow
+def test_two_builds_have_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        _done("uv", "build", "--out-dir", str(tmp_path / name), str(ROOT))
+        time.sleep(2)  # so that a time of writing would differ: zip files count in steps of two seconds
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("first", "second"))
+    assert {Path(name).suffix for name in first} >= {".whl", ".gz"}
+    assert first == second

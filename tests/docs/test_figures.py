@@ -1,0 +1,183 @@
+"""Every measured figure in README and on the overview of benchmarks is that of a table in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_kernels import layouts_of, stage_bytes
+from lightning_gqsgd import presets
+from lightning_gqsgd.reducers import Setting, resolve
+from tests.docs.tables import RESULTS, cell
+
+ROOT = Path(__file__).resolve().parents[2]
+RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "one machine": "none"}
+NETWORKS = {"dense layers": "training_netlab_mlp", "ResNet-18": "training_netlab_resnet18"}
+#: The page of each training.
+TRAININGS = {
+    "ResNet-18, CIFAR-10 at 16×16": "resnet_cifar_links",
+    "transformer, WikiText-2": "transformer_wikitext_links",
+    "DeepFwFM, Criteo": "deeplight_criteo_links",
+}
+
+#: Coordinates of the gradient of which bytes are counted.
+NUMEL = 1 << 22
+
+
+def rounded(value: str | float, like: str) -> str:
+    """A value with the decimals of ``like``, halves away from zero, as people round."""
+    decimals = Decimal(1).scaleb(-len(like.partition(".")[2]))
+    return str(Decimal(str(value).replace(",", "")).quantize(decimals, ROUND_HALF_UP))
+
+
+def gaussian_error(preset: str) -> str:
+    """Percent by which the mean of eight Gaussian gradients is off under a preset."""
+    facts = json.loads((RESULTS / "presets.json").read_text())["facts"]
+    (fact,) = (f for f in facts if (f["case"], f["ranks"], f["kind"], f["steps"]) == (preset, 8, "gaussian", 1))
+    return str(100 * fact["error"])
+
+
+def auto(rate: str) -> str:
+    return cell("auto", "ddp / step", case="gqsgd_auto", hosts="2", rate=rate)
+
+
+def prediction(number: int) -> str:
+    """The numbers of the last sentence below the table of predictions, in order."""
+    text = (RESULTS / "prediction.md").read_text()
+    match = re.search(
+        r"Over (\d+) settings, the median of the absolute errors is ([\d.]+) %, the worst is ([\d.]+) %", text
+    )
+    assert match
+    return match[number]
+
+
+def moved(dtype: torch.dtype) -> float:
+    """Bytes per coordinate that the GPU's kernels read and write in encoding, reducing and decoding 8 bits, 8 ranks."""
+    setting = Setting(resolve(presets.make_config("gqsgd"), 8), 8, dtype)
+    layouts = [layout for _, layout in layouts_of(NUMEL, setting)]
+    return sum(stage_bytes(layouts, dtype.itemsize, 8).values()) / NUMEL
+
+
+#: Sentences with figures: what the sentence says, and what the tables say.
+SENTENCES = {
+    r"([\d.]+) times faster than plain DDP at 100 Mbit/s, ([\d.]+) times at\s1 Gbit/s, and ([\d.]+) times on one": [
+        lambda: auto("100mbit"),
+        lambda: auto("1gbit"),
+        lambda: auto("none"),
+    ],
+    r"over (\d+) settings of two hosts, the median error is ([\d.]+) % and the worst\s([\d.]+) %": [
+        lambda: prediction(1),
+        lambda: prediction(2),
+        lambda: prediction(3),
+    ],
+    r"off by ([\d.]+) % at 8 bits, ([\d.]+) % at 4 and ([\d.]+) % at 3, without bias, and by ([\d.]+) % at\s2 bits": [
+        lambda: gaussian_error("gqsgd"),
+        lambda: gaussian_error("gqsgd_4bit"),
+        lambda: gaussian_error("gqsgd_3bit"),
+        lambda: gaussian_error("gqsgd_2bit"),
+    ],
+    r"move ([\d.]+) bytes per fp32 value and ([\d.]+) per bf16 value": [
+        lambda: moved(torch.float32),
+        lambda: moved(torch.bfloat16),
+    ],
+}
+
+#: Numbers with a unit that are settings, or the output of a command that another test runs.
+SETTINGS = (
+    r"Take bits=4, predicted to take 317 ms.*?exposed\.",
+    r"images of 64×64 per host",
+    r"--backward 200ms",
+)
+
+
+def pages_with(pattern: str) -> list[str]:
+    return [page for page in ("README.md", "docs/benchmarks.md") if re.search(pattern, (ROOT / page).read_text())]
+
+
+@pytest.mark.parametrize("pattern", SENTENCES)
+def test_sentences_say_what_the_tables_say(pattern: str) -> None:
+    pages = pages_with(pattern)
+    assert pages, "the sentence is gone: take its pattern out, too"
+    for page in pages:
+        match = re.search(pattern, (ROOT / page).read_text())
+        assert match
+        expected = [rounded(value(), said) for value, said in zip(SENTENCES[pattern], match.groups(), strict=True)]
+        assert list(match.groups()) == expected, page
+
+
+STEP = re.compile(
+    r"^\| (?P<network>dense layers|ResNet-18) \| (?P<hosts>\d) \| (?P<link>[^|]+) \| (?P<cells>.*) \|$", re.MULTILINE
+)
+
+
+def step_cells(network: str, hosts: str, link: str) -> list[str]:
+    """What a row of step times has to say: milliseconds, and times faster than ddp and than ddp_bf16."""
+    cells = []
+    for case in ("ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"):
+        row = {"case": case, "hosts": hosts, "rate": RATES[link]}
+        cells.append(cell(NETWORKS[network], "step (ms)", **row))
+        if case.startswith("gqsgd"):
+            ratios = (cell(NETWORKS[network], f"{than} / step", **row) for than in ("ddp", "ddp_bf16"))
+            cells[-1] += " ({}×, {}×)".format(*ratios)
+    return cells
+
+
+@pytest.mark.parametrize(("page", "count"), [("README.md", 6), ("docs/benchmarks.md", 7)])
+def test_step_times_are_those_of_the_tables(page: str, count: int) -> None:
+    rows = list(STEP.finditer((ROOT / page).read_text()))
+    assert len(rows) == count
+    for row in rows:
+        assert row["cells"].split(" | ") == step_cells(row["network"], row["hosts"], row["link"].strip())
+
+
+_CELLS = r"([\d.]+) \(([\d.]+)\)"
+TRAINING = re.compile(rf"^\| (?:\[(.*?)\]\(.*?\))? ?\| (\d) \| (\d) \| (.*?) \| {_CELLS} \| {_CELLS} \|$", re.MULTILINE)
+
+
+def test_times_of_whole_trainings_are_those_of_the_tables() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    rows = TRAINING.findall(text)
+    assert len(rows) == 7
+    name = ""
+    for title, seeds, hosts, link, *said in rows:
+        name = title or name
+        heading = f"{hosts} hosts, {link}" if seeds == "1" else link
+        expected = [
+            cell(TRAININGS[name], column, heading=heading, strategy=strategy, seeds=seeds)
+            for strategy in ("gqsgd", "gqsgd_4bit")
+            for column in ("times sooner than ddp", "than the best baseline")
+        ]
+        assert said == [rounded(value, like) for value, like in zip(expected, said, strict=True)], (name, hosts, link)
+
+
+def test_qualities_over_three_seeds_are_those_of_the_tables() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    for begin, page, column, row in (
+        ("ResNet-20, CIFAR-10", "resnet_cifar_netlab", "accuracy (%)", {"heading": "Three seeds"}),
+        (
+            "transformer, WikiText-2: perplexity",
+            "transformer_wikitext_links",
+            "perplexity",
+            {"heading": "100 Mbit/s", "seeds": "3"},
+        ),
+    ):
+        match = re.search(rf"^\| {re.escape(begin)}[^|]* \| (.*) \|$", text, re.MULTILINE)
+        assert match, begin
+        for said, strategy in zip(match[1].split(" | "), ("ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"), strict=True):
+            measured = cell(page, column, strategy=strategy, **row).split(" ± ")
+            assert said == " ± ".join(rounded(value, "0.0") for value in measured), (begin, strategy)
+
+
+def test_no_other_figure_is_quoted() -> None:
+    """What has a unit of measurement is checked above, or is named here."""
+    for page in ("README.md", "docs/benchmarks.md"):
+        text = re.sub(r"^\|.*$", "", (ROOT / page).read_text(), flags=re.MULTILINE)  # tables are checked whole
+        for pattern in (*SENTENCES, *SETTINGS):
+            text = re.sub(pattern, "", text, flags=re.DOTALL)
+        left = re.findall(r"\d[\d.,]* ?(?:%|×|times|ms|MB|points)[^\n]{0,40}", text)
+        assert not left, page
