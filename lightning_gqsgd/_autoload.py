@@ -71,6 +71,9 @@ LOCAL_PRESETS = (
     "gqsgd_genqsgd",
     "gqsgd_sparseloco",
     "gqsgd_chb",
+    "gqsgd_neolithic",
+    "gqsgd_mcm",
+    "gqsgd_predictive",
 )
 #: What Lightning appends to the name of its own DDP strategy.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}

@@ -70,4 +70,24 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "changes of each step, which a rank that changed little leaves out; heavy ball outside",
         {"bits": 32},
     ),
+    "gqsgd_neolithic": LocalPreset(
+        {"every": 1, "outer": "sgd", "rule": "multi_step"},
+        "topk_ef",
+        "Huang et al. 2022, arXiv 2206.03665",
+        "changes of each step in 4 messages of the largest 5 % of what is left, both ways, errors fed back",
+        {"density": 0.05, "reducer": "two_shot", "memory_down": "ef"},
+    ),
+    "gqsgd_mcm": LocalPreset(
+        {"every": 1, "outer": "sgd"},
+        "dore",
+        "Philippenko, Dieuleveut 2021, arXiv 2102.12528",
+        "changes of each step both ways; the owner of a shard keeps the true model as the error that is fed back",
+    ),
+    "gqsgd_predictive": LocalPreset(
+        {"every": 10, "outer": "sgd", "rule": "predicted"},
+        "qsgd_elias",
+        "Yue et al. 2021, arXiv 2108.00918",
+        "changes of 10 steps less what all ranks predict, at 3 levels in Elias codes",
+        {"bits": 2, "levels": 1, "block_size": 4096},
+    ),
 }

@@ -9,12 +9,16 @@ from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.local_steps.rules.base import Dialogue, MeanOf, Part, Question, Questions, Rule, Talk
 from lightning_gqsgd.local_steps.rules.censored import Censored
 from lightning_gqsgd.local_steps.rules.mean import Mean
+from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
+from lightning_gqsgd.local_steps.rules.predicted import Predicted
 
 __all__ = ["RULES", "Dialogue", "MeanOf", "Part", "Question", "Questions", "Rule", "Talk", "parse_rule"]
 
 RULES: dict[str, type[Rule]] = {
     "mean": Mean,
     "censored": Censored,
+    "multi_step": MultiStep,
+    "predicted": Predicted,
 }
 
 

@@ -8,7 +8,8 @@ and the latest move of the anchor, it sends
 
 and then h_i <- Δ_i; all ranks take h̄ <- h̄ + 1/n Σ δ_i over those that sent, which is the mean change. With one step of
 gradient descent between two averages, Δ_i = η ∇f_i. CHB makes steps of α = η/n along the sum of gradients, so this is
-its rule with ε₁ = ε / η² = ε / (α n)². The momentum is that of the outer optimizer. The norms are those of a bundle of tensors, which is the whole model unless there are fragments.
+its rule with ε₁ = ε / η² = ε / (α n)². The momentum is that of the outer optimizer. The norms are those of a bundle of
+tensors, which is the whole model unless there are fragments.
 
 First, ranks tell each other in one byte whether they send. If none does, nothing else travels. Those that send give
 their differences uncompressed to every other rank.
