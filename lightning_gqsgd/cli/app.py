@@ -163,6 +163,9 @@ def advise(
     backward: Annotated[str | None, typer.Option(help="Length of the backward pass, e.g. 120ms.")] = None,
     forward: Annotated[str | None, typer.Option(help="Length of the forward pass.  [default: half of it]")] = None,
     codec: Annotated[str | None, typer.Option(help="Speed of the codec: h100, a100, cpu or measured.")] = None,
+    local_steps: Annotated[
+        Path | None, typer.Option(help="JSON of workers, server, learning and limits: plan local steps for it instead.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it over nodes and over the link's rate.")] = None,
     gantt: Annotated[Path | None, typer.Option(help="Draw what happens in a step: fp32, bf16, 8 and 4 bits.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -171,6 +174,13 @@ def advise(
     from lightning_gqsgd.cli import advising, tables
     from lightning_gqsgd.performance.advice import candidates, recommendable
 
+    if local_steps is not None:
+        from lightning_gqsgd.cli import planning
+
+        with _refusals_in_one_line():
+            planned = planning.Planned.of(local_steps)
+        typer.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(planned.lines()))
+        return
     places = (nodes, gpus_per_node, backward, forward, codec)
     with _refusals_in_one_line():
         cluster = advising.Question(model, batch, probe, link, latency, intra, *places).cluster()

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gqsgd.simulation import simulate
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.fragments import Entry, fragments_of
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.rules import MeanOf
+from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
+from lightning_gqsgd.simulation import VirtualRanks, simulate
 from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Quadratic
 from lightning_gqsgd.simulation.record import Record
 
@@ -98,7 +103,6 @@ def test_chb() -> None:
         return steps, round((whole - steps * workers * (workers - 1)) / ((workers - 1) * numel * 8))
 
     plain, censored = run(None, "heavy_ball"), run(0.1, "heavy_ball")
-    print(plain, censored)
     assert censored[0] < 1.15 * plain[0]
     assert censored[1] < plain[1] / 2
     slow, slow_censored = run(None, "sgd"), run(0.1, "sgd")
@@ -147,3 +151,84 @@ def test_genqsgd_lets_slow_workers_make_fewer_steps() -> None:
     slow, mixed, fast = loss([1] * 10), loss([4] * 5 + [1] * 5), loss([4] * 10)
     assert slow.bytes_sent[-1] == mixed.bytes_sent[-1] == fast.bytes_sent[-1]
     assert fast.last() < mixed.last() < slow.last()
+
+
+def test_multi_step_compression_loses_a_power_of_what_one_message_loses() -> None:
+    """Top 5 of 100, R messages: at most (1 - k/d)^R of |x|² is left. Found before: .77, .41, .14, .006 for R = 1, 4, 8,
+    16, below .95, .81, .66, .44."""
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    segments = [Segment(0, 100, raw=False)]
+    left = []
+    for messages in (1, 4, 8, 16):
+        ranks = VirtualRanks(1, segments, preset="topk_ef", density=0.05, block_size=104)
+        options = LocalOptions(every=1, rule=MultiStep(messages))
+        bundle = fragments_of([Entry(segments[0], "x", torch.zeros(100), False)], [], options)[0].bundles[0]
+        part, total, step = options.averaging.part(bundle, 0, 1).questions(x.clone()), None, 0
+        question = next(part)
+        while total is None:
+            assert isinstance(question, MeanOf)
+            try:
+                question = part.send(ranks.mean([question.x], step))
+            except StopIteration as end:
+                total = end.value
+            step += 1
+        assert step == messages
+        left.append(float((x - total).square().sum() / x.square().sum()))
+    assert all(loss <= 0.95**messages for loss, messages in zip(left, (1, 4, 8, 16), strict=True))
+    assert left == pytest.approx([0.77, 0.41, 0.14, 0.006], rel=0.4)
+
+
+@pytest.mark.slow
+def test_neolithic() -> None:
+    """Least squares, 8 workers, d = 100, as many messages: 4 messages for 4 batches of 4 at the same point are at least
+    as good as 1 for 1 (Double-Squeeze), each at its best of five steps. Found before after 800 messages: .30, .32."""
+
+    def best(messages: int) -> float:
+        problem = LeastSquares(dimension=100, rows=4000, parts=8, spread=0.5, batch=4 * messages)
+        given: dict[str, Any] = {"block_size": 104, "rule": MultiStep(messages), "progress": False}
+        steps = 800 // messages
+        runs = (
+            simulate("gqsgd_neolithic", problem, workers=8, steps=steps, lr=lr, record_every=steps, **given)
+            for lr in (0.02, 0.05, 0.1, 0.2, 0.4)
+        )
+        return min(run.last("excess") for run in runs)
+
+    assert best(4) < 1.05 * best(1)
+
+
+@pytest.mark.slow
+def test_mcm() -> None:
+    """Least squares with noise, d = 20, 10 heterogeneous workers, batches of 16, the plateau at a step of
+    1/(8 L (1 + ω)): MCM is near DIANA, whose way back is not compressed, and far below Artemis, which forgets what its
+    way back loses. Found before: DIANA 5.2e-3, MCM 6.0e-3, Artemis 2.0e-2; with these data, after 3000 steps: 3.5e-2,
+    5.1e-2, 1.4e-1."""
+    problem = LeastSquares(dimension=20, rows=2000, parts=10, spread=1.0, batch=16)
+    lr = 1 / (8 * problem.smoothness * (1 + math.sqrt(20)))
+
+    def plateau(preset: str) -> float:
+        given: dict[str, Any] = {"block_size": 24, "record_every": 10, "progress": False}
+        return simulate(preset, problem, workers=10, steps=1500, lr=lr, **given).last("excess", rows=75)
+
+    diana, mcm, artemis = plateau("diana"), plateau("gqsgd_mcm"), plateau("artemis")
+    assert mcm < 2 * diana
+    assert mcm < artemis / 2
+
+
+@pytest.mark.slow
+def test_predictive_coding() -> None:
+    """Digits, 5 workers, rounds of 10 local steps of Adam: residuals to predictions have smaller errors than changes,
+    at as many bits, and Elias codes take more than 97 % off fp32. The paper's 99 % needs its second quantiser, which is
+    left out."""
+    problem = DigitsMLP(hidden=64)
+    problem.segments = [segment._replace(raw=False) for segment in problem.segments]
+
+    def run(rule: str) -> Record:
+        given: dict[str, Any] = {"local_steps": 10, "rule": rule, "record_every": 10, "progress": False}
+        return simulate(
+            "gqsgd_predictive", problem, workers=5, steps=200, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3), **given
+        )
+
+    plain, predictive = run("mean"), run("predicted")
+    assert predictive.relative_error[5:].mean() < plain.relative_error[5:].mean()
+    assert predictive.last("accuracy", 3) > plain.last("accuracy", 3) - 0.01
+    assert predictive.wire_bits[-1] < 0.03 * 32
