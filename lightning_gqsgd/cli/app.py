@@ -89,8 +89,8 @@ def presets(
     elif name:
         tables.show(tables.in_full(rows[0]))
     else:
-        shown = [tables.fitting_table(rows), *facts.notes(rows), "", local.table(), local.NOTE]
-        tables.show(*shown, "", systems.table(), systems.NOTE)
+        others = (local.table(), local.NOTE, "", systems.table(), systems.NOTE)
+        tables.show(tables.fitting_table(rows), *facts.notes(rows), "", *others)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
 from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.presets import Preset
 
 
 class Trained(NamedTuple):
@@ -48,12 +50,13 @@ class LocalTraining:
     def __init__(self, options: LocalOptions) -> None:
         self.options = options
         self.trained: list[Trained] = []
+        self._at_anchor = ExitStack()
 
     @classmethod
     def asked_for(
         cls, preset: str | GQSGDConfig | None, given: Mapping[str, Any], others: Mapping[str, Any]
-    ) -> tuple[LocalTraining | None, str | GQSGDConfig | None]:
-        """The local steps that a strategy's arguments ask for, if any, and the preset of the compression.
+    ) -> tuple[LocalTraining | None, str | GQSGDConfig | Preset | None]:
+        """The local steps that a strategy's arguments ask for, if any, and the compression.
 
         Args:
             preset: the strategy's argument.
@@ -87,6 +90,16 @@ class LocalTraining:
         for averages, _, optimizers in self.trained:
             if optimizer is optimizers[0]:
                 averages.advance()
+
+    def lend_anchors(self) -> None:
+        """Give the modules the anchors' values until `take_back`."""
+        self.take_back()
+        for averages, _, _ in self.trained:
+            self._at_anchor.enter_context(averages.at_anchor())
+
+    def take_back(self) -> None:
+        """Give the modules this rank's own values again."""
+        self._at_anchor.close()
 
     def finish(self) -> None:
         """Make the last averages."""

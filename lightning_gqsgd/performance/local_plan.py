@@ -129,7 +129,8 @@ class LocalProblem:
     def __post_init__(self) -> None:
         if not self.workers:
             raise ConfigError("workers=[] leaves nobody to train; give at least one kind of workers")
-        for part in (*self.workers, self.server, self.learning, self.limits):
+        parts: list[Machine | Learning | Limits] = [*self.workers, self.server, self.learning, self.limits]
+        for part in parts:
             for name, value in asdict(part).items():
                 check_real(f"{type(part).__name__}.{name}", value, math.nextafter(0, 1), math.inf)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import Keeps
@@ -23,7 +24,7 @@ class VirtualRanks:
         ranks: number of ranks.
         segments: the parameters in a gradient, in order.
         dtype: dtype of the gradients.
-        preset: name of a preset; see `presets.PRESETS`.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
         **fields: fields of `GQSGDConfig`.
 
     Attributes:
@@ -39,7 +40,7 @@ class VirtualRanks:
         ranks: int,
         segments: Sequence[Segment],
         dtype: torch.dtype = torch.float32,
-        preset: str | None = None,
+        preset: str | GQSGDConfig | None = None,
         **fields: Any,
     ) -> None:
         self.config = resolve(make_config(preset, **fields), ranks)

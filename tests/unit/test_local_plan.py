@@ -42,8 +42,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_energies_of_genqsgd_at_a_speed_ratio_of_five(path: Path) -> None:
-    """Found before: GenQSGD 6438 J, PR-SGD (B = 1) 7911, FedAvg 11182, PM-SGD (K = 1) 14555. FedAvg takes a fixed number
-    of samples K B in a round; 30 of them give that energy."""
+    """Found before: GenQSGD 6438 J, PR-SGD (B = 1) 7911, FedAvg 11182, PM-SGD (K = 1) 14555. FedAvg takes a fixed
+    number of samples K B in a round; 30 of them give that energy."""
     problem = LocalProblem.load(path)
     assert plan(problem).energy == pytest.approx(6438, rel=1e-4)
     assert plan(problem, batch=1).energy == pytest.approx(7911, rel=1e-4)
