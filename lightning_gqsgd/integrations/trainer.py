@@ -98,12 +98,12 @@ class TrainerMixin(_Base):
     ) -> None:
         given = locals()
         options = {name: given[name] for name in ("outer", "fragments", "delay", "mixing", "inner_state", "rule")}
-        self._local, preset = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
+        self._local, compression = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
         self._validates_at_anchor = self._check_validation(validate_at)
         named = {name: given[name] for name in GQSGDConfig.field_names()}
         fields = {name: value for name, value in named.items() if value is not None}
         (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
-        self.gqsgd_config, rest = split_arguments(type(self), base, preset, {**fields, **kwargs})
+        self.gqsgd_config, rest = split_arguments(type(self), base, compression, {**fields, **kwargs})
         super().__init__(**rest)
         self._adds_telemetry = telemetry
         self._gqsgd_state: GQSGDState | None = None
