@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.enable import enable
     from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+    from lightning_gqsgd.integrations.ray import RayGQSGDStrategy
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.local_steps.optimizer import LocalSteps
     from lightning_gqsgd.memory import StabilityWarning
@@ -41,6 +42,7 @@ _HOMES = {
     "Memory": "memory",
     "PRESETS": "presets",
     "RDAAdagrad": "optim",
+    "RayGQSGDStrategy": "integrations.ray",
     "StabilityWarning": "memory",
     "all_reduce": "functional",
     "enable": "integrations.enable",
@@ -55,6 +57,7 @@ _EXTRAS = {
     "lightning": "lightning",
     "lightning_fabric": "lightning",
     "pytorch_lightning": "lightning",
+    "ray": "ray",
     "transformers": "transformers",
 }
 
@@ -73,6 +76,7 @@ __all__ = [
     "LocalSteps",
     "Memory",
     "RDAAdagrad",
+    "RayGQSGDStrategy",
     "StabilityWarning",
     "all_reduce",
     "enable",

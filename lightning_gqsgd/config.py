@@ -21,6 +21,7 @@ from lightning_gqsgd.errors import (
 )
 from lightning_gqsgd.memory import Memory
 from lightning_gqsgd.reducers import REDUCERS, check_reducer
+from lightning_gqsgd.sparse import options as sparse_options
 
 __all__ = ["ConfigError", "GQSGDConfig", "Memory"]
 
@@ -29,6 +30,8 @@ CODERS = ("fixed", "elias")
 #: The numbers of bits that ``auto`` chooses among if it is not told.
 ALLOW = (32, 16, 8, 4)
 _LARGEST = 2**63 - 1
+#: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
+_ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,12 @@ class GQSGDConfig:
         auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
             the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
         allow: with ``auto``, the numbers of bits that may be taken, at least two.
+        sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
+            ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
+            ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased;
+            ``"sketch"``, sums of sketches of rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP only.
+        sparse_limit: the touched rows of all ranks, added up, over the rows of the table, beyond which a table is
+            reduced as a dense gradient in a step; a row that two ranks touch counts twice. 0: always dense.
 
     Raises:
         ConfigError: a value out of its range, or a combination that cannot work.
@@ -119,12 +128,15 @@ class GQSGDConfig:
     sample_every: int = 100
     auto: bool = False
     allow: tuple[int, ...] = ALLOW
+    sparse: str = "refuse"
+    sparse_limit: float = sparse_options.LIMIT
 
     def __post_init__(self) -> None:
         self._check_values()
         self._check_codec()
         check_reducer(self)
         memories.check(self)
+        sparse_options.check(self)
         if self.auto:
             self.candidates()
 
@@ -136,7 +148,7 @@ class GQSGDConfig:
         """
         if self.remembers:
             raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
-        alike = {name: getattr(self, name) for name in ("min_numel", "warmup_steps", "seed", "sample_every", "exclude")}
+        alike = {name: getattr(self, name) for name in _ALIKE}
         fixed: dict[str, Any] = {"auto": False, "allow": ALLOW}
         return {
             bits: GQSGDConfig(bits=bits, **alike) if bits in REDUCER_OF_BITS else replace(self, bits=bits, **fixed)

@@ -24,8 +24,8 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan, check_gradient
-from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for, stages
-from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.reducers import REDUCERS, Setting, Steps, new_store, setting_for, stages
+from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.transport.agreement import Card, Stamp, StampCheck, compared
 from lightning_gqsgd.transport.communicator import Communicator
 from lightning_gqsgd.transport.direct import DirectRunner
@@ -168,46 +168,42 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         self.check_open()
-        if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
-            self._agree_on(request.agreement)
-            request = replace(request, agreement=None)
+        request = self._compared_first(request)
         counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
         starts, preface, blocks = [], None, True
         if self.world_size > 1 and x.numel():
             store = request.store or new_store(request.config, self.world_size, {}, x.dtype, x.device)
-            plan = self._plan(x, request)
+            plan = self.plan(x, request)
             starts = plan.starts(x, self.rank, request.step, store, counters, telemetry)
             if request.direct and plan.is_native and self._direct is not None:
                 return self._reduce_directly(x, request, starts[0], self._direct)
-            if isinstance(request.agreement, Card):
-                preface = self._compare(request.agreement)
-            elif request.agreement is not None:
-                preface, blocks = partial(self._stamps.steps, request.agreement), _is_special(request)
+            preface, blocks = self._preface(request)
         job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks)
         self._submit(job)
         return job
 
-    def exchange(self, x: Tensor, start: Start, request: Request) -> Job:
-        """Start exchanges of the caller's own, in their order among all that is reduced; on every rank alike.
+    def run(self, x: Tensor, request: Request, start: Callable[[BucketCounters], Steps]) -> Job:
+        """Start steps of the caller's own, in the order of `reduce`; on every rank, with any tensor.
 
         Args:
-            x: what the exchanges replace; it is NaN after an error.
-            start: starts the exchanges, as those of a reducer; see `reducers.base.Steps`. The caller counts bytes.
-            request: its name, its bucket and its agreement, which is compared before anything else is sent.
+            x: what becomes NaN if the steps fail.
+            request: see `Request`; its agreement is compared.
+            start: makes the steps; called with the counters of the bucket, not if there is one rank only.
 
         Returns:
-            The job, whose future completes with ``x``. On one rank nothing is exchanged.
+            The job, whose future completes with ``x`` when the steps are through.
 
         Raises:
             RuntimeError: the engine is closed.
         """
         self.check_open()
-        starts, preface = [], None
+        request = self._compared_first(request)
+        counters = self.telemetry.bucket(request.bucket)
+        starts, preface, blocks = [], None, True
         if self.world_size > 1:
-            starts = [start]
-            if isinstance(request.agreement, Stamp):
-                preface = partial(self._stamps.steps, request.agreement)
-        job = Job(x, starts, request.name, self.telemetry.bucket(request.bucket), self.telemetry, False, preface)
+            starts = [partial(start, counters)]
+            preface, blocks = self._preface(request)
+        job = Job(x, starts, request.name, counters, self.telemetry, request.ends_step, preface, blocks)
         self._submit(job)
         return job
 
@@ -310,7 +306,27 @@ class Engine:
     def _compare(self, card: Card) -> Start:
         return partial(compared, card, self.world_size, self.communicator.control_device)
 
-    def _plan(self, x: Tensor, request: Request) -> Plan:
+    def _compared_first(self, request: Request) -> Request:
+        """The request. A stamp that has to be compared before anything else is sent is compared here, and left out."""
+        if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
+            self._agree_on(request.agreement)
+            return replace(request, agreement=None)
+        return request
+
+    def _preface(self, request: Request) -> tuple[Start | None, bool]:
+        """The steps of a request's agreement, and whether they are over before the first piece starts."""
+        if isinstance(request.agreement, Card):
+            return self._compare(request.agreement), True
+        if request.agreement is not None:
+            return partial(self._stamps.steps, request.agreement), _is_special(request)
+        return None, True
+
+    def plan(self, x: Tensor, request: Request) -> Plan:
+        """How a flat tensor is cut into pieces for a request.
+
+        Raises:
+            ConfigError: a tensor that cannot be reduced.
+        """
         key = PlanKey(request.plan, request.config, request.segments, x.dtype, request.compressed)
         return self.plans.get(key, request.step, lambda: self._planned(x, request))
 

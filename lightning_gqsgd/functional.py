@@ -18,6 +18,7 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.plan import check_gradient
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.transport.agreement import Card
 from lightning_gqsgd.transport.communicator import is_alive, parent_group, timeout_of
 from lightning_gqsgd.transport.meeting import Meeting
@@ -228,6 +229,7 @@ def _checked(
             f"on {tensor.device}; they must be alike"
         )
     config = resolve(make_config(preset, **fields), dist.get_world_size(group))
+    refuse_for(config, "all_reduce, which takes dense tensors")
     if config.remembers:
         raise ConfigError(
             "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "

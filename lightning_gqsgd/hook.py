@@ -34,6 +34,9 @@ from lightning_gqsgd.parameters import digest, number_parameters
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, new_store, resolve
 from lightning_gqsgd.report import report
+from lightning_gqsgd.sparse.gradients import SparseGradients
+from lightning_gqsgd.sparse.missing import fill_missing_gradients
+from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.starting import check_group, check_is_ddp, check_model, device_of, dtype_of, facts_of
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
@@ -78,6 +81,7 @@ class GQSGDState:
         self._step, self._compares_first = 0, False
         with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
             check_model(model)
+            check_tables(model, config, post_local_sgd)
             if post_local_sgd is not None:
                 check_group(post_local_sgd, model)
             named = dict(model.module.named_parameters())
@@ -85,8 +89,9 @@ class GQSGDState:
             self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
             world_size = dist.get_world_size(self._group)
             self._steering = Steering(config, world_size) if config.auto else None
-            configs = [resolve(config, world_size)] if self._steering is None else self._steering.candidates.values()
-            self._config = next(iter(configs))
+            steering = self._steering
+            configs = [resolve(config, world_size)] if steering is None else list(steering.candidates.values())
+            self._config = configs[0]
             self._trained = TrainedParameters(model, self._parameters)
             facts = facts_of(config, config if config.auto else self.config, model, numbered)
             self._digest = digest_of(json.dumps(facts, sort_keys=True))
@@ -97,6 +102,7 @@ class GQSGDState:
             for resolved in configs:
                 self._engine.connect(resolved)
                 self._engine.compile(resolved, dtype)
+            self._sparse = self._sparse_gradients(model, configs, dtype)
             start.agree([{}], patience_s=COMPILE_PATIENCE_S)
             undo.pop_all()
         sizes = {entry.number: entry.numel for entry in numbered if not entry.raw}
@@ -187,12 +193,27 @@ class GQSGDState:
             bucket=index,
             ends_step=is_last,
             compressed=step >= self.config.warmup_steps,
-            direct=self._steering is not None or self.config.reducer == "native",
+            direct=self._sparse is None and (self._steering is not None or self.config.reducer == "native"),
             compares_first=stamp is not None and self._compares_first,
         )
         if is_last:
             self._compares_first = False
+        if x.is_sparse and self._sparse is not None:
+            return self._sparse.reduce(x, request)
         return self._engine.reduce(x, request).future
+
+    def _sparse_gradients(
+        self, model: DistributedDataParallel, configs: list[GQSGDConfig], dtype: torch.dtype
+    ) -> SparseGradients | None:
+        """What reduces the sparse gradients of a model; None: the model has none, and never will."""
+        tables = tables_of(model, frozen=True)
+        if not tables or self.requested.sparse == "refuse":
+            return None
+        entries = [self._parameters[id(table)] for table in tables.values()]
+        made = SparseGradients(self._engine, configs, {entry.number: entry.name for entry in entries})
+        for config in configs:
+            made.compile(config, dtype)
+        return made
 
     def _begin_step(self, step: int) -> Stamp | None:
         """Choose the step's configuration; returns what ranks compare in the step. None for the reducer "native", which
@@ -264,6 +285,7 @@ class GQSGDState:
             model = build(module)
             check_is_ddp(model)
             check_model(model)
+            check_tables(model, self.requested, self._post_local_sgd)
             if model.module is not module or model.process_group is not self._group:
                 raise ConfigError("`build` wrapped another module, or for another process group; give both as before")
         except BaseException:
@@ -291,6 +313,8 @@ class GQSGDState:
         self._unused = UnusedParameters(model, self._store, numbers) if watches else None
         if self._steering is not None:
             self._steering.watch(model)
+        if model.find_unused_parameters:
+            fill_missing_gradients(model, tables_of(model).values())
         model.register_comm_hook(self, gqsgd_hook)
         model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
@@ -374,9 +398,12 @@ class GQSGDState:
 
     def report(self) -> str:
         """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why."""
-        if self._steering is not None and self._engine.world_size > 1:
-            return self._steering.report(self._engine.world_size)
-        return report(self.requested, self.config, self._trained.parameters, self._engine.world_size, self.step)
+        ranks, trained = self._engine.world_size, self._trained.parameters
+        if self._steering is not None and ranks > 1:
+            text = self._steering.report(ranks)
+        else:
+            text = report(self.requested, self.config, trained, ranks, self.step)
+        return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe()}"
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained by this hook any more."""

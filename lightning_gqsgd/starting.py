@@ -72,12 +72,6 @@ def check_model(model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients, not buckets; '
             'set it to True or "ddp_optimizer"'
         )
-    for name, module in model.module.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ConfigError(
-                f"module {name!r} gives sparse gradients; quantised allreduce needs dense ones: "
-                "build it with sparse=False"
-            )
     trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
     for name, p in trained.items():
         check_dtype(p.dtype, f"parameter {name!r}")

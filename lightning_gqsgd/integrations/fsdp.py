@@ -46,6 +46,7 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, resolve
+from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import timeout_of
@@ -436,6 +437,7 @@ def register_gqsgd_fsdp(
     patience = timeout or timeout_of(shards, next(model.parameters()).device)
     with Meeting("register_gqsgd_fsdp", groups, patience) as meeting:
         config = make_config(preset, **fields)
+        refuse_for(config, "FSDP2, which has dense gradients only")
         state = GQSGDFSDPState(model, config, replicate, reduce_scatter, timeout, meeting)
     weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
     return state

@@ -85,6 +85,8 @@ class TrainerMixin(_Base):
         sample_every: int | None = None,
         auto: bool | None = None,
         allow: Sequence[int] | None = None,
+        sparse: str | None = None,
+        sparse_limit: float | None = None,
         telemetry: bool = True,
         local_steps: int | None = None,
         outer: str | Callable[..., Any] | None = None,

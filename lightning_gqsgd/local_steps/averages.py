@@ -48,6 +48,7 @@ from lightning_gqsgd.local_steps.starting import (
 )
 from lightning_gqsgd.reducers import new_store, resolve
 from lightning_gqsgd.report import report
+from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.transport.agreement import Card, Stamp, digest_of
 from lightning_gqsgd.transport.communicator import parent_group, timeout_of
@@ -149,6 +150,7 @@ class LocalAverages(Course[Average]):
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
             self.config = resolve(config, dist.get_world_size(self.group))
+            refuse_for(config, "local steps, which average whole models")
             options.averaging.check(self.config)
             self._facts, parameters, buffers = numbered(model, trained, config)
             super().__init__(options, fragments_of(parameters, buffers, options))
@@ -323,8 +325,7 @@ class LocalAverages(Course[Average]):
     def _put(self, question: Question, count: int, fragment: int) -> Job:
         """Start to answer a rule's question; ``count`` counts those of one bundle's average."""
         if isinstance(question, Talk):
-            start = partial(question.counted, self.telemetry.bucket(fragment))
-            return self._engine.exchange(question.x, start, self._request((), fragment))
+            return self._engine.run(question.x, self._request((), fragment), question.counted)
         return self._engine.reduce(question.x, self._request(question.segments, fragment, count))
 
     def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:

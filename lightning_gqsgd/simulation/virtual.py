@@ -15,6 +15,7 @@ from lightning_gqsgd.memory import Keeps
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import Setting, new_store, resolve
+from lightning_gqsgd.sparse.options import refuse_for
 
 
 class VirtualRanks:
@@ -44,6 +45,7 @@ class VirtualRanks:
         **fields: Any,
     ) -> None:
         self.config = resolve(make_config(preset, **fields), ranks)
+        refuse_for(self.config, "simulations, which have dense gradients only")
         self.bytes_sent = 0
         self._dtype = dtype
         self._plan = Plan(segments, Setting(self.config, ranks, dtype))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from recipes.errors import RecipeError
 from recipes.models.sparse_gradients import gives_sparse_gradients
+from recipes.tasks.adam_of_tables import AdamOfTables
 from recipes.tasks.schedules import make_schedule
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -57,31 +58,39 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float)
     Raises:
         OptimizerError: the network gives sparse gradients, which the optimizer does not take.
     """
-    _check_sparse(module, settings)
+    tables = _tables(module, settings)
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = _optimizer([group for group in groups if group["params"]], settings)
+    optimizer = _optimizer([group for group in groups if group["params"]], tables, settings)
     schedule = make_schedule(optimizer, settings.schedule, steps, settings.warmup, settings.milestones)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _check_sparse(module: nn.Module, settings: OptimizerSettings) -> None:
+def _tables(module: nn.Module, settings: OptimizerSettings) -> list[nn.Parameter]:
+    """The parameters with sparse gradients.
+
+    Raises:
+        OptimizerError: see `make_optimizer`.
+    """
+    tables = {name: child.weight for name, child in module.named_modules() if gives_sparse_gradients(child)}
     # torch would refuse sparse gradients as well, but at the first step, and because of an addition, not of the decay.
-    tables = [name for name, child in module.named_modules() if gives_sparse_gradients(child)]
-    if tables and (settings.name != "sgd" or settings.weight_decay):
+    if tables and (settings.name == "adamw" or settings.weight_decay):
         raise OptimizerError(
-            f"{tables[0]} gives sparse gradients, which optimizer.name={settings.name} "
+            f"{next(iter(tables))} gives sparse gradients, which optimizer.name={settings.name} "
             f"optimizer.weight_decay={settings.weight_decay} cannot take; set model.sparse=false, "
-            "or optimizer.name=sgd optimizer.weight_decay=0"
+            "or optimizer.name=adam or sgd and optimizer.weight_decay=0"
         )
+    return list(tables.values())
 
 
-def _optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Optimizer:
+def _optimizer(groups: list[dict[str, Any]], tables: list[nn.Parameter], settings: OptimizerSettings) -> Optimizer:
     if settings.name == "sgd":
         nesterov = settings.nesterov and settings.momentum > 0
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov)
+    if tables:
+        return AdamOfTables(groups, tables, lr=settings.lr, betas=settings.betas)
     kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=settings.lr, betas=settings.betas)

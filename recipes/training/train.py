@@ -31,6 +31,7 @@ from recipes.measuring.clock import TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
 from recipes.measuring.metrics import Metric
+from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
 from recipes.training.building import build
@@ -77,7 +78,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     name = f"{title}, {cfg.strategy.name}, seed {cfg.seed}"
     trainer = Trainer(
         **config["trainer"],
-        strategy=build(cfg.strategy, leave_out=("name",)),
+        strategy=build(cfg.strategy, leave_out=("name",), **fields_for(cfg.strategy, network)),
         plugins=cluster_environment(os.environ),
         logger=_loggers(cfg, config, folder, name, module.metric, checkpoint),
         callbacks=callbacks,

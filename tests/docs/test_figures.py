@@ -155,6 +155,28 @@ def test_times_of_whole_trainings_are_those_of_the_tables() -> None:
         assert said == [rounded(value, like) for value, like in zip(expected, said, strict=True)], (name, hosts, link)
 
 
+_PAIR = r"([\d.]+), ([\d.]+)"
+CHOOSING = re.compile(rf"^\| ([^|]*?) ?\| (\d) \| ([^|]+) \| {_PAIR} \| {_PAIR} \|$", re.MULTILINE)
+
+
+def test_ratios_that_help_to_choose_are_those_of_the_tables() -> None:
+    rows = CHOOSING.findall((ROOT / "docs/choosing.md").read_text())
+    assert len(rows) == 9 + 10
+    name = ""
+    for title, hosts, link, *said in rows:
+        name = title.partition(",")[0] or name
+        if name in NETWORKS:
+            page, columns = NETWORKS[name], ("ddp / step", "ddp_bf16 / step")
+            row = {"hosts": hosts, "rate": RATES[link]}
+            keys = [{"case": case} for case in ("gqsgd", "gqsgd_4bit")]
+        else:
+            page, columns = f"{name}_links", ("times sooner than ddp", "than the best baseline")
+            seeds = "3" if (name, hosts) == ("transformer_wikitext", "2") else "1"
+            row = {"seeds": seeds, "heading": link if seeds == "3" else f"{hosts} hosts, {link}"}
+            keys = [{"strategy": strategy} for strategy in ("gqsgd", "gqsgd_4bit")]
+        assert said == [cell(page, column, **row, **key) for key in keys for column in columns], (name, hosts, link)
+
+
 def test_qualities_over_three_seeds_are_those_of_the_tables() -> None:
     text = (ROOT / "docs/benchmarks.md").read_text()
     for begin, page, column, row in (

@@ -1,0 +1,7 @@
+"""Row-sparse gradients of embeddings: what ranks send of the rows that a batch has touched.
+
+The hook calls one entry point, `gradients.SparseGradients`. Every other file has one reason to exist: `options` (fields
+and refusals), `tables` (a table and its touched rows), `row_numbers` (how row numbers are written), `rows` (how rows
+are written), `logarithmic` (rows as powers of a base), `gathering` (the exchange of messages), `dense` (a table of
+which most rows are touched), `sketching` (sums of sketches), `missing` (a rank that has not used a table).
+"""

@@ -1,0 +1,56 @@
+"""A table of which ranks touch more rows than `GQSGDConfig.sparse_limit` allows, in one step.
+
+The whole table is reduced as the gradient of an embedding without ``sparse=True`` is, to the same bits. Beside the
+codes, ranks gather a bit for each row, so that all know which rows any of them has touched. The mean has these rows
+only: a dense reduction leaves noise in the others that share a block with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.reducers import Exchange, Steps
+from lightning_gqsgd.reducers.base import side_by_side
+from lightning_gqsgd.sparse.gathering import Mean
+from lightning_gqsgd.sparse.tables import Table, Touched
+from lightning_gqsgd.telemetry import BucketCounters
+
+
+def dense_gradient(table: Table, touched: Touched, dtype: torch.dtype) -> Tensor:
+    """The rows in a flat tensor of the whole table, [height * width]."""
+    x = torch.zeros(table.height, table.width, dtype=dtype)
+    x[touched.rows] = touched.values.to(dtype)
+    return x.view(-1)
+
+
+def dense_mean(
+    table: Table, touched: Touched, x: Tensor, pieces: Sequence[Steps], ranks: int, counters: BucketCounters
+) -> Mean:
+    """From stage 2 on: the mean of all ranks' rows.
+
+    Args:
+        table: the table.
+        touched: what this rank has touched.
+        x: see `dense_gradient`; overwritten.
+        pieces: the steps of a plan that replace ``x`` by its mean.
+        ranks: number of ranks.
+        counters: of the bucket.
+    """
+    mine = np.zeros(table.height, dtype=np.uint8)
+    mine[touched.rows.numpy()] = 1
+    sent = torch.from_numpy(np.packbits(mine))
+    received = torch.empty(ranks, len(sent), dtype=torch.uint8)
+    counters.message_bytes += len(sent)
+    counters.bytes_sent += (ranks - 1) * len(sent)
+    yield from side_by_side(_gathered(sent, received), *pieces)
+    union = torch.from_numpy(np.flatnonzero(np.unpackbits(received.numpy(), axis=1, count=table.height).any(axis=0)))
+    return Touched(union, x.view(table.height, table.width)[union])
+
+
+def _gathered(sent: Tensor, received: Tensor) -> Steps:
+    yield (Exchange("all_gather", received, sent),)
+    return 0

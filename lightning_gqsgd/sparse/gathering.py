@@ -1,0 +1,92 @@
+"""The exchange of touched rows: every rank gets every rank's message, and adds them up in rank order.
+
+Stage 1 gathers lengths, two integers of each rank: the number of touched rows and the bytes of their numbers. All ranks
+know all lengths then, so they decide the same about what comes next. Stage 2 gathers the messages, each as long as the
+longest one, a multiple of 16 bytes:
+
+    rows (see `rows`), row numbers (see `row_numbers`)
+
+All ranks decode the same bytes in the same order, so the mean has the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.wire import Share
+from lightning_gqsgd.layout import ALIGNMENT
+from lightning_gqsgd.reducers import Exchange
+from lightning_gqsgd.sparse import row_numbers
+from lightning_gqsgd.sparse.rows import Rows
+from lightning_gqsgd.sparse.tables import Table, Touched
+from lightning_gqsgd.telemetry import BucketCounters
+
+#: Bytes of one rank's lengths.
+LENGTH_BYTES = 16
+
+#: Steps that end with the touched rows of all ranks and their mean.
+Mean = Generator[Sequence[Exchange], None, Touched]
+
+
+def gathered_lengths(rows: int, number_bytes: int, ranks: int) -> Generator[Sequence[Exchange], None, Tensor]:
+    """Stage 1: the lengths of all ranks, int64 [ranks, 2]."""
+    lengths = torch.empty(ranks, 2, dtype=torch.int64)
+    yield (Exchange("all_gather", lengths, torch.tensor([rows, number_bytes])),)
+    return lengths
+
+
+def gathered_mean(
+    table: Table,
+    touched: Touched,
+    numbers: np.ndarray,
+    lengths: Tensor,
+    rows: Rows,
+    rank: int,
+    counters: BucketCounters,
+) -> Mean:
+    """Stage 2: the mean of all ranks' rows.
+
+    Args:
+        table: the table.
+        touched: what this rank has touched; the values may be changed.
+        numbers: the stream of its row numbers.
+        lengths: see `gathered_lengths`.
+        rows: how rows are written.
+        rank: this rank.
+        counters: of the bucket.
+    """
+    counts = [(int(count), int(number_bytes)) for count, number_bytes in lengths.tolist()]
+    longest = max(rows.nbytes(count) + number_bytes for count, number_bytes in counts)
+    longest = -(-longest // ALIGNMENT) * ALIGNMENT
+    sent = torch.zeros(longest, dtype=torch.uint8)
+    own = rows.nbytes(len(touched.rows))
+    rows.write(touched, sent[:own], rank)
+    sent[own : own + len(numbers)] = torch.from_numpy(numbers)
+    received = torch.empty(len(counts), longest, dtype=torch.uint8)
+    yield (Exchange("all_gather", received, sent),)
+    counters.message_bytes += longest
+    counters.bytes_sent += (len(counts) - 1) * longest
+
+    messages = []
+    for source, (count, number_bytes) in enumerate(counts):
+        end = rows.nbytes(count)
+        stream = received[source, end : end + number_bytes].numpy()
+        theirs = torch.from_numpy(row_numbers.read(stream, count, table.height))
+        messages.append(Touched(theirs, rows.read(received[source, :end], theirs, source)))
+    return mean_of(messages)
+
+
+def mean_of(messages: Sequence[Touched]) -> Touched:
+    """The mean over ranks of the rows that any rank has touched, added up in rank order."""
+    share = Share.of(len(messages))
+    union = torch.cat([message.rows for message in messages]).unique()
+    first = messages[0].values
+    total = torch.zeros(len(union), first.shape[1], dtype=first.dtype)
+    for message in messages:
+        places = torch.searchsorted(union, message.rows)
+        total[places] += message.values * share.each  # no row occurs twice in one message
+    return Touched(union, total / share.rest)

@@ -1,0 +1,142 @@
+"""The sparse gradients of a DDP model's tables: the entry point for the hook.
+
+DDP has a bucket of its own for each parameter of which it expects a sparse gradient, and hands the sparse tensor to the
+hook as soon as it is there. So tables are reduced while the backward pass goes on, beside dense buckets and in the
+order of all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.engine import Engine, Request
+from lightning_gqsgd.errors import counted
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, in_finite_range
+from lightning_gqsgd.reducers import Setting, StepKeys, Steps, new_store, stages
+from lightning_gqsgd.reducers.base import ALL
+from lightning_gqsgd.sparse import row_numbers
+from lightning_gqsgd.sparse.dense import dense_gradient, dense_mean
+from lightning_gqsgd.sparse.gathering import LENGTH_BYTES, Mean, gathered_lengths, gathered_mean
+from lightning_gqsgd.sparse.rows import rows_for
+from lightning_gqsgd.sparse.sketching import sketched_mean
+from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
+from lightning_gqsgd.telemetry import BucketCounters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Outcome:
+    """The gradient that a job leaves behind; None: there was nothing to reduce."""
+
+    gradient: Tensor | None = None
+
+
+class SparseGradients:
+    """Replaces sparse gradients by their mean over ranks.
+
+    Args:
+        engine: the engine that runs jobs. Making this object may be a collective: all ranks do it.
+        configs: the configurations that steps may have, with their reducers chosen.
+        names: names of the tables, for the log.
+    """
+
+    def __init__(self, engine: Engine, configs: list[GQSGDConfig], names: dict[int, str]) -> None:
+        self._engine, self._names, self._method = engine, names, configs[0].sparse
+        self._said: set[int] = set()
+        for config in configs:
+            # Stage 1 gathers lengths, and the reducer's own stages come behind it where a table is reduced whole.
+            later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in stages(config, engine.world_size)]
+            engine.communicator.extend([(ALL,), *later])  # at least three stages
+
+    def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
+        """Compile the kernels for rows, which are encoded in the compute dtype of gradients of a dtype."""
+        self._engine.compile(config, COMPUTE_DTYPES[dtype])
+
+    def describe(self) -> str:
+        """What is done with the tables, for the report."""
+        return f"of {counted(len(self._names), 'table')}, the touched rows only ({self._method})"
+
+    def reduce(self, gradient: Tensor, request: Request) -> torch.futures.Future[Tensor]:
+        """Start to compute the mean of a table's sparse gradient over ranks.
+
+        Args:
+            gradient: sparse tensor, [height, width]. If the job fails, its values are NaN.
+            request: how it is to be reduced; its one segment is the table.
+
+        Returns:
+            A future that completes with a coalesced sparse gradient with the same bits on every rank.
+        """
+        outcome = _Outcome()
+        start = partial(self._steps, gradient, request, outcome)
+        job = self._engine.run(gradient._values(), request, start)
+
+        def result(future: torch.futures.Future[Tensor]) -> Tensor:
+            future.value()  # raises the job's error
+            return gradient.coalesce() if outcome.gradient is None else outcome.gradient
+
+        return job.future.then(result)
+
+    def _steps(self, gradient: Tensor, request: Request, outcome: _Outcome, counters: BucketCounters) -> Steps:
+        mean = yield from self._mean(gradient, request, counters)
+        values = in_finite_range(mean.values, gradient.dtype).to(gradient.dtype)
+        outcome.gradient = gradient_of(mean.rows, values, gradient)
+        return int((~values.isfinite()).any(dim=1).sum())
+
+    def _mean(self, gradient: Tensor, request: Request, counters: BucketCounters) -> Mean:
+        engine, config = self._engine, request.config
+        ((number, numel, raw),) = request.segments
+        height = gradient.shape[0]
+        table = Table(number, height, numel // height if height else 0, raw)
+        touched = touched_rows(gradient, table.width)
+        counters.calls += 1
+        counters.numel += touched.values.numel()
+        sketches = config.sparse == "sketch" and request.compressed
+        numbers = row_numbers.write(touched.rows.numpy())
+        bad = int((~touched.values.isfinite()).any(dim=1).sum())
+        lengths = yield from gathered_lengths(len(touched.rows), bad if sketches else len(numbers), engine.world_size)
+        counters.message_bytes += LENGTH_BYTES
+        counters.bytes_sent += (engine.world_size - 1) * LENGTH_BYTES
+        rows = int(lengths[:, 0].sum())
+        if not rows:
+            return touched
+        if rows > config.sparse_limit * height:
+            self._say(table, rows, config)
+            return (yield from self._dense(table, touched, gradient.dtype, request, counters))
+        keys = StepKeys.of(config, request.step, engine.world_size)
+        if sketches:
+            bad = int(lengths[:, 1].sum())
+            return (yield from sketched_mean(table, touched, bad, keys.rotation, engine.world_size, counters))
+        setting = Setting(config, engine.world_size, gradient.dtype)
+        form = rows_for(table, setting, keys, compressed=request.compressed)
+        return (yield from gathered_mean(table, touched, numbers, lengths, form, engine.rank, counters))
+
+    def _dense(
+        self, table: Table, touched: Touched, dtype: torch.dtype, request: Request, counters: BucketCounters
+    ) -> Mean:
+        engine = self._engine
+        x = dense_gradient(table, touched, dtype)
+        store = request.store or new_store(request.config, engine.world_size, {}, dtype, x.device)
+        plan = engine.plan(x, request)
+        pieces = [start() for start in plan.starts(x, engine.rank, request.step, store, counters, engine.telemetry)]
+        counters.calls -= 1  # the plan counts this call and its coordinates
+        counters.numel -= touched.values.numel()
+        return (yield from dense_mean(table, touched, x, pieces, engine.world_size, counters))
+
+    def _say(self, table: Table, rows: int, config: GQSGDConfig) -> None:
+        if self._engine.rank == 0 and table.number not in self._said:
+            logger.warning(
+                "gqsgd: the gradient of %r is reduced as a dense one in this step: ranks touch %d rows of %d, added "
+                "up, and sparse_limit=%s. This is said once; where it is usual, sparse=False is faster",
+                self._names.get(table.number, table.number),
+                rows,
+                table.height,
+                config.sparse_limit,
+            )
+        self._said.add(table.number)

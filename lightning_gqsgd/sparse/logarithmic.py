@@ -1,0 +1,77 @@
+"""Rows as signs and powers of two, the logarithmic codec of FastSGD (Yang et al. 2021, arXiv 2112.04291).
+
+With the power of two M above the largest magnitude of a message, a coordinate v is
+
+    q = round(log2(M / |v|)),   decoded sign(v) M 2^-q,   or 0 where q > q_max
+
+A kept coordinate is off by a factor of at most √2, so the codec is biased: with kept coordinates K and dropped ones D,
+|error|² <= (√2 - 1)² |K|² + |D|². FastSGD divides by the largest magnitude itself. A power of two leaves decoded
+numbers independent of the other rows of a message, unless they are dropped.
+
+A code has a sign and b - 1 bits of q, so q_max = 2^(b-1) - 2. The largest field stands for zero, and under a negative
+sign for NaN. A row with a number that is not finite is NaN as a whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.sparse.tables import Table, Touched
+
+#: Bytes of the exponent of M.
+_HEAD = 2
+#: A mantissa in [1/2, 1) from here on is nearer to 1, in logarithms, than to 1/2.
+_MIDDLE = 2**-0.5
+
+
+class LogarithmicRows:
+    """Rows as signs and powers of two; see `rows.Rows`.
+
+    Args:
+        table: the table.
+        bits: bits of a code, 2 to 8.
+        dtype: the compute dtype.
+    """
+
+    def __init__(self, table: Table, bits: int, dtype: torch.dtype) -> None:
+        self._width, self._bits, self._dtype = table.width, bits, dtype
+        self._none = (1 << (bits - 1)) - 1
+
+    def nbytes(self, count: int) -> int:
+        """See `rows.Rows.nbytes`."""
+        return _HEAD + -(-count * self._width * self._bits // 8) if count else 0
+
+    def write(self, touched: Touched, message: Tensor, rank: int) -> None:
+        """See `rows.Rows.write`."""
+        values = touched.values.double().numpy()
+        if not len(values):
+            return
+        finite = np.isfinite(values).all(axis=1, keepdims=True)
+        values = np.where(finite, values, 0.0)
+        mantissa, exponent = np.frexp(np.abs(values))
+        top = int(exponent[mantissa > 0].max(initial=-(2**14)))
+        powers = top - exponent + (mantissa < _MIDDLE)
+        kept = (mantissa > 0) & (powers < self._none)
+        sign = np.where(finite, np.signbit(values) & kept, True)
+        codes = np.where(kept, powers, self._none) | sign.astype(np.int64) << (self._bits - 1)
+        bits = codes.reshape(-1, 1) >> np.arange(self._bits - 1, -1, -1) & 1
+        head = np.array([top], dtype="<i2").view(np.uint8)
+        message.copy_(torch.from_numpy(np.concatenate([head, np.packbits(bits.astype(np.uint8))])))
+
+    def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
+        """See `rows.Rows.read`."""
+        if not len(rows):
+            return torch.zeros(0, self._width, dtype=self._dtype)
+        received = message.numpy()
+        top = int(received[:_HEAD].copy().view("<i2")[0])
+        bits = np.unpackbits(received[_HEAD:])[: len(rows) * self._width * self._bits].reshape(-1, self._bits)
+        codes = np.zeros(len(bits), dtype=np.int64)
+        for digit in range(self._bits):
+            codes = codes << 1 | bits[:, digit]
+        powers, negative = codes & self._none, codes > self._none
+        values = np.where(powers < self._none, np.ldexp(1.0, top - powers), np.where(negative, np.nan, 0.0))
+        decoded = torch.from_numpy(np.where(negative, -values, values))
+        limit = torch.finfo(self._dtype).max
+        return decoded.clamp(-limit, limit).to(self._dtype).view(len(rows), self._width)

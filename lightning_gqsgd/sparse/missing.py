@@ -1,0 +1,50 @@
+"""Tables that a rank has not used in a step, where DDP looks for unused parameters.
+
+DDP ends a backward pass with an error where a parameter of which it expects a sparse gradient has none, even if it
+looks for unused parameters. An empty gradient says the same without an error: the rank has touched no row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from lightning_gqsgd.sparse.tables import gradient_of
+
+
+def fill_missing_gradients(model: DistributedDataParallel, tables: Iterable[Tensor]) -> None:
+    """From now on, give each table without a gradient an empty one when a backward pass begins.
+
+    That is the latest moment before DDP looks: gradients may be set to None between the forward and the backward pass.
+    """
+    weak_model, weak_tables = weakref.ref(model), [weakref.ref(table) for table in tables]
+
+    def fill(_: Tensor) -> None:
+        owner = weak_model()
+        if owner is None or not owner.require_backward_grad_sync:
+            return
+        for weak_table in weak_tables:
+            table = weak_table()
+            if table is not None and table.grad is None:
+                table.grad = empty_gradient(table)
+
+    def watch(_model: nn.Module, _inputs: Any, output: Any) -> None:
+        tensors = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
+        if tensors:
+            register_multi_grad_hook(tensors, fill, mode="any")
+
+    model.register_forward_hook(watch)
+
+
+def empty_gradient(table: Tensor) -> Tensor:
+    """A sparse gradient of a table without any row."""
+    rows = torch.zeros(0, dtype=torch.int64, device=table.device)
+    values = torch.zeros(0, *table.shape[1:], dtype=table.dtype, device=table.device)
+    return gradient_of(rows, values, torch.empty(table.shape, dtype=table.dtype, device="meta"))

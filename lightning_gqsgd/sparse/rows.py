@@ -1,0 +1,152 @@
+"""Rows in a message: as they are, as bf16 numbers, or as codes of the configuration's codec."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.layout import Part
+from lightning_gqsgd.memory import UP
+from lightning_gqsgd.reducers import Setting, StepKeys, new_store
+from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
+from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows, place_rows, record_bytes
+
+
+class Rows(Protocol):
+    """How the rows of one table are written in one step."""
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of so many rows."""
+        ...
+
+    def write(self, touched: Touched, message: Tensor, rank: int) -> None:
+        """Write a rank's rows.
+
+        Args:
+            touched: the rows; their values may be changed.
+            message: uint8 [nbytes].
+            rank: the rank, which enters the dither.
+        """
+        ...
+
+    def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
+        """The rows that a rank has written, [rows, width], in the compute dtype; ``rows``: their numbers."""
+        ...
+
+
+class RowsAsTheyAre:
+    """Rows in the compute dtype.
+
+    Args:
+        table: the table.
+        dtype: the compute dtype.
+    """
+
+    def __init__(self, table: Table, dtype: torch.dtype) -> None:
+        self._width, self._dtype = table.width, dtype
+
+    def nbytes(self, count: int) -> int:
+        """See `Rows.nbytes`."""
+        return count * self._width * self._dtype.itemsize
+
+    def write(self, touched: Touched, message: Tensor, rank: int) -> None:
+        """See `Rows.write`."""
+        message.copy_(touched.values.contiguous().view(torch.uint8).view(-1))
+
+    def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
+        """See `Rows.read`."""
+        return message.clone().view(self._dtype).view(len(rows), self._width)
+
+
+class RowsOfBf16:
+    """Rows as bf16 numbers, rounded at random (see `codecs.floats`).
+
+    Args:
+        table: the table.
+        keys: the keys of the step.
+        dtype: the compute dtype.
+    """
+
+    def __init__(self, table: Table, keys: StepKeys, dtype: torch.dtype) -> None:
+        self._table, self._keys, self._dtype = table, keys, dtype
+        self._limit = largest(len(keys.up))
+
+    def nbytes(self, count: int) -> int:
+        """See `Rows.nbytes`."""
+        return count * self._table.width * torch.bfloat16.itemsize
+
+    def write(self, touched: Touched, message: Tensor, rank: int) -> None:
+        """See `Rows.write`."""
+        wide = touched.values.float().view(-1)
+        small = torch.empty(len(wide), dtype=torch.bfloat16)
+        blocks = torch.from_numpy(cut_rows(self._table, touched.rows, self._keys.config.block_size))
+        kernels_for(wide.device).narrow(wide, blocks, small, self._keys.up[rank], 1.0, self._limit)
+        message.copy_(small.view(torch.uint8))
+
+    def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
+        """See `Rows.read`."""
+        return message.clone().view(torch.bfloat16).to(self._dtype).view(len(rows), self._table.width)
+
+
+class CodedRows:
+    """Rows as codes of the configuration's codec, each row with a scale of its own.
+
+    Args:
+        table: the table.
+        setting: configuration, number of ranks and dtype.
+        keys: the keys of the step.
+    """
+
+    def __init__(self, table: Table, setting: Setting, keys: StepKeys) -> None:
+        self._table, self._keys, self._dtype = table, keys, COMPUTE_DTYPES[setting.dtype]
+        self._quantiser = setting.codec.quantiser(setting.config.block_size)
+        self._scale_bytes, self._raw_bytes = setting.scale_bytes, setting.raw_bytes
+        self._link = Link(setting.config, self._quantiser, UP)
+        self._store = new_store(setting.config, 1, {}, setting.dtype, torch.device("cpu"))
+
+    def nbytes(self, count: int) -> int:
+        """See `Rows.nbytes`."""
+        return count * record_bytes(self._table, self._quantiser, self._scale_bytes, self._raw_bytes)
+
+    def write(self, touched: Touched, message: Tensor, rank: int) -> None:
+        """See `Rows.write`."""
+        if len(touched.rows):
+            x, part = touched.values.contiguous().view(-1), self._part(touched.rows)
+            outgoing = self._link.outgoing(x, part, self._keys.rotation, self._store)
+            outgoing.encode(message, self._keys.up[rank])
+
+    def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
+        """See `Rows.read`."""
+        out = torch.zeros(len(rows) * self._table.width, dtype=self._dtype)
+        if len(rows):
+            wires, keys = message.view(1, -1).contiguous(), (self._keys.up[rank],)
+            self._link.decode(wires, self._part(rows), out, keys, self._keys.rotation, self._store)
+        return out.view(len(rows), self._table.width)
+
+    def _part(self, rows: Tensor) -> Part:
+        return place_rows(self._table, rows, self._quantiser, self._scale_bytes, self._raw_bytes)
+
+
+def rows_for(table: Table, setting: Setting, keys: StepKeys, *, compressed: bool) -> Rows:
+    """How a table's rows are written.
+
+    Args:
+        table: the table.
+        setting: configuration, with its reducer chosen, number of ranks and dtype.
+        keys: the keys of the step.
+        compressed: False: everything travels uncompressed in this step.
+    """
+    config, dtype = setting.config, COMPUTE_DTYPES[setting.dtype]
+    if not compressed or (table.raw and config.num_bits != 16) or config.reducer == "native":
+        return RowsAsTheyAre(table, dtype)
+    if config.codec == "float":
+        return RowsOfBf16(table, keys, dtype)
+    if config.sparse == "logarithmic":
+        return LogarithmicRows(table, config.num_bits, dtype)
+    return CodedRows(table, setting, keys)

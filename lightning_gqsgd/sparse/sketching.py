@@ -1,0 +1,149 @@
+"""Sums of sketches: the S2 Reducer (Ge et al. 2022, arXiv 2110.02140), with rows in the place of coordinates.
+
+Messages of one length that are added up are what an all-reduce takes, whatever the number of ranks. Ranks first gather
+a bit for each row of the table, so that all know the union U of the touched rows, |U| = m. Each rank then adds its rows
+g_j into a count sketch of 4 parts of c cells each, with hashes h_a and signs s_a that all ranks share and that change
+in every step:
+
+    S[a, h_a(j)] += s_a(j) g_j / n,   and S is summed over ranks, in the compute dtype
+
+A cell with one row of U holds this row, up to its sign. So such a row is read, and taken off its other cells, which may
+leave these with one row, and so on (peeling, as in invertible Bloom filters: Goodrich and Mitzenmacher 2011, arXiv
+1101.2245). With 1.3 m cells or more this reads nearly all of U as m grows; there are 4 c = 1.6 m + 64. What is left
+over, mostly two rows with the same 4 cells, has about m²/(2 c⁴) pairs: at most 8e-4 for any m. Rows that are left over
+are estimated by the mean of s_a(j) S[a, h_a(j)], which is unbiased over signs.
+
+Rows that are read differ from their mean by the rounding of sums only. A row that is not finite on a rank is NaN on
+all. In steps in which there are such rows, ranks gather a bit for each of them as well, and leave them out of
+sketches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.dither import words
+from lightning_gqsgd.kernels.wire import Key, Share
+from lightning_gqsgd.reducers import Exchange
+from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.sparse.gathering import Mean
+from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows
+from lightning_gqsgd.telemetry import BucketCounters
+
+#: Parts of a sketch, which are hashes of each row.
+PARTS = 4
+#: Cells of one part, per row and beside.
+_PER_ROW, _BESIDE = 0.4, 16
+
+
+class Places(NamedTuple):
+    """Where rows are in a sketch.
+
+    Attributes:
+        cells: number of the cell of each row in each part, counted over all parts, int64 [rows, PARTS].
+        signs: 1 or -1, [rows, PARTS].
+        total: cells of the sketch.
+    """
+
+    cells: Tensor
+    signs: Tensor
+    total: int
+
+
+def places_of(table: Table, rows: Tensor, union: int, key: Key, dtype: torch.dtype) -> Places:
+    """Where rows are in a sketch.
+
+    Args:
+        table: the table.
+        rows: row numbers, int64 [rows].
+        union: how many rows any rank has touched.
+        key: of the hashes.
+        dtype: of the signs.
+    """
+    blocks = torch.from_numpy(cut_rows(Table(table.number, table.height, 1, table.raw), rows, 1))
+    random = words(blocks, key, torch.arange(2 * PARTS))
+    columns = int(np.ceil(_PER_ROW * union)) + _BESIDE
+    cells = (random[:, :PARTS] * columns >> 32) + torch.arange(PARTS) * columns
+    return Places(cells, ((random[:, PARTS:] & 1) * 2 - 1).to(dtype), PARTS * columns)
+
+
+def sketch_of(values: Tensor, places: Places) -> Tensor:
+    """The sketch of rows, [cells, width]; ``values``: the rows, [rows, width]."""
+    sketch = torch.zeros(places.total, values.shape[1], dtype=values.dtype)
+    for part in range(PARTS):
+        sketch.index_add_(0, places.cells[:, part], values * places.signs[:, part, None])
+    return sketch
+
+
+def rows_of(sketch: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    """The rows in a sketch, [rows, width], and whether each was read rather than estimated, bool [rows].
+
+    Args:
+        sketch: see `sketch_of`; changed in place.
+        places: of all rows that are in the sketch.
+    """
+    values = torch.zeros(len(places.cells), sketch.shape[1], dtype=sketch.dtype)
+    left = torch.ones(len(values), dtype=torch.bool)
+    while left.any():
+        load = torch.bincount(places.cells[left].flatten(), minlength=places.total)
+        alone = (load[places.cells] == 1) & left[:, None]
+        found = alone.any(dim=1).nonzero()[:, 0]
+        if not len(found):
+            break
+        part = alone[found].int().argmax(dim=1)
+        values[found] = sketch[places.cells[found, part]] * places.signs[found, part, None]
+        for other in range(PARTS):
+            sketch.index_add_(0, places.cells[found, other], -values[found] * places.signs[found, other, None])
+        left[found] = False
+    if left.any():
+        estimates = sketch[places.cells[left]] * places.signs[left][:, :, None]
+        values[left] = estimates.mean(dim=1)
+    return values, ~left
+
+
+def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int, counters: BucketCounters) -> Mean:
+    """From stage 2 on: the mean of all ranks' rows.
+
+    Args:
+        table: the table.
+        touched: what this rank has touched.
+        bad: how many rows of all ranks are not finite, added up.
+        key: of the hashes, the same on all ranks.
+        ranks: number of ranks.
+        counters: of the bucket.
+    """
+    finite = touched.values.isfinite().all(dim=1)
+    marks = [touched.rows, touched.rows[~finite]] if bad else [touched.rows]
+    unions = yield from _unions(table, marks, ranks, counters)
+    union = unions[0]
+    is_bad = torch.isin(union, unions[1]) if bad else torch.zeros(len(union), dtype=torch.bool)
+    share = Share.of(ranks)
+    mine = places_of(table, touched.rows[finite], len(union), key, touched.values.dtype)
+    sketch = sketch_of(touched.values[finite] * share.each, mine)
+    counters.message_bytes += sketch.nbytes
+    counters.bytes_sent += ring_bytes(sketch.nbytes, ranks)
+    yield (Exchange.in_place("sum", sketch),)
+    values, _ = rows_of(sketch, places_of(table, union, len(union), key, touched.values.dtype))
+    values[is_bad] = torch.nan
+    return Touched(union, values / share.rest)
+
+
+def _unions(
+    table: Table, marks: Sequence[Tensor], ranks: int, counters: BucketCounters
+) -> Generator[Sequence[Exchange], None, list[Tensor]]:
+    """The rows that any rank has marked, in ascending order, for each set of marks."""
+    bits = np.zeros((len(marks), table.height), dtype=np.uint8)
+    for line, rows in zip(bits, marks, strict=True):
+        line[rows.numpy()] = 1
+    sent = torch.from_numpy(np.packbits(bits, axis=1)).flatten()
+    received = torch.empty(ranks, len(sent), dtype=torch.uint8)
+    counters.message_bytes += len(sent)
+    counters.bytes_sent += (ranks - 1) * len(sent)
+    yield (Exchange("all_gather", received, sent),)
+    everyone = np.bitwise_or.reduce(received.numpy(), axis=0).reshape(len(marks), -1)
+    return [torch.from_numpy(np.flatnonzero(np.unpackbits(line, count=table.height))) for line in everyone]

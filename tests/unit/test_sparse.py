@@ -1,0 +1,370 @@
+"""Row numbers, rows and steps of sparse gradients, on virtual ranks in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.reducers import Setting, StepKeys, resolve
+from lightning_gqsgd.reducers.base import run_virtual
+from lightning_gqsgd.sparse import row_numbers
+from lightning_gqsgd.sparse.gathering import gathered_lengths, gathered_mean
+from lightning_gqsgd.sparse.missing import empty_gradient
+from lightning_gqsgd.sparse.rows import rows_for
+from lightning_gqsgd.sparse.sketching import PARTS, places_of, rows_of, sketch_of, sketched_mean
+from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
+from lightning_gqsgd.telemetry import BucketCounters
+
+# --- row numbers -----------------------------------------------------------------------------------------------------
+
+HEIGHT = 10_000_000
+
+
+def _row_numbers() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return {
+        "none": np.zeros(0, dtype=np.int64),
+        "the first": np.array([0]),
+        "the last": np.array([HEIGHT - 1]),
+        "all of the first 1000": np.arange(1000),
+        "hashed": np.unique(generator.integers(0, HEIGHT, 5000)),
+        "mostly neighbours": np.cumsum(1 + (generator.random(2000) < 0.05) * generator.integers(0, 2**16, 2000)),
+        "32": np.arange(0, 320, 10),
+        "33": np.arange(0, 330, 10),
+        "far apart": np.array([0, HEIGHT // 2, HEIGHT - 1]),
+    }
+
+
+@pytest.mark.parametrize("kind", _row_numbers())
+def test_row_numbers_come_back(kind: str) -> None:
+    rows = _row_numbers()[kind]
+    stream = row_numbers.write(rows)
+    assert stream.dtype == np.uint8
+    np.testing.assert_array_equal(row_numbers.read(stream, len(rows), HEIGHT), rows)
+
+
+def test_the_shorter_form_is_taken() -> None:
+    hashed, neighbours = _row_numbers()["hashed"], _row_numbers()["mostly neighbours"]
+    assert row_numbers.write(hashed)[0] == 0
+    assert row_numbers.write(neighbours)[0] == 1
+    # 5000 of 10 million rows: the entropy of a gap is log2(2000 e) = 12.4 bits
+    assert 8 * len(row_numbers.write(hashed)) / len(hashed) < 15
+    assert 8 * len(row_numbers.write(np.arange(1000))) / 1000 < 1
+
+
+def test_numbers_of_very_large_tables_come_back() -> None:
+    rows = np.array([0, 2**40, 2**54 - 1, 2**54, 2**61])
+    np.testing.assert_array_equal(row_numbers.read(row_numbers.write(rows), 5, 2**62), rows)
+    np.testing.assert_array_equal(row_numbers._digits(np.array([0, 1, 2, 2**53 + 1, 2**54 - 1])), [0, 1, 2, 54, 54])
+
+
+@pytest.mark.parametrize("kind", ["hashed", "mostly neighbours"])
+def test_streams_that_were_changed_or_cut_raise_or_stay_in_the_table(kind: str) -> None:
+    rows = _row_numbers()[kind][:200]
+    stream = row_numbers.write(rows)
+    generator = np.random.default_rng(1)
+    refused = 0
+    for trial in range(300):
+        broken = stream.copy()
+        if trial % 3:
+            broken[generator.integers(0, len(broken))] ^= 1 << generator.integers(0, 8)
+        else:
+            broken = broken[: generator.integers(0, len(broken))]
+        try:
+            read = row_numbers.read(broken, len(rows), HEIGHT)
+        except RuntimeError:
+            refused += 1
+            continue
+        assert len(read) == len(rows)
+        assert (np.diff(read) > 0).all()
+        assert 0 <= read[0] <= read[-1] < HEIGHT
+    assert refused > 100
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _mean(touched: Sequence[Touched], height: int, step: int = 0, number: int = 3, **fields: Any) -> Touched:
+    """The mean of virtual ranks, which all of them have."""
+    ranks, dtype = len(touched), touched[0].values.dtype
+    config = resolve(GQSGDConfig(**{"min_numel": 0, "sparse": "gather", **fields}), ranks)
+    table = Table(number, height, touched[0].values.shape[1], False)
+    keys = StepKeys.of(config, step, ranks)
+    results: dict[int, Touched] = {}
+
+    def steps(rank: int):  # type: ignore[no-untyped-def]
+        rows = rows_for(table, Setting(config, ranks, dtype), keys, compressed=True)
+        numbers = row_numbers.write(touched[rank].rows.numpy())
+        mine = Touched(touched[rank].rows, touched[rank].values.clone())
+        lengths = yield from gathered_lengths(len(mine.rows), len(numbers), ranks)
+        results[rank] = yield from gathered_mean(table, mine, numbers, lengths, rows, rank, BucketCounters())
+        return 0
+
+    run_virtual([steps(rank) for rank in range(ranks)])
+    for rank in range(1, ranks):
+        assert torch.equal(results[rank].rows, results[0].rows)
+        assert torch.equal(results[rank].values.nan_to_num(7), results[0].values.nan_to_num(7))
+    return results[0]
+
+
+def _touched(seed: int, count: int = 30, height: int = 100, width: int = 10, dtype: Any = torch.float32) -> Touched:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(height, generator=generator)[:count].sort().values
+    return Touched(rows, torch.randn(count, width, generator=generator).to(dtype))
+
+
+def _exact(touched: Sequence[Touched], height: int) -> Tensor:
+    total = torch.zeros(height, touched[0].values.shape[1], dtype=torch.float64)
+    for rows, values in touched:
+        total[rows] += values.double() / len(touched)
+    return total
+
+
+def _dense(mean: Touched, height: int) -> Tensor:
+    total = torch.zeros(height, mean.values.shape[1], dtype=torch.float64)
+    total[mean.rows] = mean.values.double()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"reducer": "native"}, 1e-7),
+        ({"bits": 16}, 5e-3),
+        ({}, 1e-2),
+        ({"bits": 4}, 0.1),
+        ({"bits": 4, "norm": "l2", "dither": "stochastic"}, 1.0),
+        ({"bits": 4, "rotation": True, "dither": "stochastic"}, 0.3),
+        ({"codec": "exponential", "bits": 8, "mantissa": 3}, 0.05),
+        ({"sparse": "logarithmic", "bits": 8}, 2**0.5 - 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [1, 10, 300])
+def test_every_codec_gives_all_ranks_the_same_mean(fields: dict[str, Any], error: float, width: int) -> None:
+    touched = [_touched(rank, width=width) for rank in range(3)]
+    exact, mean = _exact(touched, 100), _mean(touched, 100, **fields)
+    assert (_dense(mean, 100) - exact).norm() <= error * exact.norm()
+    assert torch.equal(mean.rows, torch.cat([rows for rows, _ in touched]).unique())
+
+
+@pytest.mark.parametrize(
+    ("bits", "steps"), [(8, 100), *(pytest.param(b, 1000, marks=pytest.mark.slow) for b in (8, 4))]
+)
+def test_codes_of_rows_are_unbiased(bits: int, steps: int) -> None:
+    touched = [_touched(rank, count=20, height=30, width=9) for rank in range(2)]
+    exact = _exact(touched, 30)
+    errors = torch.stack([_dense(_mean(touched, 30, step, bits=bits), 30) - exact for step in range(steps)])
+    used = errors.std(0) > 0
+    z = errors.mean(0)[used] / (errors.std(0)[used] / steps**0.5)
+    assert used.sum() > 200
+    assert z.abs().max() <= 4
+    assert 0.8 < z.square().mean() < 1.2
+
+
+@pytest.mark.parametrize("fields", [{"bits": 4}, {"bits": 16}, {"sparse": "logarithmic", "bits": 8}], ids=str)
+def test_a_row_does_not_depend_on_which_other_rows_are_touched(fields: dict[str, Any]) -> None:
+    many = [_touched(rank, count=60, width=200) for rank in range(2)]
+    few = [Touched(rows[10:20], values[10:20]) for rows, values in many]
+    whole, part = (_mean(touched, 100, **fields) for touched in (many, few))
+    pairs = list(zip(many, few, strict=True))
+    alone = [row for row in part.rows.tolist() if all((row in a.rows) == (row in b.rows) for a, b in pairs)]
+    assert len(alone) > 5
+    for row in alone:
+        assert torch.equal(whole.values[whole.rows == row], part.values[part.rows == row])
+
+
+def test_parameters_and_steps_and_rows_have_dither_of_their_own() -> None:
+    same = Touched(torch.arange(4), torch.randn(1, 16, generator=torch.Generator().manual_seed(0)).repeat(4, 1))
+    mean = _mean([same, same], 10, bits=4).values
+    assert len({tuple(row) for row in mean.tolist()}) == 4
+    assert not torch.equal(mean, _mean([same, same], 10, step=1, bits=4).values)
+    assert not torch.equal(mean, _mean([same, same], 10, number=4, bits=4).values)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"bits": 16}, {"reducer": "native"}, {"sparse": "logarithmic", "bits": 4}], ids=str
+)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row_and_reaches_all_ranks(fields: dict[str, Any], bad: float) -> None:
+    touched = [_touched(rank, count=50) for rank in range(2)]
+    touched[1].values[7, 3] = bad
+    mean = _mean(touched, 100, **fields)
+    is_bad = ~mean.values.isfinite().all(dim=1)
+    assert mean.rows[is_bad].tolist() == [touched[1].rows[7].item()]
+
+
+def test_large_numbers_stay_finite() -> None:
+    large = Touched(torch.arange(3), torch.full((3, 8), 3e38))
+    assert _mean([large] * 4, 5).values.isfinite().all()
+    assert _mean([large] * 4, 5, sparse="logarithmic", bits=8).values.isfinite().all()
+
+
+def test_ranks_without_rows_take_part() -> None:
+    some, none = _touched(0), _touched(1, count=0)
+    mean = _mean([none, some, none], 100)
+    assert torch.equal(mean.rows, some.rows)
+    assert (mean.values - some.values / 3).norm() < 0.01 * some.values.norm()
+
+
+def test_fp64_rows_keep_their_precision() -> None:
+    touched = [_touched(rank, dtype=torch.float64) for rank in range(2)]
+    exact = _exact(touched, 100)
+    assert (_dense(_mean(touched, 100, reducer="native"), 100) - exact).norm() < 1e-15 * exact.norm()
+
+
+# --- logarithmic rows ------------------------------------------------------------------------------------------------
+
+
+def test_logarithmic_rows_have_the_error_that_the_formula_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(500, 10, generator=generator) * torch.rand(500, 1, generator=generator) ** 8
+    touched = Touched(torch.arange(500), values)
+    for bits in (3, 4, 8):
+        decoded = _mean([touched], 500, sparse="logarithmic", bits=bits).values
+        kept = decoded != 0
+        assert (decoded[kept] / values[kept] >= 2**-0.5 * 0.999).all()
+        assert (decoded[kept] / values[kept] <= 2**0.5 * 1.001).all()
+        error, dropped = (decoded - values).square().sum(), values[~kept].square().sum()
+        assert error <= (2**0.5 - 1) ** 2 * values[kept].square().sum() + dropped + 1e-6
+        smallest = 2.0 ** (values.abs().max().log2().ceil() - (2 ** (bits - 1) - 2))
+        assert (values[~kept].abs() <= smallest * 2**-0.5 * 1.001).all()
+
+
+# --- sketches --------------------------------------------------------------------------------------------------------
+
+
+def _sketched(touched: Sequence[Touched], height: int, step: int = 0) -> Touched:
+    """The mean of virtual ranks by sketches, which all of them have."""
+    ranks, table = len(touched), Table(3, height, touched[0].values.shape[1], False)
+    key = StepKeys.of(resolve(GQSGDConfig(sparse="sketch"), ranks), step, ranks).rotation
+    results: dict[int, Touched] = {}
+    bad = sum(int((~values.isfinite()).any(dim=1).sum()) for _, values in touched)
+
+    def steps(rank: int):  # type: ignore[no-untyped-def]
+        results[rank] = yield from sketched_mean(table, touched[rank], bad, key, ranks, BucketCounters())
+        return 0
+
+    run_virtual([steps(rank) for rank in range(ranks)])
+    for rank in range(1, ranks):
+        assert torch.equal(results[rank].rows, results[0].rows)
+        assert torch.equal(results[rank].values.nan_to_num(7), results[0].values.nan_to_num(7))
+    return results[0]
+
+
+@pytest.mark.parametrize("width", [1, 10])
+def test_sums_of_sketches_are_the_mean_to_rounding(width: int) -> None:
+    touched = [_touched(rank, count=200, height=1000, width=width) for rank in range(3)]
+    exact, mean = _exact(touched, 1000), _sketched(touched, 1000)
+    assert (_dense(mean, 1000) - exact).norm() <= 1e-5 * exact.norm()
+    assert torch.equal(mean.rows, torch.cat([rows for rows, _ in touched]).unique())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_row_of_a_sketch(bad: float) -> None:
+    touched = [_touched(rank, count=50) for rank in range(2)]
+    touched[1].values[7, 3] = bad
+    mean = _sketched(touched, 100)
+    is_bad = ~mean.values.isfinite().all(dim=1)
+    assert mean.rows[is_bad].tolist() == [touched[1].rows[7].item()]
+
+
+def _failures(rows: int, draws: int) -> int:
+    """In how many of some draws a row was estimated, and not read."""
+    table, numbers = Table(0, 10 * rows, 1, False), torch.arange(rows) * 7
+    values, failures = torch.ones(rows, 1), 0
+    for draw in range(draws):
+        places = places_of(table, numbers, rows, (draw, 12345), torch.float32)
+        read, exact = rows_of(sketch_of(values, places), places)
+        assert torch.equal(read[exact], values[exact])
+        failures += not exact.all()
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("rows", "draws"),
+    [(40, 150), *(pytest.param(rows, 20_000, marks=pytest.mark.slow) for rows in (10, 40, 100, 300))],
+)
+def test_rows_are_hardly_ever_left_over_in_a_sketch(rows: int, draws: int) -> None:
+    # The most that is stated is 8e-4 of all draws; 20,000 draws have 16 then, give or take 4.
+    assert _failures(rows, draws) <= max(2, 8e-4 * draws + 4 * (8e-4 * draws) ** 0.5)
+
+
+def test_rows_that_are_left_over_are_estimated_without_bias() -> None:
+    table, values = Table(0, 100, 1, False), torch.arange(1.0, 7.0)[:, None]
+    estimates = []
+    for draw in range(300):
+        places = places_of(table, torch.arange(6), 6, (draw, 54321), torch.float32)
+        crowded = places._replace(cells=places.cells * 0 + torch.arange(PARTS), total=PARTS)  # all rows collide
+        read, exact = rows_of(sketch_of(values, crowded), crowded)
+        assert not exact.any()
+        estimates.append(read[:, 0])
+    found = torch.stack(estimates)
+    z = (found.mean(0) - values[:, 0]) / (found.std(0) / len(found) ** 0.5)
+    assert z.abs().max() < 4
+    # The variance of the paper for one part is the sum of the squares of the other rows; here it is a quarter.
+    expected = (values.square().sum() - values[:, 0].square()) / PARTS
+    assert torch.allclose(found.var(0), expected, rtol=0.35)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_duplicate_rows_are_added_up_in_the_compute_dtype(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[5, 1, 5, 5]])
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [2.0**-12, 0.0], [2.0**-12, 0.0]]).to(dtype)
+    touched = touched_rows(torch.sparse_coo_tensor(rows, values, (8, 2), check_invariants=True), 2)
+    assert touched.rows.tolist() == [1, 5]
+    assert touched.values.tolist() == [[3.0, 4.0], [1 + 2.0**-11, 2.0]]
+
+
+def test_results_are_coalesced_gradients_of_the_table() -> None:
+    table = torch.nn.Embedding(8, 2, sparse=True)
+    like = empty_gradient(table.weight)
+    made = gradient_of(torch.tensor([1, 5]), torch.ones(2, 2), like)
+    assert made.is_coalesced()
+    assert made.shape == table.weight.shape
+    torch.sparse_coo_tensor(made.indices(), made.values(), made.shape, check_invariants=True)
+    assert like._nnz() == 0
+    assert like.is_coalesced()
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sparse": "gathr"}, "did you mean 'gather'"),
+        ({"sparse": True}, "sparse=True is not one of 'refuse', 'gather'"),
+        ({"sparse_limit": 0.5}, "leave it out"),
+        ({"sparse": "gather", "sparse_limit": -1}, "out of range: 0 to"),
+        ({"sparse": "gather", "codec": "sign", "memory": "ef"}, "leave memory and memory_down out"),
+        ({"sparse": "gather", "scale": "global"}, "leave scale out"),
+        (
+            {"sparse": "gather", "scale_per": "parameter", "codec": "linear", "reducer": "two_shot"},
+            "leave scale_per out",
+        ),
+        (
+            {"sparse": "gather", "coder": "elias", "reducer": "gather", "dither": "stochastic", "bits": 4},
+            "leave coder out",
+        ),
+        ({"sparse": "logarithmic", "bits": 16}, "2 to 8 bits, not bits=16"),
+    ],
+    ids=str,
+)
+def test_fields_that_cannot_work_are_refused_with_the_remedy(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GQSGDConfig(**fields)
+
+
+def test_auto_keeps_what_is_said_of_sparse_gradients() -> None:
+    config = GQSGDConfig(auto=True, sparse="gather", sparse_limit=0.5)
+    assert {(made.sparse, made.sparse_limit) for made in config.candidates().values()} == {("gather", 0.5)}
