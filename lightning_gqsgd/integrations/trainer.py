@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,7 +61,7 @@ class TrainerMixin(_Base):
         preset: str | GQSGDConfig | None = None,
         *,
         codec: str | None = None,
-        bits: int | None = None,
+        bits: int | Literal["auto"] | None = None,
         levels: int | None = None,
         mantissa: int | None = None,
         density: float | None = None,
@@ -85,6 +85,7 @@ class TrainerMixin(_Base):
         sample_every: int | None = None,
         auto: bool | None = None,
         allow: Sequence[int] | None = None,
+        max_slowdown: float | None = None,
         sparse: str | None = None,
         sparse_limit: float | None = None,
         telemetry: bool = True,
