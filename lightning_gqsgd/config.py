@@ -59,7 +59,8 @@ class GQSGDConfig:
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
             companded or an exponential one, 1 to 4 of eden. 16: bf16 numbers, rounded at random. 32: the gradient as it
             is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for the first
-            three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps. 1 excludes stochastic
+            three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps; with 2 to 4, top_k
+            rounds what it keeps to so many bits. 1 excludes stochastic
             rounding. The field itself holds the number.
             ``"auto"``: the fewest of ``allow`` whose error is small against the noise of the gradients, see
             ``max_slowdown``; the field then holds the most bits of a code that are allowed.

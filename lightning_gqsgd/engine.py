@@ -57,6 +57,7 @@ class Request:
         direct: whether a native all-reduce over Gloo is started by the calling thread, and a stamp compared without any
             job that waits for it; see `transport.direct`. The same for all tensors that are under way together, because
             two threads would start collectives in any order.
+        varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
         compares_first: whether this rank compares its stamp before it sends anything else, because a state was loaded.
         watch: what is called with the mean as soon as it is there, on the thread and the stream that complete the job;
             None: nothing. It changes nothing.
@@ -73,6 +74,7 @@ class Request:
     compressed: bool = True
     plan: type[Plan] = Plan
     direct: bool = False
+    varies: bool = False
     compares_first: bool = False
     watch: Callable[[Tensor], None] | None = None
 
@@ -352,10 +354,11 @@ class Engine:
 
 
 def _is_special(request: Request) -> bool:
-    """Whether a rank at another step might send other messages: in steps that sample errors, and in the warm-up."""
+    """Whether a rank at another step might send other messages: as the request says, in steps that sample errors, and
+    in the warm-up."""
     config = request.config
     samples = bool(config.sample_every) and request.step % config.sample_every == 0
-    return samples or not request.compressed
+    return request.varies or samples or not request.compressed
 
 
 class PlanKey(NamedTuple):

@@ -46,6 +46,8 @@ class Touched(NamedTuple):
 
 def touched_rows(gradient: Tensor, width: int) -> Touched:
     """The rows of a sparse gradient, [height, ...]; rows that occur several times are added up in the compute dtype."""
+    if gradient.sparse_dim() != 1:  # a hook of the user's has made it; embeddings give rows
+        gradient = gradient.to_dense().to_sparse(1)
     compute = COMPUTE_DTYPES[gradient.dtype]
     values = gradient._values().detach()
     wide = sparse_rows(gradient._indices()[0], values.to(compute).reshape(len(values), width), gradient.shape[0])

@@ -165,7 +165,7 @@ def test_codes_of_rows_are_unbiased(bits: int, steps: int) -> None:
     z = errors.mean(0)[used] / (errors.std(0)[used] / steps**0.5)
     assert used.sum() > 200
     assert z.abs().max() <= 4
-    assert 0.8 < z.square().mean() < 1.2
+    assert 0.65 < z.square().mean() < 1.4  # 234 numbers: 1, give or take 0.09
 
 
 @pytest.mark.parametrize("fields", [{"bits": 4}, {"bits": 16}, {"sparse": "logarithmic", "bits": 8}], ids=str)
@@ -289,10 +289,10 @@ def _failures(rows: int, draws: int) -> int:
 
 @pytest.mark.parametrize(
     ("rows", "draws"),
-    [(40, 150), *(pytest.param(rows, 20_000, marks=pytest.mark.slow) for rows in (10, 40, 100, 300))],
+    [(40, 150), *(pytest.param(rows, 4_000, marks=pytest.mark.slow) for rows in (10, 40, 100, 300))],
 )
 def test_rows_are_hardly_ever_left_over_in_a_sketch(rows: int, draws: int) -> None:
-    # The most that is stated is 8e-4 of all draws; 20,000 draws have 16 then, give or take 4.
+    # The most that is stated is 8e-4 of all draws; 4,000 draws have 3 then, give or take 2.
     assert _failures(rows, draws) <= max(2, 8e-4 * draws + 4 * (8e-4 * draws) ** 0.5)
 
 
@@ -323,6 +323,13 @@ def test_duplicate_rows_are_added_up_in_the_compute_dtype(dtype: torch.dtype) ->
     touched = touched_rows(torch.sparse_coo_tensor(rows, values, (8, 2), check_invariants=True), 2)
     assert touched.rows.tolist() == [1, 5]
     assert touched.values.tolist() == [[3.0, 4.0], [1 + 2.0**-11, 2.0]]
+
+
+def test_gradients_that_are_sparse_in_columns_as_well_are_taken_by_rows() -> None:
+    dense = torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]])
+    touched = touched_rows(dense.to_sparse(2), 2)
+    assert touched.rows.tolist() == [1, 2]
+    assert torch.equal(touched.values, dense[1:])
 
 
 def test_results_are_coalesced_gradients_of_the_table() -> None:
