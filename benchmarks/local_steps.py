@@ -264,9 +264,11 @@ def _draw(report: Report, file: Path) -> None:
             axis.set_xscale("log")
             axis.set_xlabel("training (s)")
         axes[0][0].set_ylabel("validation loss (nats per byte)")
-        axes[0][-1].legend(fontsize=7)
+        # Beside the curves: there is no corner that none of them crosses.
+        handles, labels = axes[0][-1].get_legend_handles_labels()
         figure.tight_layout()
-        figure.savefig(file, dpi=DPI)
+        figure.legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(file, dpi=DPI, bbox_inches="tight")
         plt.close(figure)
 
 

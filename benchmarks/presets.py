@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from benchmarks import accuracy
 from benchmarks.report import RESULTS, Report, present
-from lightning_gqsgd.cli import systems
+from lightning_gqsgd.cli import local, systems
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import Segment
@@ -347,6 +347,7 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
         *_spaced(notes(described)),
+        *local.markdown(),
         *systems.markdown(),
         "## Relative L2 error of one step",
         "",

@@ -65,7 +65,16 @@ STRATEGY_PRESETS = (
 )
 #: Presets of local steps, which are strategy names as well. They train without DDP, so they have no names for its
 #: options.
-LOCAL_PRESETS = ("gqsgd_diloco", "gqsgd_fedpaq")
+LOCAL_PRESETS = (
+    "gqsgd_diloco",
+    "gqsgd_fedpaq",
+    "gqsgd_genqsgd",
+    "gqsgd_sparseloco",
+    "gqsgd_chb",
+    "gqsgd_neolithic",
+    "gqsgd_mcm",
+    "gqsgd_predictive",
+)
 #: What Lightning appends to the name of its own DDP strategy.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {
@@ -176,7 +185,7 @@ class _Names(list[str]):
         raise ValueError(
             f"unknown strategy {name!r}; {hint}The presets are {', '.join((*LOCAL_PRESETS, *STRATEGY_PRESETS))}, each "
             f"also with {', '.join(suffix for suffix in _START_METHODS if suffix)}, and all but "
-            f"{' and '.join(LOCAL_PRESETS)} with _find_unused_parameters_true; any other "
+            f"{', '.join(LOCAL_PRESETS)} with _find_unused_parameters_true; any other "
             "configuration is an object, e.g. strategy=lightning_gqsgd.GQSGDStrategy(bits=5)"
         )
 

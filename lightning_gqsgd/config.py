@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +30,12 @@ __all__ = ["ConfigError", "GQSGDConfig", "Memory"]
 CODERS = ("fixed", "elias")
 #: The numbers of bits that ``auto`` chooses among if it is not told.
 ALLOW = (32, 16, 8, 4)
+#: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
+MAX_SLOWDOWN = 0.05
+#: The codecs whose error is a bias and no variance.
+BIASED_CODECS = ("sign", "top_k")
+#: The reducers whose sums of codes are rounded in ways that `tuning.noise` does not predict.
+ADDING_REDUCERS = ("sum", "tree")
 _LARGEST = 2**63 - 1
 #: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
 _ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit")
@@ -52,8 +59,11 @@ class GQSGDConfig:
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
             companded or an exponential one, 1 to 4 of eden. 16: bf16 numbers, rounded at random. 32: the gradient as it
             is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for the first
-            three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps. 1 excludes stochastic
+            three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps; with 2 to 4, top_k
+            rounds what it keeps to so many bits. 1 excludes stochastic
             rounding. The field itself holds the number.
+            ``"auto"``: the fewest of ``allow`` whose error is small against the noise of the gradients, see
+            ``max_slowdown``; the field then holds the most bits of a code that are allowed.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
             many as fit.
         mantissa: bits between two powers of two of an exponential code, 0 to 3.
@@ -91,7 +101,11 @@ class GQSGDConfig:
         sample_every: measure the relative error on a sample of coordinates every this many steps; 0 switches it off.
         auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
             the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
-        allow: with ``auto``, the numbers of bits that may be taken, at least two.
+        allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be taken, at least two.
+        max_slowdown: with ``bits="auto"``, the share by which rounding may lengthen a training, counted in steps: the
+            variance of the rounding of the mean is at most ``max_slowdown`` times the sampling variance of the mean
+            (see `tuning.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. With ``auto`` as well, the time
+            decides among the bits that this leaves.
         sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
             ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
             ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased;
@@ -104,7 +118,7 @@ class GQSGDConfig:
     """
 
     codec: str = "auto"
-    bits: int | None = None
+    bits: int | str | None = None
     levels: int | None = None
     mantissa: int = 0
     density: float = 0.01
@@ -127,6 +141,7 @@ class GQSGDConfig:
     sample_every: int = 100
     auto: bool = False
     allow: tuple[int, ...] = ALLOW
+    max_slowdown: float | None = None
     sparse: str = "refuse"
     sparse_limit: float = sparse_options.LIMIT
 
@@ -136,19 +151,26 @@ class GQSGDConfig:
         check_reducer(self)
         memories.check(self)
         sparse_options.check(self)
-        if self.auto:
+        if self.chooses_bits:
             self.candidates()
 
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether bits are chosen while training, by the length of steps or by the noise of gradients."""
+        return self.auto or self.max_slowdown is not None
+
     def candidates(self) -> dict[int, GQSGDConfig]:
-        """With ``auto``, the configurations to choose among, by their bits, widest first.
+        """With ``auto`` or ``bits="auto"``, the configurations to choose among, by their bits, widest first.
 
         Raises:
             ConfigError: one of them cannot work, or has a memory, which would not survive a change of bits.
         """
         if self.remembers:
             raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
+        if self.max_slowdown is not None:
+            self._check_noise()
         alike = {name: getattr(self, name) for name in _ALIKE}
-        fixed: dict[str, Any] = {"auto": False, "allow": ALLOW}
+        fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
         return {
             bits: GQSGDConfig(bits=bits, **alike) if bits in REDUCER_OF_BITS else replace(self, bits=bits, **fixed)
             for bits in self.allow
@@ -157,7 +179,7 @@ class GQSGDConfig:
     @property
     def num_bits(self) -> int:
         """``bits`` as a number, which it is once the configuration is built."""
-        assert self.bits is not None
+        assert isinstance(self.bits, int)
         return self.bits
 
     @property
@@ -183,9 +205,13 @@ class GQSGDConfig:
 
     def describe(self) -> str:
         """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
-        if self.auto:
+        if self.chooses_bits:
             codes = [config for bits, config in self.candidates().items() if bits not in REDUCER_OF_BITS]
-            allowed = f"{', '.join(map(str, self.allow[:-1]))} or {self.allow[-1]} bits, by the length of steps"
+            ways = ["the length of steps"] if self.auto else []
+            ways += (
+                [] if self.max_slowdown is None else [f"the noise of gradients (max_slowdown {self.max_slowdown:g})"]
+            )
+            allowed = f"{', '.join(map(str, self.allow[:-1]))} or {self.allow[-1]} bits, by {' and '.join(ways)}"
             return f"{allowed} (codes: {codes[0].describe()})" if codes else allowed
         bits, what = codec_of(self).describe()
         what += ["rotated"] if self.rotation else []
@@ -258,32 +284,79 @@ class GQSGDConfig:
         if self.bits is None:
             object.__setattr__(self, "bits", 16 if self.reducer == "bf16" else CODECS[self.codec].default_bits)
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
-            raise ConfigError(f"bits={self.bits!r} must be an integer")
+            raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
         if self.codec == "float" and self.reducer == "auto":
             object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
 
     def _check_auto(self) -> None:
-        """Check ``auto`` and ``allow``, and give ``bits`` the most bits of a code that are allowed."""
+        """Check ``auto``, ``allow``, ``max_slowdown``, and give ``bits`` the most bits of a code that are allowed."""
         if not isinstance(self.auto, bool):
             raise ConfigError(f"auto={self.auto!r} must be True or False")
+        self._check_max_slowdown()
         if isinstance(self.allow, (str, int)) or not all(type(bits) is int for bits in self.allow):
             raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
         allow = tuple(sorted(set(self.allow), reverse=True))
         object.__setattr__(self, "allow", allow)
-        if not self.auto:
+        if self.max_slowdown is not None:
+            self._check_weighable()
+        if not self.chooses_bits:
             if allow != ALLOW:
-                raise ConfigError(f"allow={allow} is for auto=True; leave it out, or give auto=True")
+                raise ConfigError(
+                    f'allow={allow} is for auto=True or bits="auto"; leave it out, or give auto=True or bits="auto"'
+                )
             return
+        name = "auto=True" if self.auto else f"max_slowdown={self.max_slowdown:g}"
         if len(allow) < 2:
-            raise ConfigError(f"allow={allow} leaves auto=True nothing to choose; allow at least two, e.g. {ALLOW}")
+            raise ConfigError(f"allow={allow} leaves {name} nothing to choose; allow at least two, e.g. {ALLOW}")
         if self.reducer in REDUCER_OF_BITS.values():
-            raise ConfigError(f"reducer={self.reducer!r} leaves auto=True nothing to choose; leave reducer out")
+            raise ConfigError(f"reducer={self.reducer!r} leaves {name} nothing to choose; leave reducer out")
         bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
-        if self.bits not in (None, bits):
+        if self.bits not in (None, "auto", bits):
+            field = "auto" if self.auto else "max_slowdown"
             raise ConfigError(
-                f"bits={self.bits} with auto=True; allow={allow} says what may be taken: leave bits out, or auto"
+                f"bits={self.bits} with {name}; allow={allow} says what may be taken: leave bits out, or {field}"
             )
         object.__setattr__(self, "bits", bits)
+
+    def _check_max_slowdown(self) -> None:
+        """Check ``max_slowdown``, and give it its default for ``bits="auto"``."""
+        if self.max_slowdown is None:
+            if self.bits == "auto":
+                object.__setattr__(self, "max_slowdown", MAX_SLOWDOWN)
+            return
+        is_number = isinstance(self.max_slowdown, (int, float)) and not isinstance(self.max_slowdown, bool)
+        if not is_number or not 0 < self.max_slowdown < math.inf:
+            raise ConfigError(
+                f"max_slowdown={self.max_slowdown!r} must be a finite number above 0, e.g. {MAX_SLOWDOWN}: the "
+                "share of further steps that rounding may cost"
+            )
+        object.__setattr__(self, "max_slowdown", float(self.max_slowdown))
+
+    def _check_weighable(self) -> None:
+        """Check that the codec and the memory go with ``bits="auto"``, before other fields are looked at."""
+        remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
+        if self.codec in BIASED_CODECS:
+            raise ConfigError(
+                f'bits="auto" weighs the variance of a rounding, and codec={self.codec!r} has a bias instead; leave '
+                "codec and memory out, or leave bits and max_slowdown out"
+            )
+        if remembers:
+            raise ConfigError(
+                f'bits="auto" goes with codecs that remember nothing; leave {remembers[0]} out, or give bits a number'
+            )
+
+    def _check_noise(self) -> None:
+        """Check that the error of the codes can be weighed against the noise of gradients: it has to be a variance."""
+        if self.biased:
+            raise ConfigError(
+                f'bits="auto" weighs a variance, and dither={self.dither!r} has a bias; leave dither out, or give bits '
+                "as a number"
+            )
+        if self.reducer in ADDING_REDUCERS:
+            raise ConfigError(
+                f'bits="auto" goes with reducers that average decoded codes, not reducer={self.reducer!r}; leave '
+                "reducer out, or give bits as a number"
+            )
 
     def _automatic_codec(self) -> str:
         """The name of the codec that "auto" stands for."""

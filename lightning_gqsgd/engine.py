@@ -26,7 +26,7 @@ from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.reducers import REDUCERS, Setting, Steps, new_store, setting_for, stages
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
-from lightning_gqsgd.transport.agreement import Card, Stamp, StampCheck, compared
+from lightning_gqsgd.transport.agreement import Agreed, Card, Stamp, StampCheck, compared
 from lightning_gqsgd.transport.communicator import Communicator
 from lightning_gqsgd.transport.direct import DirectRunner
 from lightning_gqsgd.transport.pipeline import Job, Runner, Start, release, runner_for
@@ -57,7 +57,10 @@ class Request:
         direct: whether a native all-reduce over Gloo is started by the calling thread, and a stamp compared without any
             job that waits for it; see `transport.direct`. The same for all tensors that are under way together, because
             two threads would start collectives in any order.
+        varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
         compares_first: whether this rank compares its stamp before it sends anything else, because a state was loaded.
+        watch: what is called with the mean as soon as it is there, on the thread and the stream that complete the job;
+            None: nothing. It changes nothing.
     """
 
     name: str
@@ -71,7 +74,9 @@ class Request:
     compressed: bool = True
     plan: type[Plan] = Plan
     direct: bool = False
+    varies: bool = False
     compares_first: bool = False
+    watch: Callable[[Tensor], None] | None = None
 
 
 class Engine:
@@ -178,7 +183,7 @@ class Engine:
             if request.direct and plan.is_native and self._direct is not None:
                 return self._reduce_directly(x, request, starts[0], self._direct)
             preface, blocks = self._preface(request)
-        job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks)
+        job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks, request.watch)
         self._submit(job)
         return job
 
@@ -207,25 +212,31 @@ class Engine:
         self._submit(job)
         return job
 
-    def periods(self, until_step: int) -> dict[int, int]:
-        """The lengths of steps that all ranks know, see `StampCheck.periods`, and forget them.
+    def agreed(self, until_step: int) -> dict[int, Agreed]:
+        """What all ranks know from the stamps of steps, and forget it.
 
         Args:
-            until_step: the latest step whose stamps count. They were exchanged, at the latest, in the step before the
-                last one, so this waits for nobody.
+            until_step: the latest step whose stamps count. If they were exchanged in the step before the last one, or
+                earlier, this waits for nobody.
         """
         if self._direct is not None:
             self._direct.settle(until_step)
-        known = {step: period for step, period in self._stamps.periods.items() if step <= until_step}
-        for step in known:
-            del self._stamps.periods[step]
-        return known
+        stamps = self._stamps
+        steps = [step for step in sorted(stamps.periods) if step <= until_step]
+        return {step: Agreed(stamps.periods.pop(step), stamps.numbers.pop(step)) for step in steps}
 
-    def forget_periods(self) -> None:
-        """Forget the lengths of all steps so far: a state was loaded."""
+    def read_stamps(self) -> None:
+        """Wait until the stamps of all steps so far have been read, so that `agreed` knows them."""
+        if self._direct is not None:
+            self._direct.settle(MAX_STEP)
+        self._stamps.read_sent()
+
+    def forget_agreed(self) -> None:
+        """Forget the stamps of all steps so far: a state was loaded."""
         if self._direct is not None:
             self._direct.settle(MAX_STEP)
         self._stamps.periods.clear()
+        self._stamps.numbers.clear()
 
     def agree(self, card: Card) -> Job:
         """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
@@ -267,7 +278,7 @@ class Engine:
         if isinstance(request.agreement, Stamp):
             direct.compare(self._stamps, request.agreement)
         counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
-        job = Job(x, [], request.name, counters, telemetry, request.ends_step)
+        job = Job(x, [], request.name, counters, telemetry, request.ends_step, watch=request.watch)
         error = self._error()
         if error is not None and direct.error is None:
             direct.fail(error, request.name)
@@ -343,10 +354,11 @@ class Engine:
 
 
 def _is_special(request: Request) -> bool:
-    """Whether a rank at another step might send other messages: in steps that sample errors, and in the warm-up."""
+    """Whether a rank at another step might send other messages: as the request says, in steps that sample errors, and
+    in the warm-up."""
     config = request.config
     samples = bool(config.sample_every) and request.step % config.sample_every == 0
-    return samples or not request.compressed
+    return request.varies or samples or not request.compressed
 
 
 class PlanKey(NamedTuple):

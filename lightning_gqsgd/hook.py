@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, gathered_memory, take_memory
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
-from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Request
 from lightning_gqsgd.errors import ConfigError, listed
 from lightning_gqsgd.freezing import TrainedParameters
 from lightning_gqsgd.layout import Segment
@@ -61,9 +61,10 @@ class GQSGDState:
 
     Attributes:
         requested: the configuration as it was given.
-        config: the configuration, with its reducer chosen; with ``auto``, that of the latest step.
+        config: the configuration, with its reducer chosen; with ``auto`` or ``bits="auto"``, that of the latest step.
         step: number of reduced backward passes; numbers the dither.
-        decisions: with ``auto``, the ends of all trials (see `tuning.trials.Decision`), in order.
+        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `tuning.trials.Decision`), in order: what
+            was predicted and measured, and why.
         telemetry: counters of this process.
     """
 
@@ -88,12 +89,12 @@ class GQSGDState:
             numbered = number_parameters(named, config)
             self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
             world_size = dist.get_world_size(self._group)
-            self._steering = Steering(config, world_size) if config.auto else None
+            self._steering = Steering(config, world_size) if config.chooses_bits else None
             steering = self._steering
             configs = [resolve(config, world_size)] if steering is None else list(steering.candidates.values())
             self._config = configs[0]
             self._trained = TrainedParameters(model, self._parameters)
-            facts = facts_of(config, config if config.auto else self.config, model, numbered)
+            facts = facts_of(config, config if config.chooses_bits else self.config, model, numbered)
             self._digest = digest_of(json.dumps(facts, sort_keys=True))
             (key,) = start.agree([facts])
             self._engine = Engine(self._device, self._group, key, timeout=timeout, remedy=_REMEDY)
@@ -102,6 +103,8 @@ class GQSGDState:
             for resolved in configs:
                 self._engine.connect(resolved)
                 self._engine.compile(resolved, dtype)
+            if self._steering is not None:
+                self._steering.compile(dtype, self._device)
             self._sparse = self._sparse_gradients(model, configs, dtype)
             start.agree([{}], patience_s=COMPILE_PATIENCE_S)
             undo.pop_all()
@@ -140,7 +143,7 @@ class GQSGDState:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """See the class; empty without ``auto``."""
+        """See the class; empty where ``bits`` are given."""
         return () if self._steering is None else self._steering.decisions
 
     @property
@@ -183,6 +186,11 @@ class GQSGDState:
             self._unused.watch(x, segments)
             if is_last:
                 self._unused.settle_after_backward()
+        steering = self._steering
+        # Rows of sparse gradients are not the same on all ranks.
+        taken = None if steering is None or x.is_sparse else steering.take(x, segments, step)
+        if steering is not None and is_last:
+            steering.end_backward()
         request = Request(
             name=f"bucket {index} of step {step}",
             config=self.config,
@@ -193,14 +201,18 @@ class GQSGDState:
             bucket=index,
             ends_step=is_last,
             compressed=step >= self.config.warmup_steps,
-            direct=self._sparse is None and (self._steering is not None or self.config.reducer == "native"),
+            direct=self._sparse is None and (steering is not None or self.config.reducer == "native"),
             compares_first=stamp is not None and self._compares_first,
+            watch=None if steering is None or taken is None else steering.sampler.watch(taken),
         )
         if is_last:
             self._compares_first = False
         if x.is_sparse and self._sparse is not None:
             return self._sparse.reduce(x, request)
-        return self._engine.reduce(x, request).future
+        future = self._engine.reduce(x, request).future
+        if steering is not None and taken is not None:
+            steering.sampler.measure(taken)  # while messages are under way
+        return future
 
     def _sparse_gradients(
         self, model: DistributedDataParallel, configs: list[GQSGDConfig], dtype: torch.dtype
@@ -224,12 +236,15 @@ class GQSGDState:
         if steering is None:
             compresses = REDUCERS[self.config.reducer].compresses
             return Stamp(self.config.seed, step, self._digest) if compresses else None
-        periods, before = engine.periods(step - 2), self._config
-        self._config, period_us = steering.begin_step(step, periods, logs=engine.rank == 0)
+        steering.receive(engine.agreed(step - 2))
+        # On a GPU, the time of a step that waits is known later than the step's length.
+        exposed_s = None if self._device.type == "cuda" else engine.telemetry.exposed_s
+        before, begun = self._config, steering.begin_step(step, exposed_s, logs=engine.rank == 0)
+        self._config = begun.config
         # A rank that has decided otherwise than others is found before any message of another size is sent.
         self._compares_first |= self._config is not before
-        engine.telemetry.choice = {"bits": steering.trials.bits, "trying": float(steering.trials.is_trying)}
-        return Stamp(self.config.seed, step, steering.digest(self._digest), period_us)
+        engine.telemetry.choice = steering.choice()
+        return Stamp(self.config.seed, step, steering.digest(self._digest), begun.period_us, begun.numbers)
 
     def _segments_of(self, parameters: list[Tensor]) -> tuple[Segment, ...]:
         key = tuple(map(id, parameters))
@@ -346,6 +361,8 @@ class GQSGDState:
         if self._post_local_sgd is not None:
             state["post_local_iter"] = self._post_local_sgd.iter
         if self._steering is not None:
+            self._engine.read_stamps()
+            self._steering.receive(self._engine.agreed(MAX_STEP))
             state["auto"] = self._steering.state()
         return {**state, "memory": self._all_memory()} if self.config.remembers else state
 
@@ -370,7 +387,7 @@ class GQSGDState:
         self._requested = replace(self._requested, seed=state["seed"])
         self.step = state["step"]
         if self._steering is not None:
-            self._engine.forget_periods()
+            self._engine.forget_agreed()
             self._steering.reseed(state["seed"])
             self._config = self._steering.config
         if self._post_local_sgd is not None:
@@ -397,7 +414,8 @@ class GQSGDState:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why."""
+        """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why; with
+        ``auto`` or ``bits="auto"``, what is chosen among, the average of the bits so far, and the latest decision."""
         ranks, trained = self._engine.world_size, self._trained.parameters
         if self._steering is not None and ranks > 1:
             text = self._steering.report(ranks)

@@ -159,11 +159,11 @@ PRESETS: dict[str, Preset] = {
 FIXED = {name: preset for name, preset in PRESETS.items() if not preset.fields.get("auto")}
 
 
-def make_config(preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDConfig:
+def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any) -> GQSGDConfig:
     """A preset, or a configuration, with some fields replaced.
 
     Args:
-        preset: name of a preset, or a configuration; None: the preset ``gqsgd``.
+        preset: a preset or its name, or a configuration; None: the preset ``gqsgd``.
         **fields: fields of `GQSGDConfig` to replace.
 
     Raises:
@@ -174,6 +174,8 @@ def make_config(preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGD
     GQSGDConfig.check_names(fields)
     if isinstance(preset, GQSGDConfig):
         return dataclasses.replace(preset, **fields)
+    if isinstance(preset, Preset):
+        return GQSGDConfig(**{**preset.fields, **fields})
     name = "gqsgd" if preset is None else preset
     if not isinstance(name, str):
         raise ConfigError(

@@ -130,8 +130,9 @@ class Telemetry:
         exposed_s: seconds from the last bucket's arrival to the last result: what backward waited for. On a GPU, of the
             steps that it has finished.
         buckets: counters by bucket index (buckets are rebuilt once after the first step).
-        choice: of the latest step, where bits are chosen by the length of steps: ``bits``, and ``trying``, 1 while
-            candidates are tried and 0 otherwise; otherwise empty.
+        choice: of the latest step, where bits are chosen while training, what `tuning.steering.Steering.choice` says:
+            ``bits``; ``trying``, 1 while candidates are tried and 0 otherwise; ``noise_scale`` and
+            ``predicted_step_s``, where they are known. Otherwise empty.
     """
 
     steps: int = 0
@@ -227,8 +228,8 @@ class Meter:
 
     Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Means since the last reading:
     ``encode_s``, ``wait_s``, ``decode_s``, ``exposed_s`` (seconds per step). Mean since the start:
-    ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first. Of the latest step, with
-    ``auto``: ``bits`` and ``trying``.
+    ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first. Of the latest step, where
+    bits are chosen while training: what `Telemetry.choice` has.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:

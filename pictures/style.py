@@ -38,6 +38,12 @@ COLOURS = {
     "topk_ef": "#8f8f2d",
     "gqsgd_diloco": "#0b3c8c",
     "gqsgd_fedpaq": "#6a994e",
+    "gqsgd_genqsgd": "#386641",
+    "gqsgd_sparseloco": "#bc6c25",
+    "gqsgd_chb": "#9d4edd",
+    "gqsgd_neolithic": "#a4161a",
+    "gqsgd_mcm": "#1d7874",
+    "gqsgd_predictive": "#ee964b",
 }
 #: Colours of variants that are named otherwise.
 OTHERS = ("#e69f00", "#7b3294", "#8c564b", "#1b7837", "#999933", "#882255")

@@ -15,7 +15,7 @@ class ResNet(nn.Module):
     * ``blocks=(2, 2, 2, 2), width=64`` is torchvision's resnet18 with the stem that CIFAR-10 needs;
     * ``blocks=(3, 4, 6, 3), width=64, bottleneck=True`` is torchvision's resnet50 with that stem;
     * ``blocks=(3, 3, 3), width=16`` is the ResNet-20 for CIFAR-10 with projection shortcuts;
-    * ``blocks=(1, 1, 1), width=64, stem_stride=2`` is small enough to converge on CPUs: a quarter of the positions.
+    * ``blocks=(1, 1, 1), width=64, stem_stride=2`` is made for CPUs: a quarter of the positions.
 
     Args:
         blocks: number of blocks of each stage; every stage after the first halves the image and doubles the channels.

@@ -62,29 +62,35 @@ def presets(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What each preset sends, remembers and guarantees at a number of ranks; then optimizers and topologies."""
-    from lightning_gqsgd.cli import facts, systems, tables
+    """What each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
+    from lightning_gqsgd.cli import facts, local, systems, tables
     from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
     from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.systems import SYSTEMS
 
-    if name in SYSTEMS:
+    if name in SYSTEMS or name in LOCAL_PRESETS:
+        kind = systems if name in SYSTEMS else local
         if as_json:
-            typer.echo(json.dumps(systems.to_dict(name), indent=1, ensure_ascii=False))
+            typer.echo(json.dumps(kind.to_dict(name), indent=1, ensure_ascii=False))
         else:
-            tables.show(systems.in_full(name))
+            tables.show(kind.in_full(name))
         return
     with _refusals_in_one_line():
         if block_size is not None:
             GQSGDConfig(block_size=block_size)
         rows = [facts.facts_of(preset, ranks, block_size) for preset in ([name] if name else PRESETS)]
     if as_json:
-        values = [row.to_dict() for row in rows] + ([] if name else [systems.to_dict(other) for other in SYSTEMS])
+        values = [row.to_dict() for row in rows]
+        if not name:
+            values += [local.to_dict(other) for other in LOCAL_PRESETS]
+            values += [systems.to_dict(other) for other in SYSTEMS]
         typer.echo(json.dumps(values[0] if name else values, indent=1, ensure_ascii=False))
     elif name:
         tables.show(tables.in_full(rows[0]))
     else:
-        tables.show(tables.fitting_table(rows), *facts.notes(rows), "", systems.table(), systems.NOTE)
+        others = (local.table(), local.NOTE, "", systems.table(), systems.NOTE)
+        tables.show(tables.fitting_table(rows), *facts.notes(rows), "", *others)
 
 
 @app.command()
@@ -157,6 +163,9 @@ def advise(
     backward: Annotated[str | None, typer.Option(help="Length of the backward pass, e.g. 120ms.")] = None,
     forward: Annotated[str | None, typer.Option(help="Length of the forward pass.  [default: half of it]")] = None,
     codec: Annotated[str | None, typer.Option(help="Speed of the codec: h100, a100, cpu or measured.")] = None,
+    local_steps: Annotated[
+        Path | None, typer.Option(help="JSON of workers, server, learning and limits: plan local steps for it instead.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it over nodes and over the link's rate.")] = None,
     gantt: Annotated[Path | None, typer.Option(help="Draw what happens in a step: fp32, bf16, 8 and 4 bits.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -165,6 +174,13 @@ def advise(
     from lightning_gqsgd.cli import advising, tables
     from lightning_gqsgd.performance.advice import candidates, recommendable
 
+    if local_steps is not None:
+        from lightning_gqsgd.cli import planning
+
+        with _refusals_in_one_line():
+            planned = planning.Planned.of(local_steps)
+        typer.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(planned.lines()))
+        return
     places = (nodes, gpus_per_node, backward, forward, codec)
     with _refusals_in_one_line():
         cluster = advising.Question(model, batch, probe, link, latency, intra, *places).cluster()

@@ -110,7 +110,7 @@ class Facts:
     def row(self) -> list[str]:
         """Cells under `HEADINGS`."""
         if self.config is None:
-            what = "chosen in training" if self.preset.config.auto else f"not at n = {self.ranks}"
+            what = "chosen in training" if self.preset.config.chooses_bits else f"not at n = {self.ranks}"
             return [self.name, "–", "–", what, "–", self.bias, "–", "–", self.preset.paper]
         return [
             self.name,
@@ -129,7 +129,7 @@ class Facts:
         return {
             "name": self.name,
             "ranks": self.ranks,
-            "works": self.config is not None or self.preset.config.auto,
+            "works": self.config is not None or self.preset.config.chooses_bits,
             "problem": self.problem or None,
             "wire_bits": self.wire_bits,
             "sent_vs_fp32_ring": self.sent_ratio,
@@ -217,5 +217,5 @@ def _omega(config: GQSGDConfig, ranks: int) -> float | None:
 
 def notes(rows: Sequence[Facts]) -> list[str]:
     """What the table's columns mean, and why some of its presets cannot work."""
-    failing = [row for row in rows if row.problem and not row.preset.config.auto]
+    failing = [row for row in rows if row.problem and not row.preset.config.chooses_bits]
     return [*NOTES, *(f"{row.name}: not at n = {row.ranks}: {row.problem}" for row in failing)]

@@ -75,7 +75,7 @@ def _jobs(
             with warnings.catch_warnings():  # nothing is trained here
                 warnings.simplefilter("ignore", StabilityWarning)
                 asked = make_config(name)
-                several = asked.candidates().values() if asked.auto else [asked]
+                several = asked.candidates().values() if asked.chooses_bits else [asked]
                 configs = [resolve(config, count) for config in several]
             for config, dtype in product(configs, dtypes):
                 # Kernels for the CPU do not depend on the number of ranks, beyond the choice of the reducer.

@@ -4,7 +4,7 @@ Biased: |C(x) - x|² <= (1 - k/d) |x|², since the k largest of d squares have a
 block is a fixed share of its length, so that messages have the same length on every rank.
 
 A block's record has the kept coordinates in the compute dtype, in the order of their places, and then the places, 16
-bits each.
+bits each. With ``bits`` of 2 to 4, kept coordinates are rounded as well; see `coarse_top_k`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.coarse_top_k import PLACE_BYTES, CoarseTopKQuantiser
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.packing import bytes_of, positions
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
@@ -27,8 +28,8 @@ from lightning_gqsgd.layout import CODES, LENGTH
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
 
-#: Bytes of a place in a block.
-PLACE_BYTES = 2
+#: Bits of a kept coordinate that does not travel whole; see `coarse_top_k`.
+FEW_BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class TopKCodec(Codec):
     """The ``density`` largest share of every block, rounded up; the density itself is cut to 65536ths, at least one."""
 
     density: float
+    bits: int = 32
 
     fields: ClassVar[frozenset[str]] = frozenset({"density"})
     default_bits: ClassVar[int] = 32
-    bits = 32
     has_scale: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False
 
@@ -106,9 +107,10 @@ class TopKCodec(Codec):
         Raises:
             ConfigError: a number of bits, a density or a rotation that does not go with it.
         """
-        if config.num_bits != 32:
+        if config.num_bits not in (32, *FEW_BITS):
             raise ConfigError(
-                f"codec='top_k' sends whole what it keeps, so it has bits=32, not {config.num_bits}; leave bits out"
+                f"codec='top_k' sends whole what it keeps, which is bits=32, or at few bits, not bits="
+                f"{config.num_bits}; take one of {', '.join(map(str, FEW_BITS))}, or leave bits out"
             )
         if not config.density:
             raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
@@ -116,7 +118,7 @@ class TopKCodec(Codec):
             raise ConfigError(
                 "rotation=True leaves no large coordinates for codec='top_k' to keep; take rotation=False"
             )
-        return cls(config.density)
+        return cls(config.density, config.num_bits)
 
     @property
     def biased_by(self) -> str:
@@ -125,11 +127,17 @@ class TopKCodec(Codec):
 
     def describe(self) -> tuple[str, list[str]]:
         """Bits per coordinate, and what they are."""
-        return f"{self.density * (32 + 8 * PLACE_BYTES):.3g}", [f"top_k, {self.density:.3g} of all coordinates"]
+        what = f"top_k, {self.density:.3g} of all coordinates"
+        if self.bits != 32:
+            what += f" at {self.bits} bits"
+        return f"{self.density * (self.bits + 8 * PLACE_BYTES):.3g}", [what]
 
-    def quantiser(self, block_size: int, summed: int | None = None) -> TopKQuantiser:
+    def quantiser(self, block_size: int, summed: int | None = None) -> TopKQuantiser | CoarseTopKQuantiser:
         """What the kernels need."""
-        return TopKQuantiser(block_size, max(1, int(self.density * 65536)))
+        kept = max(1, int(self.density * 65536))
+        if self.bits == 32:
+            return TopKQuantiser(block_size, kept)
+        return CoarseTopKQuantiser(block_size, kept, self.bits)
 
     def error_variance(self, summed: int = 1) -> float:
         """Not predicted: the error depends on the gradient alone."""
@@ -140,5 +148,11 @@ class TopKCodec(Codec):
         return math.inf
 
     def delta(self, dimension: int) -> float:
-        """δ with |C(x) - x|² <= (1-δ) |x|²: k/d."""
+        """δ with |C(x) - x|² <= (1-δ) |x|²: k/d where the kept coordinates travel whole.
+
+        At few bits only 1/d is certain: |C(x)|² is at least Σ n_c m_c² >= (Σ m)²/k >= Σ m²/k over the k kept magnitudes
+        m, whose squares have at least the share k/d of |x|².
+        """
+        if self.bits != 32:
+            return 1 / dimension
         return self.quantiser(dimension).kept_of(dimension) / dimension

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import destroy_at_exit
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import make_config
 
 _BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
@@ -64,6 +67,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
     config: GQSGDConfig
 
     def __init__(self, preset: str | GQSGDConfig | None = None, **fields: Any) -> None:
+        _refuse_local_steps(preset, fields)
         allowed = ("preset", *GQSGDConfig.field_names(), *_BASE_FIELDS)
         for name in fields:
             if name not in allowed:
@@ -200,6 +204,20 @@ def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | Non
     accelerator.ddp_handler = handler
     accelerator.register_for_checkpointing(handler)
     return handler
+
+
+def _refuse_local_steps(preset: str | GQSGDConfig | None, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments of local steps, which do without DistributedDataParallel and its handler."""
+    asked = [name for name in ("local_steps", *LocalOptions.field_names()) if name in fields]
+    if isinstance(preset, str) and preset in LOCAL_PRESETS:
+        asked.append(f"preset={preset!r}")
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)} is for local steps, which train without DistributedDataParallel, and GQSGDKwargs is "
+            "its handler; leave GQSGDKwargs out: model = accelerator.prepare_model(model, evaluation_mode=True), then "
+            "optimizer = accelerator.prepare(LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() "
+            "at the end"
+        )
 
 
 def _say_that_there_is_one_process() -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
-from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.presets import Preset, make_config
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
 CHECKPOINT_KEY = "gqsgd"
@@ -27,7 +27,7 @@ def on_nodes(config: GQSGDConfig, processes_per_node: int) -> GQSGDConfig:
 
 
 def split_arguments(
-    strategy: type, base: type, preset: str | GQSGDConfig | None, arguments: dict[str, Any]
+    strategy: type, base: type, preset: str | GQSGDConfig | Preset | None, arguments: dict[str, Any]
 ) -> tuple[GQSGDConfig, dict[str, Any]]:
     """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
 

@@ -13,8 +13,9 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
-from lightning_gqsgd.integrations.local import LocalTraining, Trained, pop_options
+from lightning_gqsgd.integrations.local import LocalTraining, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.choosing import pop_options
 
 _Base: Any = object  # each flavour's DDPStrategy
 
@@ -47,10 +48,10 @@ class FabricMixin(_Base):
     _backward_sync_control: Any  # Fabric's
 
     def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None:
-        self._local, preset = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
+        self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
         self._modules: list[Module] = []
         (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
-        self.gqsgd_config, rest = split_arguments(type(self), base, preset, kwargs)
+        self.gqsgd_config, rest = split_arguments(type(self), base, compression, kwargs)
         super().__init__(**rest)
         if self._local is not None:
             self._backward_sync_control = _NothingToBlock()

@@ -457,8 +457,9 @@ def _divisor(group: ShardedGroup) -> float | None:
 
 
 def _check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, reduce_scatter: bool) -> None:
-    if config.auto:
-        raise ConfigError("auto=True is for DistributedDataParallel (register_gqsgd); with FSDP2, give bits")
+    if config.chooses_bits:
+        name = "auto=True" if config.auto else 'bits="auto"'
+        raise ConfigError(f"{name} is for DistributedDataParallel (register_gqsgd); with FSDP2, give bits as a number")
     if replicate is None and not reduce_scatter:
         raise ConfigError(
             "nothing would be compressed: give replicate= (the group of ranks that hold the same shards), "

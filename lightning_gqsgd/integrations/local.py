@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.distributed import parameter_names
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
-from lightning_gqsgd.local_steps.choosing import options_of
+from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import Preset
 
 
 class Trained(NamedTuple):
@@ -49,12 +50,13 @@ class LocalTraining:
     def __init__(self, options: LocalOptions) -> None:
         self.options = options
         self.trained: list[Trained] = []
+        self._at_anchor = ExitStack()
 
     @classmethod
     def asked_for(
         cls, preset: str | GQSGDConfig | None, given: Mapping[str, Any], others: Mapping[str, Any]
-    ) -> tuple[LocalTraining | None, str | GQSGDConfig | None]:
-        """The local steps that a strategy's arguments ask for, if any, and the preset of the compression.
+    ) -> tuple[LocalTraining | None, str | GQSGDConfig | Preset | None]:
+        """The local steps that a strategy's arguments ask for, if any, and the compression.
 
         Args:
             preset: the strategy's argument.
@@ -64,12 +66,7 @@ class LocalTraining:
         Raises:
             ConfigError: a value that cannot work, or arguments of which one does nothing beside the others.
         """
-        if given["every"] is None and not (isinstance(preset, str) and preset in LOCAL_PRESETS):
-            alone = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-            if alone:
-                raise ConfigError(
-                    f"{', '.join(alone)} is for local steps; give local_steps=32 as well, or leave it out"
-                )
+        if not asks_for_local_steps(preset, given):
             return None, preset
         of_ddp = [name for name in others if name in (*parameter_names(DistributedDataParallel), *_OF_DDP_STRATEGY)]
         if of_ddp:
@@ -94,6 +91,16 @@ class LocalTraining:
             if optimizer is optimizers[0]:
                 averages.advance()
 
+    def lend_anchors(self) -> None:
+        """Give the modules the anchors' values until `take_back`."""
+        self.take_back()
+        for averages, _, _ in self.trained:
+            self._at_anchor.enter_context(averages.at_anchor())
+
+    def take_back(self) -> None:
+        """Give the modules this rank's own values again."""
+        self._at_anchor.close()
+
     def finish(self) -> None:
         """Make the last averages."""
         for averages, _, _ in self.trained:
@@ -103,12 +110,6 @@ class LocalTraining:
         """Stop threads and process groups."""
         for averages, _, _ in self.trained:
             averages.close()
-
-
-def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields of `LocalOptions` out of arguments, which call ``every`` ``local_steps``; None: not given."""
-    given = {name: arguments.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
-    return {**given, "every": arguments.pop("local_steps", None)}
 
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.

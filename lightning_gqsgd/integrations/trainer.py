@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig, Memory
+from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 from lightning_gqsgd.integrations.local import LocalTraining
@@ -33,14 +34,17 @@ class TrainerMixin(_Base):
         telemetry: add the callback that logs counters, unless the Trainer has one.
         local_steps: each rank trains by itself, without DistributedDataParallel, and the changes of the models are
             averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
-            unless the preset is one of local steps, such as ``gqsgd_diloco``. Validation sees each rank's own model,
-            and a checkpoint has the first rank's, beside what every rank needs to resume. The last average is at the
-            end of training.
-        outer: with local steps, the outer optimizer, see `local_steps.options.LocalOptions`, as for the next four.
+            unless the preset is one of local steps, such as ``gqsgd_diloco``. A checkpoint has the first rank's
+            parameters, beside what every rank needs to resume. The last average is at the end of training.
+        outer: with local steps, the outer optimizer, see `local_steps.options.LocalOptions`, as for the next five.
         fragments: with local steps, the number of parts that are averaged at different times.
         delay: with local steps, the number of steps after which an average is used.
         mixing: with local steps and a delay, the share of what was learnt meanwhile.
         inner_state: with local steps, ``"keep"``, ``"reset"`` or ``"average"`` the inner optimizer's state.
+        rule: with local steps, how the changes of all ranks become one mean change.
+        validate_at: with local steps, which model validation sees while training: ``"local"``, the default, each rank's
+            own; or ``"anchor"``, which is the same on all ranks. Weights that are saved right after a validation are
+            those that it saw.
         **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
             as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
             then each rank's own steps (or its node's), and every so many steps the average of all models.
@@ -57,7 +61,7 @@ class TrainerMixin(_Base):
         preset: str | GQSGDConfig | None = None,
         *,
         codec: str | None = None,
-        bits: int | None = None,
+        bits: int | Literal["auto"] | None = None,
         levels: int | None = None,
         mantissa: int | None = None,
         density: float | None = None,
@@ -81,6 +85,7 @@ class TrainerMixin(_Base):
         sample_every: int | None = None,
         auto: bool | None = None,
         allow: Sequence[int] | None = None,
+        max_slowdown: float | None = None,
         sparse: str | None = None,
         sparse_limit: float | None = None,
         telemetry: bool = True,
@@ -90,19 +95,33 @@ class TrainerMixin(_Base):
         delay: int | None = None,
         mixing: float | None = None,
         inner_state: str | None = None,
+        rule: str | dict[str, Any] | None = None,
+        validate_at: str | None = None,
         **kwargs: Any,
     ) -> None:
         given = locals()
-        options = {name: given[name] for name in ("outer", "fragments", "delay", "mixing", "inner_state")}
-        self._local, preset = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
+        options = {name: given[name] for name in ("outer", "fragments", "delay", "mixing", "inner_state", "rule")}
+        self._local, compression = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
+        self._validates_at_anchor = self._check_validation(validate_at)
         named = {name: given[name] for name in GQSGDConfig.field_names()}
         fields = {name: value for name, value in named.items() if value is not None}
         (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
-        self.gqsgd_config, rest = split_arguments(type(self), base, preset, {**fields, **kwargs})
+        self.gqsgd_config, rest = split_arguments(type(self), base, compression, {**fields, **kwargs})
         super().__init__(**rest)
         self._adds_telemetry = telemetry
         self._gqsgd_state: GQSGDState | None = None
         self._loaded: dict[str, Any] | None = None
+
+    def _check_validation(self, validate_at: str | None) -> bool:
+        """Whether validation sees the anchor."""
+        if validate_at is None:
+            return False
+        check_one_of("validate_at", validate_at, ("local", "anchor"))
+        if self._local is None:
+            raise ConfigError(
+                f"validate_at={validate_at!r} is for local steps; give local_steps=32 as well, or leave it out"
+            )
+        return validate_at == "anchor"
 
     @property
     def gqsgd_state(self) -> GQSGDState | LocalAverages | None:
@@ -189,6 +208,18 @@ class TrainerMixin(_Base):
             self._local.count(optimizer)
         return output
 
+    def on_validation_start(self) -> None:
+        """With local steps and ``validate_at="anchor"``, validate the anchor."""
+        super().on_validation_start()
+        if self._local is not None and self._validates_at_anchor:
+            self._local.lend_anchors()
+
+    def on_validation_end(self) -> None:
+        """Go on with each rank's own parameters."""
+        super().on_validation_end()
+        if self._local is not None:
+            self._local.take_back()
+
     def on_train_end(self) -> None:
         """With local steps, make the last average."""
         super().on_train_end()
@@ -231,6 +262,7 @@ class TrainerMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
         if self._local is not None and "optimizer_states" in checkpoint:
+            self._local.take_back()  # what every rank needs to resume are its own parameters
             checkpoint[CHECKPOINT_KEY] = self._local.trained[0].state_dict()
         elif self._gqsgd_state is not None and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()

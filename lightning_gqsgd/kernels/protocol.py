@@ -42,6 +42,7 @@ class Kind(IntEnum):
     TOP_K = 2  # coordinates as they are, and their places
     COMPANDED = 3  # numbers of levels that lie denser near zero
     EDEN = 4  # signs and numbers of magnitudes of turned coordinates
+    COARSE_TOP_K = 5  # signs and numbers of magnitudes of the largest coordinates, and their places
 
 
 class Quantiser(Protocol):

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,12 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.course import Course
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
-from lightning_gqsgd.local_steps.schedule import Rounds
+from lightning_gqsgd.local_steps.rules import Dialogue, Question, Talk
 from lightning_gqsgd.local_steps.starting import (
     IntegerBuffers,
     check_module,
@@ -65,8 +67,9 @@ class Average:
     Attributes:
         fragment: number of the fragment.
         use_after: the step after which it is used.
-        changes: a flat tensor for each bundle of the fragment, which becomes the mean.
-        jobs: what is under way; empty once the changes are means.
+        changes: the mean change of each bundle of the fragment, a flat tensor; empty as long as it is under way.
+        dialogues: what finds the mean change of each bundle; empty once the means are there.
+        inner_job: what averages the inner optimizers' tensors; None: nothing does, or it is over.
         integers: the first rank's values of buffers that are not averaged.
         works: what sends them.
         inner: the inner optimizers' tensors, and their mean as one flat tensor; None: they are not averaged.
@@ -75,8 +78,9 @@ class Average:
 
     fragment: int
     use_after: int
-    changes: list[Tensor]
-    jobs: list[Job] = field(default_factory=list)
+    changes: list[Tensor] = field(default_factory=list)
+    dialogues: list[Dialogue] = field(default_factory=list)
+    inner_job: Job | None = None
     integers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
     inner: tuple[list[Tensor], Tensor] | None = None
@@ -89,11 +93,12 @@ class Average:
             ConfigError: the ranks do not agree.
             CollectiveError: a collective failed.
         """
-        for job in self.jobs:
-            job.wait()
+        self.changes = [dialogue.wait() for dialogue in self.dialogues]
+        if self.inner_job is not None:
+            self.inner_job.wait()
         for work in self.works:
             work.wait()
-        self.jobs, self.works = [], []
+        self.dialogues, self.inner_job, self.works = [], None, []
 
     def is_finite(self) -> bool:
         """Whether all means are finite, which is the same on all ranks. Waits for a GPU."""
@@ -101,7 +106,7 @@ class Average:
         return all(bool(mean.isfinite().all()) for mean in means)
 
 
-class LocalAverages:
+class LocalAverages(Course[Average]):
     """Averages what ranks learn in their own optimizer steps.
 
     Creating one is a collective on the process group. All ranks then have the first rank's parameters and buffers.
@@ -118,16 +123,10 @@ class LocalAverages:
     Attributes:
         requested: the compression as it was given.
         config: the same with its reducer chosen.
-        options: when to average.
-        step: number of optimizer steps so far.
-        averages: number of averages that were started.
-        skipped: number of averages that were not used, because a rank's change was not finite.
         outer: the outer optimizer; its tensors are the anchors.
         device: device of the model.
-        fragments: the parts of the model, with their anchors.
-        rounds: when which fragment is averaged.
-        under_way: the averages that were started and not used yet, oldest first.
         store: what this rank remembers of the compressed parameters.
+        parts: this rank's part in the rule of averages, by fragment and bundle.
         compressed_numbers: numbers of the compressed parameters.
 
     Raises:
@@ -146,14 +145,15 @@ class LocalAverages:
         timeout: timedelta | None = None,
         meeting: Meeting | None = None,
     ) -> None:
-        self.group, self.options, self.requested = parent_group(group), options, config
+        self.group, self.requested = parent_group(group), config
         with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
             self.config = resolve(config, dist.get_world_size(self.group))
             refuse_for(config, "local steps, which average whole models")
+            options.averaging.check(self.config)
             self._facts, parameters, buffers = numbered(model, trained, config)
-            self.fragments = fragments_of(parameters, buffers, options)
+            super().__init__(options, fragments_of(parameters, buffers, options))
             anchors = [anchor for part in self.fragments for entry, anchor in part.entries() if not entry.is_buffer]
             self.outer = make_outer(options.outer, anchors)
             facts = facts_of(self.config, options, self.outer, parameters, buffers)
@@ -172,12 +172,13 @@ class LocalAverages:
         self.store = new_store(self.config, self.world_size, sizes, dtype, self.device)
         self._optimizers, self._inner = list(optimizers), InnerState(optimizers)
         self._integers = IntegerBuffers(model, self.group)
-        self.rounds = Rounds(options)
-        self.under_way: list[Average] = []
-        self.step = self.averages = self.skipped = 0
         for fragment in self.fragments:
             for bundle in fragment.bundles:
                 bundle.take_anchors()
+        self.parts = [
+            [options.averaging.part(bundle, self.rank, self.world_size) for bundle in fragment.bundles]
+            for fragment in self.fragments
+        ]
         # Also at exit: Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
 
@@ -213,15 +214,7 @@ class LocalAverages:
             RuntimeError: this was closed.
         """
         self.check_open()
-        self.step += 1
-        due = self.rounds.due_after(self.step)
-        # With a schedule that gets shorter, an average may be due although the last one of its fragment is not used.
-        self._use([average for average in self.under_way if average.use_after <= self.step or average.fragment in due])
-        for fragment in due:
-            self._start(fragment, self.options.delay)
-        if not self.options.delay:
-            self._use(self.under_way)
-        self.rounds.end_step(self.step)
+        super().advance()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -235,13 +228,7 @@ class LocalAverages:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
         """
         self.check_open()
-        self._use(self.under_way)
-        for number, fragment in enumerate(self.fragments):
-            if fragment.settled_after != self.step and self.step:
-                self._start(number, delay=0)
-                self.under_way[-1].is_last = True
-        self._use(self.under_way, mixing=0.0)
-        self.rounds.begin_anew(self.step)
+        super().finish()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
@@ -306,25 +293,24 @@ class LocalAverages:
     def start_from_anchors(self) -> None:
         """Put the anchors' values into this rank's parameters and buffers."""
         for fragment in self.fragments:
-            for bundle in fragment.bundles:
-                bundle.set_tensors()
+            fragment.set_tensors()
 
     # --- one average -------------------------------------------------------------------------------------------------
 
-    def _start(self, number: int, delay: int) -> None:
-        """Start the average of a fragment."""
+    def _start(self, number: int, delay: int) -> Average:
+        """See `Course`."""
         entries = [entry for fragment in self.fragments for entry, _ in fragment.entries()]
         check_that_all_are_averaged(self._optimizers, entries)
         fragment = self.fragments[number]
-        average = Average(number, self.step + delay, [bundle.change() for bundle in fragment.bundles])
-        for bundle, change in zip(fragment.bundles, average.changes, strict=True):
-            average.jobs.append(self._reduce(change, bundle.segments, number))
+        average = Average(number, self.step + delay)
+        put = partial(self._put, fragment=number)
+        for bundle, part in zip(fragment.bundles, self.parts[number], strict=True):
+            average.dialogues.append(Dialogue(part.questions(bundle.change()), put))
         if self.options.inner_state == "average":
             self._start_inner(average)
         if number == len(self.fragments) - 1:
             average.integers, average.works = self._integers.start()
-        self.under_way.append(average)
-        self.averages += 1
+        return average
 
     def _start_inner(self, average: Average) -> None:
         """Start to average the inner optimizers' state of a fragment, uncompressed."""
@@ -333,66 +319,54 @@ class LocalAverages:
         # Where a parameter was not used on some rank, its state is missing there, and messages would differ in size.
         card = Card("LocalSteps(inner_state='average')", {"values of the inner optimizer's state": flat.numel()})
         average.inner = (tensors, flat)
-        average.jobs.append(self._reduce(flat, (Segment(0, flat.numel(), raw=True),), average.fragment, card))
+        request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment)
+        average.inner_job = self._engine.reduce(flat, replace(request, agreement=card))
 
-    def _reduce(self, x: Tensor, segments: tuple[Segment, ...], fragment: int, card: Card | None = None) -> Job:
-        request = Request(
+    def _put(self, question: Question, count: int, fragment: int) -> Job:
+        """Start to answer a rule's question; ``count`` counts those of one bundle's average."""
+        if isinstance(question, Talk):
+            request = replace(self._request((), fragment), varies=True)
+            return self._engine.run(question.x, request, question.counted)
+        return self._engine.reduce(question.x, self._request(question.segments, fragment, count))
+
+    def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:
+        return Request(
             name=f"average {self.averages} (fragment {fragment}, after step {self.step})",
             config=self.config,
             segments=segments,
-            step=self.averages,
+            step=self.averages * self.options.averaging.most_questions + count,
             store=self.store,
             # The step, and not the number of the average: ranks that make different numbers of steps find out.
-            agreement=card or Stamp(self.config.seed, self.step, self._digest),
+            agreement=Stamp(self.config.seed, self.step, self._digest),
             bucket=fragment,
             compressed=self.averages >= self.config.warmup_steps,
         )
-        return self._engine.reduce(x, request)
-
-    def _use(self, averages: Sequence[Average], mixing: float | None = None) -> None:
-        """Wait for some averages, and move the anchor by them, in the order in which they were started."""
-        for average in list(averages):
-            self._wait(average)
-            if average.is_finite():
-                self._apply(average, mixing)
-            else:
-                self._go_back(average)
-            self.under_way.remove(average)
 
     def _wait(self, average: Average) -> None:
-        if average.jobs:
+        """See `Course`."""
+        if average.dialogues:
             since = moment(self.device)
             average.wait()
             self.telemetry.expose(since, moment(self.device))
             self.telemetry.end_step()
 
-    def _apply(self, average: Average, mixing: float | None) -> None:
-        """Move a fragment's anchor by its mean change, and the parameters to the anchor."""
-        fragment, options = self.fragments[average.fragment], self.options
-        for bundle, change in zip(fragment.bundles, average.changes, strict=True):
-            bundle.set_gradients(change, average.is_last)
-        self.outer.step()  # of anchors without a gradient, it does nothing
-        weight = (options.mixing if options.delay else 0.0) if mixing is None else mixing
-        for bundle in fragment.bundles:
-            bundle.clear_gradients()
-            bundle.set_tensors(weight)
+    def _apply(self, average: Average, weight: float) -> None:
+        """See `Course`."""
+        fragment = self.fragments[average.fragment]
+        fragment.move_anchors(average.changes, self.outer, plain=average.is_last)
+        fragment.set_tensors(weight)
         if average.integers:
             self._integers.take(average.integers)
         if average.inner is not None:
             tensors, mean = average.inner
             for tensor, part in zip(tensors, mean[:-1].split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-        if options.inner_state == "reset":
+        if self.options.inner_state == "reset":
             self._inner.forget(entry.tensor for entry, _ in fragment.entries())
-        if not weight:
-            fragment.settled_after = self.step
 
     def _go_back(self, average: Average) -> None:
-        """Leave an average out, and go back to the anchors of all fragments: what was learnt since may be NaN."""
-        self.skipped += 1
+        """See `Course`."""
         self.start_from_anchors()
-        for fragment in self.fragments:
-            fragment.settled_after = self.step
         cleared = self._inner.clear_what_is_not_finite()
         own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""
         logger.warning(

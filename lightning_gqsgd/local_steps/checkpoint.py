@@ -21,6 +21,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
+from lightning_gqsgd.local_steps.rules import Part
 from lightning_gqsgd.transport.agreement import digest_of
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 #: Entries of every state, beside those of all hooks' states.
 _ENTRIES: dict[str, type] = {"rank": int, "world_size": int, "anchors": Mapping, "outer": Mapping, "under_way": list}
 _ENTRIES |= {"averages": int, "skipped": int, "fragments": int, "rounds": Mapping, "settled_after": list}
-_ENTRIES |= {"memory": Mapping}
+_ENTRIES |= {"memory": Mapping, "rule": list}
 #: Entries of each rank in what `gathered_state` gives.
-_OWN_ENTRIES = ("memory", "model", "optimizers")
+_OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
 
 
 def state_of(averages: LocalAverages) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
             kind.value: {number: averages.store.row(kind, number).clone() for number in averages.compressed_numbers}
             for kind in averages.store.kinds
         },
+        "rule": [{name: tensor.clone() for name, tensor in part.items()} for part in _states(averages)],
     }
 
 
@@ -89,7 +91,11 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any]) -> None:
             kind: {number: row[None] for number, row in rows.items()} for kind, rows in state["memory"].items()
         }
         averages.store.take(saved_memory, 0)
+        for part, saved_part in zip(_parts(averages), state["rule"], strict=True):
+            part.take(saved_part)
         return
+    for part in _parts(averages):
+        part.take({})
     averages.start_from_anchors()
     logger.warning(
         "gqsgd: the state is that of rank %d of %d, and this is rank %d of %d: this rank starts from the anchor, which "
@@ -110,6 +116,7 @@ def gathered_state(averages: LocalAverages, model: nn.Module, optimizers: Sequen
     state = state_of(averages)
     own = {
         "memory": state.pop("memory"),
+        "rule": state.pop("rule"),
         "model": dict(_tensors_of(model)),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
     }
@@ -146,7 +153,7 @@ def load_gathered(
         tensor.copy_(own["model"][name])
     for optimizer, saved in zip(optimizers, own["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    load_state(averages, {**common, "rank": averages.rank if same else 0, "memory": own["memory"]})
+    load_state(averages, {**common, "rank": averages.rank if same else 0, "memory": own["memory"], "rule": own["rule"]})
 
 
 def _check(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None:
@@ -163,12 +170,28 @@ def _check(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None
             f"the state of local steps was written with fragments={state['fragments']}, this run has "
             f"fragments={averages.options.fragments}; resume with the same number"
         )
+    saved_names, names_here = ([sorted(part) for part in parts] for parts in (state["rule"], _states(averages)))
+    if saved_names != names_here:
+        raise ConfigError(
+            f"the state of local steps was written with another rule of averages than {averages.options.rule}; resume "
+            "with the rule that wrote it"
+        )
     same_ranks = state["world_size"] == averages.world_size
-    if averages.config.remembers and same_ranks and not own:
+    remembers = averages.config.remembers or averages.options.averaging.remembers
+    if remembers and same_ranks and not own:
         raise ConfigError(
             f"the state of local steps is that of rank {state['rank']}, this is rank {averages.rank}, and with a "
             "memory every rank needs its own: save and load a file for each rank"
         )
+
+
+def _parts(averages: LocalAverages) -> list[Part]:
+    """This rank's parts in the rule of averages, in order."""
+    return [part for parts in averages.parts for part in parts]
+
+
+def _states(averages: LocalAverages) -> list[dict[str, Tensor]]:
+    return [part.state() for part in _parts(averages)]
 
 
 def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:

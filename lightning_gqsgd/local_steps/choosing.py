@@ -9,7 +9,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.presets import PRESETS, Preset, make_config
 
 
 def make_local(
@@ -35,8 +35,8 @@ def make_local(
 
 def options_of(
     preset: str | GQSGDConfig | None, given: Mapping[str, Any]
-) -> tuple[LocalOptions, str | GQSGDConfig | None]:
-    """Options of a preset, with some of them replaced; and the preset of its compression.
+) -> tuple[LocalOptions, str | GQSGDConfig | Preset]:
+    """Options of a preset, with some of them replaced; and its compression.
 
     Args:
         preset: see `make_local`.
@@ -52,7 +52,7 @@ def options_of(
     chosen = {name: value for name, value in given.items() if value is not None}
     if isinstance(preset, str) and preset in LOCAL_PRESETS:
         chosen = {**LOCAL_PRESETS[preset].options, **chosen}
-        return LocalOptions(**chosen), LOCAL_PRESETS[preset].preset
+        return LocalOptions(**chosen), LOCAL_PRESETS[preset].compression
     return LocalOptions(**chosen), preset
 
 
@@ -61,3 +61,28 @@ def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     names = LocalOptions.field_names()
     own = {name: value for name, value in fields.items() if name in names}
     return own, {name: value for name, value in fields.items() if name not in names}
+
+
+def pop_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of `LocalOptions` out of arguments, which call ``every`` ``local_steps``; None: not given."""
+    given = {name: arguments.pop(name, None) for name in LocalOptions.field_names() if name != "every"}
+    return {**given, "every": arguments.pop("local_steps", None)}
+
+
+def asks_for_local_steps(preset: object, *given: Mapping[str, Any]) -> bool:
+    """Whether arguments ask for local steps: by their number, or by a preset.
+
+    Args:
+        preset: the argument, which may name a compression only.
+        *given: further arguments of local steps, by name; None: not given.
+
+    Raises:
+        ConfigError: arguments that are for local steps, which nothing asks for.
+    """
+    together = {name: value for arguments in given for name, value in arguments.items()}
+    if together["every"] is not None or (isinstance(preset, str) and preset in LOCAL_PRESETS):
+        return True
+    alone = [f"{name}={value!r}" for name, value in together.items() if value is not None]
+    if alone:
+        raise ConfigError(f"{', '.join(alone)} is for local steps; give local_steps=32 as well, or leave it out")
+    return False

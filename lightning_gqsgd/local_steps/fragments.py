@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -59,6 +60,10 @@ class Bundle:
         """Take the tensors' present values for the anchors."""
         for entry, anchor in zip(self.entries, self.anchors, strict=True):
             anchor.copy_(entry.tensor.detach())
+
+    def flat_anchors(self) -> Tensor:
+        """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""
+        return torch.cat([anchor.flatten().to(self._device, self._dtype) for anchor in self.anchors])
 
     def change(self) -> Tensor:
         """How far this rank has come since the anchor: the tensors' values at the anchor minus those of now, [numel].
@@ -122,6 +127,25 @@ class Fragment:
         together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
         self.bundles = [Bundle(group, options) for group in together]
         self.settled_after: int | None = None
+
+    def move_anchors(self, means: Sequence[Tensor], outer: Optimizer, *, plain: bool = False) -> None:
+        """Make a step of the outer optimizer by the mean changes.
+
+        Args:
+            means: the mean change of each bundle, [numel].
+            outer: the outer optimizer, which has the anchors. Anchors of other fragments stay, without a gradient.
+            plain: take the changes off the anchors instead, which become the mean of the ranks' parameters.
+        """
+        for bundle, mean in zip(self.bundles, means, strict=True):
+            bundle.set_gradients(mean, plain)
+        outer.step()
+        for bundle in self.bundles:
+            bundle.clear_gradients()
+
+    def set_tensors(self, weight: float = 0.0) -> None:
+        """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
+        for bundle in self.bundles:
+            bundle.set_tensors(weight)
 
     def entries(self) -> Iterator[tuple[Entry, Tensor]]:
         """Each tensor with its anchor."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real
 from lightning_gqsgd.local_steps.outer import OuterOptimizer, check_outer
+from lightning_gqsgd.local_steps.rules import Rule, parse_rule
 
 #: What happens to the state of the inner optimizer when an average is applied.
 INNER_STATES = ("keep", "reset", "average")
@@ -28,13 +30,16 @@ class LocalOptions:
             rounds so far (0 in the first round) and returns that number. It has to be the same function on all ranks.
         outer: what moves the anchor by the mean change: ``"nesterov"``, which is SGD with learning rate 0.7 and
             Nesterov momentum 0.9 (DiLoCo, arXiv 2311.08105); ``"sgd"``, which is SGD with learning rate 1 (FedPAQ,
-            arXiv 1909.13014); or a class or function that makes a torch optimizer of a list of tensors.
+            arXiv 1909.13014); ``"heavy_ball"``, the same with momentum 0.4; or a class or function that makes a torch
+            optimizer of a list of tensors.
         fragments: number of parts of about equal size whose averages start at different steps of a round, 1 or more.
         delay: number of steps between the start of an average and its use, 0 or more, and less than ``every``.
         mixing: weight α of a rank's own parameters when a delayed average is used, 0 to 1: x ← α x + (1 − α) anchor
             (Streaming DiLoCo, arXiv 2501.18512). Without a delay it does not count.
         inner_state: the inner optimizer's state of a parameter when its average is used: ``"keep"``, ``"reset"`` or
             ``"average"`` over all ranks, uncompressed.
+        rule: how the changes of all ranks become one mean change: ``"mean"``, one message of each rank; or another name
+            of `rules.RULES`, a rule with numbers of your own, or a mapping of its numbers with its name as ``"name"``.
         anchor_device: device of the anchor and of the outer optimizer's state, e.g. ``"cpu"``; None: the parameters'.
         anchor_dtype: dtype of both, e.g. ``torch.bfloat16``; None: fp64 for fp64 parameters, and otherwise fp32.
 
@@ -48,6 +53,7 @@ class LocalOptions:
     delay: int = 0
     mixing: float = 0.5
     inner_state: str = "keep"
+    rule: Rule | str | Mapping[str, Any] = "mean"
     anchor_device: torch.device | str | None = None
     anchor_dtype: torch.dtype | None = None
 
@@ -59,6 +65,12 @@ class LocalOptions:
         check_integer("delay", self.delay, 0, _MOST_STEPS)
         check_real("mixing", self.mixing, 0, 1)
         check_one_of("inner_state", self.inner_state, INNER_STATES)
+        object.__setattr__(self, "rule", parse_rule(self.rule))
+        if self.delay and self.averaging.most_questions > 1:
+            raise ConfigError(
+                f"rule={self.rule} sends {self.averaging.most_questions} messages one after the other, and steps wait "
+                f"for all but the first, so delay={self.delay} hides nothing; take delay=0"
+            )
         if self.inner_state == "average" and self.delay:
             raise ConfigError(
                 f"inner_state='average' with delay={self.delay} would undo what the inner optimizer has learnt since; "
@@ -69,6 +81,11 @@ class LocalOptions:
         ):
             raise ConfigError(f"anchor_dtype={self.anchor_dtype!r} is no floating-point dtype, e.g. torch.bfloat16")
         self.steps_of_round(0)
+
+    @property
+    def averaging(self) -> Rule:
+        """The rule of averages."""
+        return parse_rule(self.rule)
 
     def steps_of_round(self, number: int) -> int:
         """Optimizer steps of a round; ``number`` counts the rounds from 0.

@@ -14,10 +14,12 @@ from lightning_gqsgd.errors import ConfigError, check_one_of
 #: A name in `OUTERS`, or what makes an optimizer of a list of tensors.
 OuterOptimizer = str | Callable[..., Optimizer]
 
-#: Outer optimizers by name: DiLoCo's (arXiv 2311.08105) and FedPAQ's (arXiv 1909.13014).
+#: Outer optimizers by name: DiLoCo's (arXiv 2311.08105), FedPAQ's (arXiv 1909.13014), and the heavy ball of CHB (arXiv
+#: 2209.11944), whose momentum is ours.
 OUTERS: dict[str, Callable[..., Optimizer]] = {
     "nesterov": partial(SGD, lr=0.7, momentum=0.9, nesterov=True),
     "sgd": partial(SGD, lr=1.0),
+    "heavy_ball": partial(SGD, lr=1.0, momentum=0.4),
 }
 
 

@@ -132,6 +132,7 @@ def facts_of(
         "delay": options.delay,
         "mixing": options.mixing,
         "inner_state": options.inner_state,
+        "rule": str(options.rule),
         "anchor_dtype": str(options.anchor_dtype),
         "outer": describe_outer(outer),
         "version of lightning_gqsgd": __version__,

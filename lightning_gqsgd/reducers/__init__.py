@@ -91,17 +91,20 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     A field ``scale`` that only repeats what the reducer always has becomes "auto".
 
     Raises:
-        ConfigError: ``auto`` is true; see also `choose_reducer`, `hierarchical.level_or_levels` and
+        ConfigError: bits are to be chosen while training; see also `choose_reducer`, `hierarchical.level_or_levels` and
             `memory.resolve_memory`.
 
     Warns:
         StabilityWarning: see `memory.resolve_memory`.
     """
-    if config.auto:
+    if config.chooses_bits:
         allowed = ", ".join(map(str, config.allow))
-        raise ConfigError(
-            f"auto=True chooses bits by the length of the steps of a DDP training; here, give one of bits={allowed}"
+        how = (
+            "auto=True chooses bits by the length of the steps"
+            if config.auto
+            else 'bits="auto" chooses bits by the noise of the gradients'
         )
+        raise ConfigError(f"{how} of a DDP training; here, give one of bits={allowed}")
     config = level_or_levels(config, ranks)
     if config.reducer == "hierarchical":
         return config

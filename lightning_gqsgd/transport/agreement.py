@@ -136,12 +136,36 @@ class Stamp(NamedTuple):
         step: number of the dither.
         digest: of all other facts (see `digest_of`).
         period_us: length of the step before on this rank in microseconds; 0: none that counts.
+        numbers: what else this rank tells the others; as many on all ranks.
     """
 
     seed: int
     step: int
     digest: int
     period_us: int = 0
+    numbers: tuple[int, ...] = ()
+
+    def row(self) -> list[int]:
+        """All numbers in one row."""
+        return [*self[:4], *self.numbers]
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> Stamp:
+        """The stamp of a `row`."""
+        seed, step, digest, period_us, *numbers = row
+        return cls(seed, step, digest, period_us, tuple(numbers))
+
+
+class Agreed(NamedTuple):
+    """What all ranks know from the stamps of one step.
+
+    Attributes:
+        period_us: see `StampCheck.periods`.
+        numbers: the `Stamp.numbers` of all ranks, in the order of ranks.
+    """
+
+    period_us: int
+    numbers: tuple[tuple[int, ...], ...] = ()
 
 
 def digest_of(text: str) -> int:
@@ -163,18 +187,20 @@ class StampCheck:
     Attributes:
         periods: for each step whose stamps were read, the longest ``period_us`` over ranks, or 0 if a rank has none;
             of the latest `PERIODS` steps.
+        numbers: for each of these steps, the `Stamp.numbers` of all ranks, in the order of ranks.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self._world_size, self._device = world_size, device
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
         self.periods: dict[int, int] = {}
+        self.numbers: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def exchange(self, stamp: Stamp) -> Exchange:
         """The exchange of stamps between all ranks, whose output is for `read`."""
-        mine = torch.tensor(stamp, dtype=torch.int64, device="cpu")
+        mine = torch.tensor(stamp.row(), dtype=torch.int64, device="cpu")
         mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
-        everyone = torch.empty(self._world_size, len(stamp), dtype=torch.int64, device=self._device)
+        everyone = torch.empty(self._world_size, len(mine), dtype=torch.int64, device=self._device)
         return Exchange("all_gather", everyone, mine)
 
     def read(self, everyone: Tensor) -> None:
@@ -183,12 +209,13 @@ class StampCheck:
         Raises:
             ConfigError: stamps differ.
         """
-        stamps = [Stamp(*row) for row in everyone.tolist()]
+        stamps = [Stamp.from_row(row) for row in everyone.tolist()]
         _check(stamps)
         periods = [stamp.period_us for stamp in stamps]
         self.periods[stamps[0].step] = max(periods) if all(periods) else 0
+        self.numbers[stamps[0].step] = tuple(stamp.numbers for stamp in stamps)
         for step in list(self.periods)[:-PERIODS]:
-            del self.periods[step]
+            del self.periods[step], self.numbers[step]
 
     def steps(self, stamp: Stamp, *, at_once: bool = False) -> Generator[Sequence[Exchange], None, int]:
         """The exchange that compares stamps over all ranks, as steps.
@@ -200,18 +227,18 @@ class StampCheck:
         Raises:
             ConfigError: stamps differ; raised on every rank.
         """
-        self._read_sent()
+        self.read_sent()
         exchange = self.exchange(stamp)
         yield (exchange,)
         if self._device.type == "cuda":
             self._unread = _sent_to_host(exchange.output)
             if at_once:
-                self._read_sent()
+                self.read_sent()
         else:
             self.read(exchange.output)
         return 0
 
-    def _read_sent(self) -> None:
+    def read_sent(self) -> None:
         """Read the stamps that the GPU was asked for, if there are any; the host waits until they are there."""
         if self._unread is not None:
             numbers, event = self._unread
@@ -230,8 +257,8 @@ def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 def _check(stamps: Sequence[Stamp]) -> None:
-    """Raise ConfigError for stamps that are not all equal, apart from their periods."""
-    first, *others = [stamp._replace(period_us=0) for stamp in stamps]
+    """Raise ConfigError for stamps that are not all equal, apart from their periods and numbers."""
+    first, *others = [stamp._replace(period_us=0, numbers=()) for stamp in stamps]
     for rank, other in enumerate(others, start=1):
         if other != first:
             names = {"seed": "seed", "step": "step", "digest": "digest of the configuration and the parameters"}

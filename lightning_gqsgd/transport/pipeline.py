@@ -63,6 +63,7 @@ class Job:
         preface: a function that starts the steps of an agreement, without which the job does not complete; None: there
             is nothing to agree on.
         preface_blocks: whether the agreement is over before the first piece starts.
+        watch: called with the tensor once the mean is there, before the job is complete; None: nothing.
         error: the error, once complete.
     """
 
@@ -74,6 +75,7 @@ class Job:
     last_of_step: bool
     preface: Start | None = None
     preface_blocks: bool = True
+    watch: Callable[[Tensor], None] | None = None
 
     def __post_init__(self) -> None:
         devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
@@ -132,6 +134,8 @@ class Job:
             with self.context():
                 if error is not None:
                     self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
+                elif self.watch is not None:
+                    self.watch(self.tensor)
                 self._count(moment(self.tensor.device))
         except Exception as cause:  # e.g. the GPU has failed: then a future cannot take a tensor on it any more
             self.error = error or cause

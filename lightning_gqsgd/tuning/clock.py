@@ -15,9 +15,13 @@ class StepClock:
 
     A step counts if it has as many forward passes as the step before, and if no forward pass without gradients, such as
     those of a validation, came in between. Steps that accumulate other numbers of micro-batches take other times.
+
+    Attributes:
+        backward_s: seconds from the first to the last bucket of the latest step whose last bucket has come.
     """
 
     def __init__(self) -> None:
+        self.backward_s = 0.0
         self._begun: float | None = None
         self._forwards = 0
         self._usual: int | None = None
@@ -32,7 +36,9 @@ class StepClock:
             # A compiled model would be compiled anew whenever a counter changes.
             if here is None or torch.compiler.is_compiling():
                 return
-            if module.training and torch.is_grad_enabled():
+            # After a validation, Lightning puts the module back into training mode, and not DDP around it.
+            inner = getattr(module, "module", module)
+            if inner.training and torch.is_grad_enabled():
                 here._forwards += 1
             else:
                 here._was_interrupted = True
@@ -47,6 +53,16 @@ class StepClock:
         self._begun, self._usual = now, self._forwards
         self._forwards, self._was_interrupted = 0, False
         return max(1, round(1e6 * (now - before))) if counts and before is not None else 0
+
+    def end_backward(self) -> None:
+        """Note that the last bucket of a step has come."""
+        if self._begun is not None:
+            self.backward_s = time.perf_counter() - self._begun
+
+    def skip(self, seconds: float) -> None:
+        """Take time that the package itself has needed once off the step under way."""
+        if self._begun is not None:
+            self._begun += seconds
 
     def interrupt(self) -> None:
         """The step under way does not count."""

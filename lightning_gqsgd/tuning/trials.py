@@ -8,21 +8,35 @@ not count, because it follows a step of another candidate. A candidate whose sho
 shortest median gets no further block. The candidate with the shortest median is kept. Of several candidates that are
 equal within the error of their medians, the widest is kept.
 
+Predict: with a predictor, the blocks of the first two candidates are as long as it takes to know their lengths. Then
+the predictor says how long steps of the other candidates would be. The candidate with the shortest prediction has its
+turn next, and candidates that cannot win have none, as long as later steps do not say otherwise. The widest candidate
+always has its turns.
+
 Stay: all steps use the candidate that was kept.
 
 Watch: where the median of the latest steps differs from that of the decision by more than 15 %, there is a new trial.
 Trials cost steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has to be paid for.
+
+Permit: something else, such as the noise of gradients, may forbid candidates for a while. The widest candidate is never
+forbidden. A candidate that is forbidden is left at once, and one that becomes permitted asks for a trial.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.tuning.prediction import Measured
+
+#: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
+Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
 
 #: Steps between a step and the first choice that knows its length: the length is known when the next step begins, ranks
 #: exchange it in that step, and over NCCL the host reads what was exchanged in the step after that.
@@ -42,6 +56,7 @@ class Rules:
         hopeless: a candidate has no further turn once its shortest step is this many times the shortest median.
         window: number of steps whose median is watched.
         drift: relative difference of that median, and of the decision's, that starts a new trial.
+        doubt: the relative error of a prediction that is reckoned with, once the costs of the codec are known.
         share: what each step adds to the credit of steps for trials.
         most_trials: how many trials of full length the credit is enough for, at most. It begins with so many.
     """
@@ -54,6 +69,7 @@ class Rules:
     hopeless: float = 2.0
     window: int = 50
     drift: float = 0.15
+    doubt: float = 0.2
     share: float = 0.05
     most_trials: int = 3
 
@@ -64,23 +80,38 @@ class Rules:
 
 @dataclass(frozen=True)
 class Decision:
-    """The end of a trial.
+    """The end of a trial, or another change of bits.
 
     Attributes:
         step: the first step that knows of it.
         bits: the candidate that is kept.
-        seconds: median length of the steps of each candidate that was measured, by its bits.
-        reason: why there was a trial, and why this candidate is kept.
+        seconds: what was measured: the median length of the steps of each candidate that was tried, by its bits.
+        reason: why there was a trial, or a change, and why this candidate is kept.
+        predicted: what was predicted for each candidate before it was measured, in seconds; None: nothing was.
     """
 
     step: int
     bits: int
     seconds: Mapping[int, float]
     reason: str
+    predicted: Mapping[int, float | None] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only."""
-        return {**asdict(self), "seconds": dict(self.seconds)}
+        return {**asdict(self), "seconds": dict(self.seconds), "predicted": dict(self.predicted)}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Decision:
+        """The decision of `to_dict`; keys may have become text in JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is no such row.
+        """
+        seconds = {int(bits): float(value) for bits, value in row["seconds"].items()}
+        # Versions before predictions wrote none.
+        predictions = row.get("predicted", {}).items()
+        predicted = {int(bits): None if value is None else float(value) for bits, value in predictions}
+        return cls(int(row["step"]), int(row["bits"]), seconds, str(row["reason"]), predicted)
 
 
 @dataclass
@@ -95,7 +126,12 @@ class _Trial:
         left: steps that are left of the turn.
         used: number of steps so far.
         samples: lengths of steps in seconds, by candidate.
+        waits: for the same steps, how long they waited for gradients, and how long their buckets arrived, in seconds.
+        predicted: predictions, by candidate; those of measured candidates are from before they were measured.
         hopeless: candidates that have no further turn.
+        skipped: candidates that have no turn because of what was predicted for them.
+        tried: candidates that have had a turn.
+        is_new_turn: whether the next step is the first one of its turn.
         draining: steps until the last length is known; None while there are turns.
     """
 
@@ -106,8 +142,18 @@ class _Trial:
     left: int = 0
     used: int = 0
     samples: dict[int, list[float]] = field(default_factory=dict)
+    waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    predicted: dict[int, float | None] = field(default_factory=dict)
     hopeless: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
+    tried: set[int] = field(default_factory=set)
+    is_new_turn: bool = False
     draining: int | None = None
+
+    def measured(self) -> dict[int, Measured]:
+        """Medians of the candidates that have two counted steps or more."""
+        counted = {bits: seconds for bits, seconds in self.samples.items() if len(seconds) > 1}
+        return {bits: Measured(median(seconds), *_medians(self.waits[bits])) for bits, seconds in counted.items()}
 
 
 class Trials:
@@ -116,22 +162,27 @@ class Trials:
     Args:
         allow: the candidates, by their bits.
         rules: the numbers.
+        predictor: what predicts the lengths of steps; None: nothing does.
 
     Attributes:
         allow: the candidates, widest first.
+        permitted: those of them that may be used at present.
         bits: the candidate of the latest step, at first the widest.
-        decisions: the ends of all trials, in order.
+        decisions: the ends of all trials and all other changes of bits, in order.
     """
 
-    def __init__(self, allow: Sequence[int], rules: Rules | None = None) -> None:
+    def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
         self.allow = tuple(sorted(allow, reverse=True))
+        self.permitted = self.allow
         self.rules = rules or Rules()
+        self._predictor = predictor
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []
-        self._cost = self.rules.longest_trial(len(self.allow))
+        self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
         self._credit = float(self.rules.most_trials * self._cost)
         self._trial: _Trial | None = None
-        self._waiting: int | None = self.rules.settling  # steps until the first trial; None: there was one
+        self._waiting: int | None = self.rules.settling  # steps until the first trial; None: they are over
+        self._asked: str | None = None  # why there is to be a trial as soon as the credit is enough
         self._why = "first trial"
         self._reference_s: float | None = None  # the length of steps that the watch compares with
         self._is_refined = False  # whether the reference is the median of a whole window
@@ -143,18 +194,45 @@ class Trials:
         """Whether a trial is under way."""
         return self._trial is not None
 
-    def observe(self, step: int, seconds: float | None) -> None:
+    def observe(
+        self, step: int, seconds: float | None, exposed_s: float = math.nan, backward_s: float = math.nan
+    ) -> None:
         """Note how long a step took, the longest over all ranks; None: the length says nothing.
 
-        Steps are observed in order, each before `choose` is called for a step that is `LAG` later.
+        Steps are observed in order, each before `choose` is called for a step that is `LAG` later. ``exposed_s`` and
+        ``backward_s`` are those of `prediction.Measured`.
         """
         bits = self._counted.pop(step, None)
         if seconds is None or bits is None:
             return
         if self._trial is not None:
             self._trial.samples.setdefault(bits, []).append(seconds)
+            self._trial.waits.setdefault(bits, []).append((exposed_s, backward_s))
         elif bits == self.bits:
             self._window.append(seconds)
+
+    def permit(self, bits: Collection[int], step: int, why: str) -> None:
+        """Say which candidates may be used from a step on, before `choose` is called for the step.
+
+        Args:
+            bits: the candidates, among them the widest.
+            step: the step.
+            why: why others may not be used, for people.
+        """
+        before, self.permitted = self.permitted, tuple(width for width in self.allow if width in bits)
+        trial, is_new = self._trial, not set(self.permitted) <= set(before)
+        if trial is not None:
+            forbidden = set(self.allow) - set(self.permitted)
+            trial.hopeless |= forbidden
+            if trial.bits in forbidden:
+                trial.left = 0
+        if self.bits not in self.permitted:
+            self._retreat(step, why)
+        if is_new and (self.decisions or self._waiting is None):
+            self._asked = (
+                self._asked
+                or f"{', '.join(str(width) for width in self.permitted if width not in before)} bits are allowed"
+            )
 
     def choose(self, step: int) -> int:
         """The candidate of a step, by its bits. Called once for each step, in order."""
@@ -163,9 +241,9 @@ class Trials:
             self._waiting -= 1
             if self._waiting < 0:
                 self._waiting = None
-                self._begin(self._why)
-        elif self._trial is None:
-            self._watch()
+                self._asked = self._why
+        if self._waiting is None and self._trial is None:
+            self._begin_if_due()
         counts = True
         if self._trial is not None:
             counts = self._go_on(self._trial, step)
@@ -174,8 +252,31 @@ class Trials:
             del self._counted[old]
         return self.bits
 
+    def _begin_if_due(self) -> None:
+        """Begin a trial if one was asked for, or if the length of steps has changed, and if the credit is enough."""
+        if len(self.permitted) < 2:
+            return
+        if self._asked is None:
+            self._watch()
+        elif not self.decisions or self._credit >= self._cost:
+            self._begin(self._asked)
+
+    def _retreat(self, step: int, why: str) -> None:
+        """Leave a candidate that may not be used any more, for the permitted one whose steps were shortest."""
+        latest = self.decisions[-1] if self.decisions else None
+        seconds = {} if latest is None else {b: s for b, s in latest.seconds.items() if b in self.permitted}
+        # The fewest bits are the nearest to those that were the shortest so far.
+        self.bits = min(seconds, key=lambda bits: (seconds[bits], -bits)) if seconds else self.permitted[-1]
+        if self._trial is None:
+            predicted = {} if latest is None else latest.predicted
+            self.decisions.append(Decision(step, self.bits, seconds, why, predicted))
+            self._reference_s, self._is_refined = seconds.get(self.bits), False
+            self._window.clear()
+            self._counted.clear()
+
     def _begin(self, why: str) -> None:
-        self._trial = _Trial(why, deque(self.allow))
+        self._asked = None
+        self._trial = _Trial(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted))
         self._counted.clear()
         self._window.clear()
 
@@ -187,7 +288,7 @@ class Trials:
             self._next_turn(trial)
         if trial.draining is None:
             self.bits = trial.bits
-            is_first = trial.left == self.rules.block
+            is_first, trial.is_new_turn = trial.is_new_turn, False
             trial.left -= 1
             trial.used += 1
             return not is_first
@@ -212,39 +313,48 @@ class Trials:
     def _next_turn(self, trial: _Trial) -> None:
         """Give the next candidate its turn; where there is none, wait for the lengths of the last steps."""
         while True:
+            self._predict(trial)
             while trial.turns:
                 trial.bits = trial.turns.popleft()
-                if trial.bits not in trial.hopeless:
-                    trial.left = self.rules.block
+                if trial.bits not in trial.hopeless | trial.skipped:
+                    is_new = trial.bits not in trial.tried
+                    trial.tried.add(trial.bits)
+                    trial.is_new_turn = True
+                    # What is to be predicted from has to be known when the turn ends.
+                    is_longer = self._predictor is not None and is_new and len(trial.tried) <= 2
+                    trial.left = self.rules.block + (LAG if is_longer else 0)
                     return
             trial.round += 1
-            remaining = [bits for bits in self.allow if bits not in trial.hopeless]
+            remaining = [bits for bits in self.permitted if bits not in trial.hopeless | trial.skipped]
             measured = all(len(trial.samples.get(bits, ())) > 1 for bits in remaining)
             enough = trial.round >= self.rules.rounds + (not measured)
             if enough or (len(remaining) == 1 and measured):
                 break
             trial.turns.extend(remaining)
         trial.draining = LAG - 1
-        self.bits = self._best(trial)[0] if trial.samples else self.bits
+        self.bits = self._best(trial)[0] if self._counting(trial) else self.bits
 
     def _decide(self, trial: _Trial, step: int) -> None:
         """End a trial."""
         self._trial = None
         self._credit -= trial.used if self.decisions else 0  # the first trial is free
         medians = {bits: median(trial.samples[bits]) for bits in self.allow if trial.samples.get(bits)}
-        if not medians:
+        if not self._counting(trial):
             reason = f"{trial.why}; no step could be measured, so {self.bits} bits stay"
         else:
             self.bits, reason = self._best(trial)
             reason = f"{trial.why}; {reason}"
-        self.decisions.append(Decision(step, self.bits, medians, reason))
+        skipped = ", ".join(map(str, sorted(trial.skipped, reverse=True)))
+        reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
+        predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
+        self.decisions.append(Decision(step, self.bits, medians, reason, predicted))
         self._reference_s, self._is_refined = medians.get(self.bits), False
         self._window.clear()
         self._counted.clear()
 
     def _best(self, trial: _Trial) -> tuple[int, str]:
         """The candidate to keep, and why."""
-        samples = {bits: trial.samples[bits] for bits in self.allow if trial.samples.get(bits)}
+        samples = self._counting(trial)
         medians = {bits: median(seconds) for bits, seconds in samples.items()}
         shortest = min(medians, key=lambda bits: (medians[bits], -bits))
         for bits in samples:  # widest first
@@ -255,6 +365,40 @@ class Trials:
         if bits == shortest:
             return bits, "it is the shortest"
         return bits, f"it is within {tie:.0%} of {shortest} bits, the shortest"
+
+    def _counting(self, trial: _Trial) -> dict[int, list[float]]:
+        """The lengths of steps by candidates that were measured and may be used, widest first."""
+        return {bits: trial.samples[bits] for bits in self.permitted if trial.samples.get(bits)}
+
+    def _predict(self, trial: _Trial) -> None:
+        """Predict the steps of candidates that had no turn yet, and give no turn to those that cannot win.
+
+        That is done before each turn of the first round, and after each round, so that a candidate has a turn after all
+        if later steps give it a chance.
+        """
+        untried = [bits for bits in self.permitted if bits not in trial.tried]
+        if self._predictor is None or not untried or (trial.round and trial.turns):
+            return
+        measured = trial.measured()
+        trial.skipped = set()
+        if not measured or self._is_refuted(trial, measured):
+            return
+        predictions = self._predictor(measured)
+        best_s = min(medians.step_s for medians in measured.values())
+        knows_codec = any(bits not in REDUCER_OF_BITS for bits in measured)
+        for bits in untried:
+            seconds = trial.predicted[bits] = predictions[bits]
+            # Predictions that leave the codec out are lower bounds, so that no doubt is left to be reckoned with.
+            share = 1 - self.rules.doubt if knows_codec else 1 + self.rules.tie
+            if seconds is not None and bits != self.allow[0] and seconds * share > best_s:
+                trial.skipped.add(bits)
+        trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
+
+    def _is_refuted(self, trial: _Trial, measured: Mapping[int, Measured]) -> bool:
+        """Whether steps turned out shorter than the lower bound that was predicted for them: something else has changed
+        since the first turn, so that nothing can be concluded from that turn."""
+        pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
+        return any(seconds is not None and length < seconds * (1 - self.rules.doubt) for seconds, length in pairs)
 
     def _watch(self) -> None:
         """Begin a trial if the length of steps has changed and the credit is enough."""
@@ -281,29 +425,34 @@ class Trials:
         }
 
     @classmethod
-    def resumed(cls, allow: Sequence[int], state: Mapping[str, Any], *, is_same_world: bool) -> Trials:
+    def resumed(
+        cls,
+        allow: Sequence[int],
+        state: Mapping[str, Any],
+        *,
+        is_same_world: bool,
+        predictor: Predictor | None = None,
+    ) -> Trials:
         """Begin with what `state` gave. The candidate of the latest decision is used until there is a new trial.
 
         Args:
             allow: the candidates, by their bits.
             state: from `state`.
             is_same_world: whether the number of ranks is that of the saved run; if not, a trial follows soon.
+            predictor: see the class.
 
         Raises:
             ConfigError: ``state`` is no such state.
         """
         try:
-            decisions = [
-                Decision(int(row["step"]), int(row["bits"]), _by_bits(row["seconds"]), str(row["reason"]))
-                for row in state["decisions"]
-            ]
+            decisions = [Decision.from_dict(row) for row in state["decisions"]]
             bits, reference_s, credit = state["bits"], state["reference_s"], float(state["credit"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"the gqsgd state's entry 'auto' cannot be read ({type(error).__name__}: {error}); load what "
                 "state_dict has written, or drop the entry to try anew"
             ) from None
-        trials = cls(allow)
+        trials = cls(allow, predictor=predictor)
         trials.decisions = decisions
         if bits not in trials.allow:
             return trials
@@ -315,9 +464,10 @@ class Trials:
         return trials
 
 
-def _by_bits(seconds: Mapping[Any, Any]) -> dict[int, float]:
-    """Seconds by bits, where the keys may have become text in JSON."""
-    return {int(bits): float(value) for bits, value in seconds.items()}
+def _medians(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The medians of both columns over the rows that are known; NaN if none is."""
+    known = [row for row in waits if not any(map(math.isnan, row))]
+    return (median(row[0] for row in known), median(row[1] for row in known)) if known else (math.nan, math.nan)
 
 
 def _error(samples: Sequence[float]) -> float:

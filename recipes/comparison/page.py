@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from lightning_gqsgd.errors import counted
 from pictures.style import colours
+from recipes.comparison.embedding import on_dark, picture
+from recipes.comparison.page_style import STYLE
 from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
 from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
 from recipes.comparison.slower_links import Elsewhere
 
 AXES: tuple[Axis, ...] = ("time", "epoch", "mb_sent")
-#: Size of the curves in inches; the page is wider than a separate picture.
-SIZE = (8.6, 4.3)
+#: Sizes of the curves in inches, on wide screens and on narrow ones: text keeps its size on both.
+SIZES = ((8.6, 4.3), (4.2, 3.9))
+#: Widths of the parts of a step in inches, on wide screens and on narrow ones.
+STEP_WIDTHS = (6.0, 4.2)
 TABS: dict[Axis, str] = {"time": "against time", "epoch": "against epochs", "mb_sent": "against MB sent"}
 
 
@@ -73,8 +75,13 @@ def write_page(sections: Sequence[Section], title: str, command: str, file: Path
     )
 
 
-def headlines(lines: Sequence[Line], target: float, reference: str = "ddp") -> list[tuple[str, str]]:
+def headlines(
+    lines: Sequence[Line], target: float, reference: str = "ddp", variants: dict[str, list[Run]] | None = None
+) -> list[tuple[str, str]]:
     """Pairs (number, what the number means) that the page says first.
+
+    With ``variants``, the runs of each variant, the difference at the end has its standard deviation over seeds that
+    both variants were trained with.
 
     The list is empty if the comparison has no reference, or nothing to compare with the reference. The variant that
     reaches the target first, torch's own variants left out, is compared with the reference and with the best of torch's
@@ -102,8 +109,18 @@ def headlines(lines: Sequence[Line], target: float, reference: str = "ddp") -> l
     difference = metric.scaled(best.final - by_name[reference].final)
     signed = f"{'−' if difference < 0 else '+'}{abs(difference):.{metric.digits}f}"
     points = " points" if metric.percent else ""
+    spread = _spread_of_difference((variants or {}).get(best.variant, []), (variants or {}).get(reference, []))
+    if math.isfinite(spread):
+        signed += f" ± {abs(metric.scaled(spread)):.{metric.digits}f}"
     shown.append((signed, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
     return shown
+
+
+def _spread_of_difference(runs: Sequence[Run], others: Sequence[Run]) -> float:
+    """Standard deviation of the difference at the end, over the seeds that both have; NaN with fewer than two."""
+    ends = {run.facts["seed"]: run.final for run in others}
+    differences = [run.final - ends[run.facts["seed"]] for run in runs if run.facts["seed"] in ends]
+    return statistics.stdev(differences) if len(differences) > 1 else math.nan
 
 
 def _faster(ratio: float, timed: bool) -> str:
@@ -128,10 +145,11 @@ def _chips(facts: dict[str, object], sections: Sequence[Section]) -> str:
 
 def _section(number: int, section: Section, titled: bool) -> str:
     tiles = "".join(
-        f"<div class=tile><b>{html.escape(value)}</b>{html.escape(text)}</div>"
-        for value, text in headlines(section.lines, section.target)
+        f'<div class="{_tone(value)}"><b>{html.escape(value)}</b>{html.escape(text)}</div>'
+        for value, text in headlines(section.lines, section.target, variants=section.variants)
     )
-    bars = _picture(partial(save_step_times, section.variants, ""))
+    saves = [partial(save_step_times, section.variants, "", width=width) for width in STEP_WIDTHS]
+    bars = picture(saves, f"Parts of a step: {_in_words(section, 'step (ms)')}")
     parts = [
         "<section>",
         f"<h2>{html.escape(section.title)}</h2>" if titled else "",
@@ -144,15 +162,28 @@ def _section(number: int, section: Section, titled: bool) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def _tone(value: str) -> str:
+    """The classes of a tile: what is gained stands out, and what is lost looks like any other number."""
+    is_gain = value.endswith(("sooner", "shorter", "less")) and not value.startswith("1.0×")
+    return "tile good" if is_gain else "tile"
+
+
+def _in_words(section: Section, heading: str) -> str:
+    """A column of the table in words, for those who cannot see a picture."""
+    heads = headings(section.lines[0].metric, section.target)
+    column = heads.index(heading)
+    return ", ".join(f"{line.variant} {cells(line)[column]}" for line in section.lines)
+
+
 def _elsewhere(links: Elsewhere) -> str:
     """The predictions for slower links, in words and as a table."""
     head, *rows = links.rows
-    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f"<p>{html.escape(links.words)}</p><div class=wide><table><thead><tr>{titles}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div>"
+    titles = "".join(f"<th scope=col>{html.escape(cell)}</th>" for cell in head)
+    body = "".join(
+        f"<tr><th scope=row>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in rows
     )
+    return f"<p>{html.escape(links.words)}</p>{_scrolled(titles, body)}"
 
 
 def _tabs(number: int, section: Section) -> str:
@@ -165,17 +196,12 @@ def _tabs(number: int, section: Section) -> str:
             f"<input type=radio name=s{number} id={identity}{checked}><label for={identity}>{TABS[axis]}</label>"
         )
         target = section.target if axis == "time" else math.nan
-        picture = _picture(partial(save_curves, section.variants, axis, "", target=target, size=SIZE))
-        label = f"{section.lines[0].metric.label} against {LABELS[axis]}"
-        figures.append(f'<figure aria-label="{html.escape(label)}">{picture}</figure>')
+        saves = [partial(save_curves, section.variants, axis, "", target=target, size=size) for size in SIZES]
+        quality = headings(section.lines[0].metric, section.target)[1]
+        ends = f"{quality} at the end: {_in_words(section, quality)}"
+        words = f"{section.lines[0].metric.label} against {LABELS[axis]}; {ends}"
+        figures.append(f"<figure>{picture(saves, words)}</figure>")
     return f"<div class=tabs>{''.join(buttons)}{''.join(figures)}</div>"
-
-
-def _picture(save: Callable[[IO[bytes]], None]) -> str:
-    """An SVG as an image of its own, so that names and styles of one picture do not reach another."""
-    to = io.BytesIO()
-    save(to)
-    return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(to.getvalue()).decode()}">'
 
 
 def _table(section: Section) -> str:
@@ -183,51 +209,16 @@ def _table(section: Section) -> str:
     rows = [cells(line) for line in section.lines]
     shown = [column for column in range(len(heads)) if any(row[column] != "–" for row in rows)]
     chosen = colours([line.variant for line in section.lines])
-    head = "".join(f"<th>{html.escape(heads[column])}</th>" for column in shown)
+    head = "".join(f"<th scope=col>{html.escape(heads[column])}</th>" for column in shown)
     body = ""
     for row in rows:
-        dot = f'<i style="background:{chosen[row[0]]}"></i>'
-        values = "".join(f"<td>{dot if column == 0 else ''}{html.escape(row[column])}</td>" for column in shown)
-        body += f"<tr>{values}</tr>"
-    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        dot = f'<i style="--light:{chosen[row[0]]};--dark:{on_dark(chosen[row[0]])}"></i>'
+        values = "".join(f"<td>{html.escape(row[column])}</td>" for column in shown[1:])
+        body += f"<tr><th scope=row>{dot}{html.escape(row[0])}</th>{values}</tr>"
+    return _scrolled(head, body)
 
 
-STYLE = """
-:root{color-scheme:light;--ink:#1c1f24;--soft:#5c6470;--line:#e3e6ea;--accent:#d55e00}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1080px;padding:40px 28px 60px;font:15px/1.5 system-ui,"Segoe UI","DejaVu Sans",sans-serif;
-color:var(--ink);background:#fff}
-h1{font-size:28px;line-height:1.2;margin:0 0 12px;letter-spacing:-.01em}
-h2{font-size:20px;margin:0 0 14px}
-h3{font-size:15px;margin:30px 0 8px;color:var(--soft);font-weight:600}
-.facts{margin:0 0 10px;display:flex;flex-wrap:wrap;gap:6px}
-.facts span{background:#f3f4f6;border-radius:999px;padding:2px 12px;font-size:13px;color:#3a414b}
-pre{background:#f7f8f9;border:1px solid var(--line);border-radius:8px;padding:10px 14px;font-size:12.5px;
-white-space:pre-wrap;overflow-wrap:anywhere;margin:14px 0 0}
-section{border-top:1px solid var(--line);margin-top:32px;padding-top:28px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(200px,1fr));gap:12px;margin-bottom:24px}
-.tile{border:1px solid var(--line);border-radius:10px;padding:12px 16px;font-size:13.5px;color:var(--soft)}
-.tile b{display:block;font-size:24px;line-height:1.25;color:var(--ink);font-variant-numeric:tabular-nums}
-.tile:first-child b{color:var(--accent)}
-.tabs{display:flex;flex-wrap:wrap}
-.tabs input{position:absolute;opacity:0}
-.tabs label{padding:5px 14px;border:1px solid var(--line);border-left-width:0;font-size:13.5px;cursor:pointer;
-color:var(--soft)}
-.tabs label:first-of-type{border-left-width:1px;border-radius:7px 0 0 7px}
-.tabs label:last-of-type{border-radius:0 7px 7px 0}
-.tabs input:checked+label{background:var(--ink);border-color:var(--ink);color:#fff}
-.tabs input:focus-visible+label{outline:2px solid var(--accent);outline-offset:2px}
-.tabs figure{display:none;width:100%;order:1}
-.tabs input:nth-of-type(1):checked~figure:nth-of-type(1),.tabs input:nth-of-type(2):checked~figure:nth-of-type(2),
-.tabs input:nth-of-type(3):checked~figure:nth-of-type(3){display:block}
-figure{margin:16px 0 0}
-figure img{width:100%;height:auto;display:block}
-figure.bars{max-width:820px;margin-top:0}
-.wide{overflow-x:auto}
-table{border-collapse:collapse;font-size:13.5px;font-variant-numeric:tabular-nums;width:100%}
-th,td{text-align:right;padding:7px 10px;border-bottom:1px solid var(--line);white-space:nowrap}
-th{color:var(--soft);font-weight:600;white-space:normal;vertical-align:bottom}
-th:first-child,td:first-child{text-align:left}
-td i{display:inline-block;width:9px;height:9px;border-radius:50%;margin-right:8px}
-footer{margin-top:36px;font-size:12.5px;color:var(--soft);max-width:100ch}
-"""
+def _scrolled(head: str, body: str) -> str:
+    """A table that scrolls by itself on a narrow screen, also by keyboard."""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class=wide tabindex=0 role=region aria-label="Table">{table}</div>'

@@ -33,6 +33,8 @@ LABELS: dict[Axis, str] = {"time": "training time (s)", "epoch": "epochs", "mb_s
 #: With more variants than this, curves would hide each other, and each variant gets a panel of its own.
 MANY = 8
 PANELS_PER_ROW = 5
+#: Marks of up to `MANY` variants, so that curves differ by more than their colour; a curve has about so many of them.
+MARKERS, MARKS = ("o", "s", "^", "D", "v", "P", "X", "*"), 9
 
 #: Fewest points of a picture of the family.
 LEAST_FAMILY = 3
@@ -77,8 +79,8 @@ def _draw_together(
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     chosen, metric = colours(list(variants)), _metric(variants)
-    for variant, runs in variants.items():
-        _draw_curve(axes, runs, axis, chosen[variant], variant)
+    for (variant, runs), marker in zip(variants.items(), MARKERS, strict=False):
+        _draw_curve(axes, runs, axis, chosen[variant], variant, marker)
     _finish_metric_axis(axes, metric, [run.value for runs in variants.values() for run in runs])
     if not math.isnan(target):
         axes.axhline(target, color="#aaaaaa", lw=0.9, ls=(0, (4, 3)), zorder=1)
@@ -141,12 +143,20 @@ def _draw_panels(variants: dict[str, list[Run]], axis: Axis, title: str, target:
     return figure
 
 
-def _draw_curve(axes: Axes, runs: Sequence[Run], axis: Axis, colour: str, label: str) -> None:
+def _draw_curve(
+    axes: Axes, runs: Sequence[Run], axis: Axis, colour: str, label: str, marker: str | None = None
+) -> None:
+    """Draw one variant; without a marker, points are marked where there are few."""
     x, curves = _on_common_grid([getattr(run, axis) for run in runs], [run.value for run in runs])
     if not x.size:
         return
     few = x.size <= 30 and len(runs) == 1
-    axes.plot(x, curves.mean(0), color=colour, label=label, lw=1.8, marker="o" if few else "", ms=3)
+    marked: dict[str, Any] = {"marker": "o" if few else "", "ms": 3}
+    if marker is not None:
+        every, place = max(1, round(x.size / MARKS)), MARKERS.index(marker)
+        # Marks of different curves stand at different places.
+        marked = {"marker": marker, "ms": 4.5, "markevery": (place % every, every)}
+    axes.plot(x, curves.mean(0), color=colour, label=label, lw=1.8, **marked)
     if len(runs) > 1:
         axes.fill_between(x, curves.min(0), curves.max(0), color=colour, alpha=0.18, lw=0)
 
@@ -253,13 +263,14 @@ def _has_memory(variant: str) -> bool:
     return preset is not None and preset.config.remembers
 
 
-def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[bytes]) -> None:
-    """Draw the median step of every variant: computation, and the communication that backward did not hide.
+def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[bytes], width: float = SIZE[0]) -> None:
+    """Draw the median step of every variant: the communication that backward did not hide, and the rest.
 
-    The arguments are those of `save_curves`.
+    The rest is computation, and all that runs beside it. The arguments are those of `save_curves`; ``width`` is that of
+    the picture in inches.
     """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE[0], 1.5 + 0.42 * len(variants)), layout="constrained")
+        figure = Figure(figsize=(width, 1.5 + 0.42 * len(variants)), layout="constrained")
         axes = figure.subplots()
         chosen = colours(list(variants))
         places = np.arange(len(variants))
@@ -278,7 +289,7 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[
         for place, seconds in zip(places, codec, strict=True):
             if not math.isnan(seconds):
                 axes.plot([0, seconds], [place + 0.38] * 2, color="#222222", lw=2.5, solid_capstyle="butt")
-        _step_legend(figure, bool(np.isfinite(codec).any()))
+        _step_legend(figure, bool(np.isfinite(codec).any()), columns=3 if width >= SIZE[0] else 1)
         axes.set_yticks(places, list(variants), color="#222222")
         axes.set_ylim(len(variants) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
@@ -308,14 +319,16 @@ def _step_parts(runs: list[Run]) -> tuple[float, float, float]:
     return 1000 * float(step), 1000 * float(exposed), 1000 * float(np.mean([run.codec_s for run in runs]))
 
 
-def _step_legend(figure: Figure, with_codec: bool) -> None:
+def _step_legend(figure: Figure, with_codec: bool, columns: int) -> None:
     handles: list[Patch | Line2D] = [
-        Patch(facecolor="#888888", label="computation"),
+        Patch(facecolor="#888888", label="step without exposed communication"),
         Patch(facecolor="white", edgecolor="#888888", hatch="//////", label="exposed communication"),
     ]
     if with_codec:
         handles.append(Line2D([], [], color="#222222", lw=2.5, label="encode + decode, in any thread"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=7.5, handlelength=1.6, columnspacing=1.2)
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=columns, fontsize=7.5, handlelength=1.6, columnspacing=1.2
+    )
 
 
 def _on_common_grid(xs: Sequence[Curve], ys: Sequence[Curve]) -> tuple[Curve, Curve]:

@@ -10,6 +10,12 @@ from transformers import Trainer  # noqa: F401
 import lightning_gqsgd.functional  # noqa: F401
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
 
 for _reducer in ("sum", "two_shot", "gather"):
     compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"), 2)
+
+# The first operation on torch's device "meta" imports much of torch.
+_candidates = {bits: resolve(config, 2) for bits, config in GQSGDConfig(auto=True).candidates().items()}
+StepPredictor(_candidates, 2)({32: Measured(step_s=1.0, exposed_s=0.5, backward_s=0.1)})

@@ -33,6 +33,13 @@ def _uneven(model: nn.Module, seed: int) -> None:
     model.register_forward_pre_hook(lambda *_: time.sleep(generator.random() * 3e-3))
 
 
+def _try_all(state: GQSGDState) -> None:
+    """Let every candidate have its turns, whatever is predicted for it."""
+    assert state._steering is not None
+    assert state._steering.trials is not None
+    state._steering.trials._predictor = None
+
+
 def _facts(state: GQSGDState, model: nn.Module) -> dict[str, Any]:
     decisions = json.dumps([decision.to_dict() for decision in state.decisions])
     return {"bits": fingerprint(model), "decisions": decisions}
@@ -41,6 +48,7 @@ def _facts(state: GQSGDState, model: nn.Module) -> dict[str, Any]:
 def _random_times(rank: int) -> dict[str, Any]:
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"preset": "gqsgd_auto", "sample_every": 10})
     _uneven(model.module, rank)
+    _try_all(state)
     meter, used = Meter(state.telemetry), []
     for step in range(STEPS):
         train(model, rank, range(step, step + 1))
@@ -77,6 +85,7 @@ def _one_step(rank: int, start: dict[str, torch.Tensor], step: int, fields: dict
 
 def _each_candidate(rank: int) -> list[tuple[int, str, str]]:
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"auto": True, "seed": 4})
+    _try_all(state)
     compared, seen = [], set()
     for step in range(70):
         before = copy.deepcopy(model.module.state_dict())
@@ -122,6 +131,51 @@ def test_a_resumed_run_begins_with_the_decision_and_gives_the_same_bits(tmp_path
         assert len(decided) == 1
         assert known == decided
         assert resumed == whole
+
+
+def _noise(rank: int, path: Path) -> dict[str, Any]:
+    """Train with bits by the noise, save after each of some steps, and go on from each state in a new model."""
+    fields = {"bits": "auto", "max_slowdown": 0.2, "allow": (32, 16, 8, 4), "min_numel": 64}
+    model, state = wrapped({"bucket_cap_mb": 0.03}, fields)
+    saved, used = {}, []
+    for step in range(NOISE_STEPS):
+        train(model, rank, range(step, step + 1))
+        used.append(state.config.num_bits)
+        if step + 1 in NOISE_STOPS and rank == 0:
+            saved[step + 1] = {"model": copy.deepcopy(model.module.state_dict()), "gqsgd": state.state_dict()}
+    report, values = state.report(), dict(state.telemetry.choice)
+    facts = _facts(state, model)
+    state.close()
+    if rank == 0:
+        torch.save(saved, path)
+    dist.barrier()
+    resumed = {}
+    for stop, checkpoint in torch.load(path, weights_only=True).items():
+        again = mlp()
+        again.load_state_dict(checkpoint["model"])
+        model, state = wrapped({"bucket_cap_mb": 0.03}, fields, again)
+        state.load_state_dict(checkpoint["gqsgd"])
+        train(model, rank, range(stop, NOISE_STEPS))
+        resumed[stop] = _facts(state, model)
+        state.close()
+    return {**facts, "used": used, "report": report, "values": values, "resumed": resumed}
+
+
+#: Steps of a run whose bits follow from the noise, and the steps after which it is saved: a measurement is under way at
+#: different places then.
+NOISE_STEPS, NOISE_STOPS = 65, (51, 52)
+
+
+def test_bits_by_the_noise_are_equal_on_all_ranks_and_exact_on_resume_wherever_a_run_is_saved(tmp_path: Path) -> None:
+    first, second = run(_noise, 2, tmp_path, tmp_path / "checkpoint.pt")
+    assert first == second
+    assert first["used"][0] == 32
+    assert first["used"][-1] < 32
+    assert {facts["bits"] for facts in first["resumed"].values()} == {first["bits"]}
+    assert {facts["decisions"] for facts in first["resumed"].values()} == {first["decisions"]}
+    assert "bits on average over 65 steps" in first["report"]
+    assert first["values"]["noise_scale"] > 0
+    assert first["values"]["bits"] == first["used"][-1]
 
 
 def _loaded_on_one_rank(rank: int, bits: int, loading: int) -> str:

@@ -417,3 +417,9 @@ def test_one_process_is_told_that_nothing_is_reduced_and_the_example_trains(tmp_
     (output,) = run(_alone, 1, tmp_path, EXAMPLE, initialise=False)
     assert output.count("gqsgd: one process, so nothing is reduced. Several are started by torchrun") == 1
     assert float(re.findall(r"accuracy (0\.\d+)", output)[-1]) > 0.8
+
+
+@pytest.mark.parametrize("arguments", [{"local_steps": 32}, {"preset": "gqsgd_diloco"}, {"bits": 4, "fragments": 2}])
+def test_local_steps_are_refused_with_the_way_that_works(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"is for local steps.*leave GQSGDKwargs out: .*LocalSteps\(model, optimizer"):
+        GQSGDKwargs(**arguments)

@@ -324,8 +324,8 @@ def find_all_names(_: int) -> None:
             strategy = registry.get(name)
             kinds.add(type(strategy))
             preset = arguments["preset"]
-            compression = LOCAL_PRESETS[preset].preset if preset in LOCAL_PRESETS else preset
-            assert strategy.gqsgd_config == PRESETS[compression].config
+            compression = LOCAL_PRESETS[preset].compression if preset in LOCAL_PRESETS else PRESETS[preset]
+            assert strategy.gqsgd_config == compression.config
             assert strategy._start_method == arguments["start_method"]
             assert strategy._ddp_kwargs.get("find_unused_parameters") == arguments.get("find_unused_parameters")
     assert len(kinds) == 4, kinds

@@ -51,6 +51,9 @@ def test_a_name() -> None:
 def test_an_object_from_the_command_line() -> None:
     strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", "--trainer.strategy.bits=3")
     assert strategy.gqsgd_config == GQSGDConfig(bits=3)
+    noise = ("--trainer.strategy.bits=auto", "--trainer.strategy.max_slowdown=0.1")
+    strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", *noise)
+    assert strategy.gqsgd_config == GQSGDConfig(bits="auto", max_slowdown=0.1)
     strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", "--trainer.strategy.preset=dore")
     assert strategy.gqsgd_config.codec == "linear"
     assert strategy.gqsgd_config.memory_down != "none"

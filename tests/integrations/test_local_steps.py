@@ -183,6 +183,9 @@ def test_a_run_changes_between_averages_in_every_step_and_local_steps(tmp_path: 
         ({"local_steps": 0}, "every=0 is out of range"),
         ({"preset": "gqsgd_diloco", "delay": 32}, "delay=32 must be less than every=32"),
         ({"preset": "gqsgd_diloco", "bits": 9}, "bits=9"),
+        ({"local_steps": 8, "validate_at": "mean"}, "validate_at='mean' is not one of 'local', 'anchor'"),
+        ({"validate_at": "anchor"}, "validate_at='anchor' is for local steps"),
+        ({"local_steps": 8, "rule": "median"}, "rule='median' is not one of"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: dict[str, Any], text: str) -> None:
@@ -289,3 +292,43 @@ def test_accelerate_makes_the_steps_of_a_loop(tmp_path: Path) -> None:
     assert first == second
     assert first[0] == first[2]
     assert first[1] == 8
+
+
+class _Seen(pl.Callback):
+    """Hashes of the parameters that validations saw, and of those before and after each of them."""
+
+    def __init__(self) -> None:
+        self.before: list[str] = []
+        self.within: list[str] = []
+        self.after: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.before.append(bits_of(pl_module))
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.within.append(bits_of(pl_module))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.after.append(bits_of(pl_module))
+
+
+def _validated(rank: int, folder: Path) -> list[Any]:
+    results = []
+    for where in ("local", "anchor"):
+        seen, saving = _Seen(), ModelCheckpoint(folder / where, save_top_k=-1, filename="{step}", monitor=None)
+        options = {"val_check_interval": 3, "limit_val_batches": 1}
+        module = Classifier()
+        trainer_of({"local_steps": 4, "validate_at": where}, [seen, saving], **options).fit(module, data(6), data(2))
+        # The third step is within a round, so the anchor is not what ranks hold.
+        results.append([seen.within[0], seen.before[2], seen.after[3], bits_of(module)])
+    return results
+
+
+def test_validation_sees_the_model_that_was_asked_for_and_training_goes_on_with_its_own(tmp_path: Path) -> None:
+    """Also where a checkpoint is saved right after the validation."""
+    (local, anchor), (other_local, other_anchor) = run(_validated, 2, tmp_path, tmp_path, initialise=False)
+    assert local[0] == local[1] == local[2] != other_local[0]
+    assert anchor[0] == other_anchor[0] != anchor[1]
+    for rank in (anchor, other_anchor):
+        assert rank[1] == rank[2]
+    assert local[3] == anchor[3]

@@ -15,8 +15,10 @@ from PIL import Image
 from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
+from pictures.style import COLOURS
 from recipes.compare import main
 from recipes.comparison import plan as planning
+from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
 from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
 from recipes.comparison.plots import save_curves
@@ -229,13 +231,59 @@ def test_page_is_one_file_that_says_the_most_important_first(variants: dict[str,
     text = (tmp_path / "page.html").read_text()
     assert not re.search(r"(src|href)=.?(?!data:|\")\w*:?//", text)
     assert "<script" not in text
-    assert text.count("data:image/svg+xml;base64,") == 2 * 4
+    assert text.count("<picture>") == 2 * 4
+    assert text.count("data:image/svg+xml;base64,") == 2 * 4 * 4  # light and dark, wide and narrow
+    alternatives = re.findall(r'<img alt="([^"]*)"', text)
+    assert len(alternatives) == 2 * 4
+    assert all("ddp" in words and "gqsgd" in words for words in alternatives)
     assert "<h1>ddp &amp; others</h1>" in text
     assert "links of 2 &lt;bit&gt;" in text
     assert text.count("<tr>") == 2 * 4
     assert len(re.findall(r" id=(\S+?)[ >]", text)) == len(set(re.findall(r" id=(\S+?)[ >]", text)))
     write_page(sections, "ddp & others", "python recipes/compare.py 'a b'", tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text() == text
+
+
+def test_a_dark_page_has_pictures_that_can_be_seen_there() -> None:
+    assert on_dark("#ffffff") == "#171717"
+    assert on_dark("#000000") == "#ebebeb"
+    assert on_dark("#0b3c8c") != "#0b3c8c"
+    for colour in COLOURS.values():
+        assert _contrast(on_dark(colour), on_dark("#ffffff")) > 4.5, colour
+    assert dark('<svg x="1"><g style="stroke: #ffffff"/></svg>') == (
+        '<svg fill="#ebebeb" x="1"><g style="stroke: #171717"/></svg>'
+    )
+
+
+def _contrast(one: str, other: str) -> float:
+    """The contrast of two colours, 1 to 21 (WCAG 2.1)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_a_loss_does_not_stand_out_and_differences_have_a_spread(tmp_path: Path) -> None:
+    def runs(name: str, finals: tuple[float, float], step_s: float) -> list[Run]:
+        return [
+            made_up_run(tmp_path / f"{name}{seed}", [0.5, 0.9], step_s, seed=seed, final=final)
+            for seed, final in enumerate(finals)
+        ]
+
+    variants = {"ddp": runs("ddp", (0.90, 0.92), 0.1), "gqsgd": runs("gqsgd", (0.91, 0.91), 0.2)}
+    lines = compare(variants, 0.8)
+    found = headlines(lines, 0.8, variants=variants)
+    assert found[0][0] == "2.0× later"
+    assert found[-1][0] == "+0.00 ± 1.41"
+    section = Section("", tmp_path, variants, lines, 0.8)
+    write_page([section], "title", "command", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert '<div class="tile"><b>2.0× later' in text
+    assert '<div class="tile good"><b>' not in text.split("2.0× later")[0]
 
 
 def test_headlines_compare_with_the_reference_and_the_best_baseline(variants: dict[str, list[Run]]) -> None:

@@ -91,6 +91,8 @@ def test_fields_are_added_or_changed(composed: Compose) -> None:
     assert added.gqsgd_config == make_config("dore", block_size=128)
     changed = build(composed("strategy=gqsgd", "strategy.bits=2").strategy, leave_out=("name",))
     assert changed.gqsgd_config == make_config("gqsgd", bits=2)
+    both = build(composed("strategy=gqsgd_auto", "+strategy.bits=auto").strategy, leave_out=("name",))
+    assert both.gqsgd_config == make_config("gqsgd_auto", bits="auto", max_slowdown=0.05)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +100,10 @@ def test_fields_are_added_or_changed(composed: Compose) -> None:
     [
         (
             ["+exp=quickstart", "strategy=dor"],
-            r"strategy=dor is not one of ddp, .*, gqsgd_fedpaq; did you mean 'dore'\?",
+            r"strategy=dor is not one of ddp, .*, gqsgd_fedpaq, .*; did you mean 'dore'\?",
         ),
         (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is not one of .* did you mean 'gqsgd'"),
-        (["strategy=quantum"], "strategy=quantum is not one of ddp, .*, gqsgd_fedpaq$"),
+        (["strategy=quantum"], "strategy=quantum is not one of ddp, .*, gqsgd_fedpaq, "),
         (["strategy=all"], r"strategy=all is a comparison .* take python recipes/compare\.py"),
     ],
 )

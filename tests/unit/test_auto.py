@@ -12,6 +12,7 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
+from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning.clock import StepClock
 from lightning_gqsgd.tuning.steering import Steering, describe
 from lightning_gqsgd.tuning.trials import LAG
@@ -99,19 +100,39 @@ def test_steps_count_if_they_are_like_the_step_before() -> None:
     assert step(4) == 0
 
 
+def test_steps_count_after_a_validation_of_lightnings_which_leaves_the_wrapper_in_evaluation_mode() -> None:
+    wrapper, clock = torch.nn.Module(), StepClock()
+    wrapper.module = torch.nn.Linear(2, 2)
+    wrapper.forward = wrapper.module.forward  # type: ignore[method-assign]
+    clock.watch(wrapper)
+    wrapper.eval()
+    wrapper.module.train()
+    for _ in range(3):
+        wrapper(torch.ones(1, 2))
+        counted = clock.begin_step()
+    assert counted > 0
+
+
 def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> None:
     steering, length_us = Steering(GQSGDConfig(auto=True, allow=(32, 4)), 2), {32: 40_000, 4: 10_000}
     used: list[int] = []
     for step in range(60):
         # Stamps of step - 2 say how long step - 3 took.
-        known = {step - 2: length_us[used[step - LAG]]} if step >= LAG else {}
-        config, _ = steering.begin_step(step, known, logs=False)
+        steering.receive({step - 2: Agreed(length_us[used[step - LAG]], ((0, 0), (0, 0)))} if step >= LAG else {})
+        config = steering.begin_step(step, None, logs=False).config
         assert config == resolve(GQSGDConfig(bits=config.num_bits), 2)
         used.append(config.num_bits)
     assert steering.decisions[-1].bits == 4
     assert steering.decisions[-1].seconds == {32: pytest.approx(0.04), 4: pytest.approx(0.01)}
     assert "auto=False, bits=4" in describe(steering.decisions[-1])
     assert "auto takes 4 bits" in steering.report(2)
+    assert steering.choice() == {"bits": 4, "trying": 0}  # nothing was predicted
+    assert steering.trials is not None
+    row = steering.decisions[-1]
+    steering.trials.decisions.append(replace(row, predicted={32: None, 4: 0.011}))
+    assert steering.choice() == {"bits": 4, "trying": 0, "predicted_step_s": 0.011}
+    assert "4 bits 10 ms (predicted 11 ms)" in describe(steering.decisions[-1])
+    steering.trials.decisions.pop()
     again = Steering(GQSGDConfig(auto=True, allow=(32, 4)), 2)
     again.resume(steering.state())
     assert again.config.num_bits == 4

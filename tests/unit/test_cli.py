@@ -15,10 +15,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import lightning_gqsgd
-from lightning_gqsgd.cli import systems
+from lightning_gqsgd.cli import local, systems
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
 from lightning_gqsgd.codecs import CompandedCodec
+from lightning_gqsgd.local_steps.choosing import make_local
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.systems import SYSTEMS
@@ -53,7 +55,22 @@ def test_systems_that_are_more_than_a_preset_have_a_second_table() -> None:
     assert [line.split()[0] for line in lines[second + 4 :] if line.split()[:1] and line.split()[0] in SYSTEMS] == [
         *SYSTEMS
     ]
-    assert [entry["name"] for entry in _json()] == [*PRESETS, *SYSTEMS]
+    assert [entry["name"] for entry in _json()] == [*PRESETS, *LOCAL_PRESETS, *SYSTEMS]
+
+
+def test_systems_of_local_steps_have_a_table_of_their_own() -> None:
+    lines = _run().stdout.splitlines()
+    start = lines.index("Local steps")
+    words = [line.split()[:1] for line in lines[start + 4 :]]
+    assert [word[0] for word in words if word and word[0] in LOCAL_PRESETS] == [*LOCAL_PRESETS]
+
+
+@pytest.mark.parametrize("name", LOCAL_PRESETS)
+def test_a_system_of_local_steps_in_full(name: str) -> None:
+    entry = _json(name)
+    options, config = make_local(name, {}, {})
+    assert (entry["local_steps"]["every"], entry["config"]) == (options.every, config.describe())
+    assert entry["what"] in " ".join(_run(name).stdout.split())
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -68,6 +85,7 @@ def test_a_system_says_where_it_lives_and_its_configuration_works(name: str) -> 
 def test_the_page_of_presets_has_the_systems_as_they_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
     assert "\n".join(systems.markdown()) in page
+    assert "\n".join(local.markdown()) in page
 
 
 def test_no_warning_reaches_the_output() -> None:

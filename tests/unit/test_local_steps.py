@@ -125,9 +125,11 @@ def test_presets_work_and_are_replaced_by_what_is_given() -> None:
     for name, preset in LOCAL_PRESETS.items():
         options, config = make_local(name, {"every": None}, {})
         assert options.every == preset.options["every"]
-        assert config.bits == 4
+        assert config == preset.compression.config
         assert "arXiv" in preset.paper
     options, config = make_local("gqsgd_diloco", {"every": 100, "outer": "sgd"}, {"bits": 2})
     assert (options.every, options.outer, config.bits) == (100, "sgd", 2)
+    assert make_local("gqsgd_diloco", {}, {"bits": 32})[1].codec == "float"
+    assert make_local("gqsgd_sparseloco", {}, {"density": 0.03})[1].bits == 2
     options, config = make_local("topk_ef", {}, {})
     assert (options.every, config.codec) == (32, "top_k")

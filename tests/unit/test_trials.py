@@ -9,19 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.tuning.trials import LAG, Rules, Trials
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
+from lightning_gqsgd.tuning.steering import describe
+from lightning_gqsgd.tuning.trials import LAG, Decision, Rules, Trials
 
 ALLOW = (32, 16, 8, 4)
 Length = Callable[[int, int], float | None]  # of a step, by its number and its bits
 
 
-def run(trials: Trials, steps: range, length: Length) -> list[int]:
+def run(trials: Trials, steps: range, length: Length, exposed_s: float = 0.5, backward_s: float = 0.2) -> list[int]:
     """The bits of all steps; lengths are known `LAG` steps later."""
     chosen: list[int] = []
     for step in steps:
         if step - LAG in steps:
-            trials.observe(step - LAG, length(step - LAG, chosen[step - LAG - steps.start]))
+            seconds = length(step - LAG, chosen[step - LAG - steps.start])
+            trials.observe(step - LAG, seconds, exposed_s, backward_s)
         chosen.append(trials.choose(step))
     return chosen
 
@@ -164,3 +168,115 @@ def test_a_damaged_state_is_refused_in_one_line(state: dict) -> None:
     with pytest.raises(ConfigError, match="'auto' cannot be read") as caught:
         Trials.resumed(ALLOW, state, is_same_world=True)
     assert "\n" not in str(caught.value)
+
+
+def predictor(ranks: int = 2) -> StepPredictor:
+    """The predictor of the candidates that a configuration has by default."""
+    candidates = GQSGDConfig(auto=True).candidates()
+    return StepPredictor({bits: resolve(config, ranks) for bits, config in candidates.items()}, ranks)
+
+
+def test_where_steps_wait_for_nothing_only_the_gradient_as_it_is_has_a_turn() -> None:
+    trials = Trials(ALLOW, predictor=predictor())
+    chosen = run(trials, range(60), constant(dict.fromkeys(ALLOW, 1.0)), exposed_s=0.01)
+    assert set(chosen) == {32}
+    (decision,) = trials.decisions
+    assert decision.seconds == {32: 1.0}
+    assert decision.predicted[32] is None
+    assert all(0.98 < (decision.predicted[bits] or 0) < 1.0 for bits in (16, 8, 4))
+    assert "16, 8, 4 bits were not tried, because they are predicted not to win" in decision.reason
+    assert "4 bits not tried (predicted 99" in describe(decision)
+    assert decision.step < 20  # a trial of all candidates takes about 50
+
+
+def test_on_a_slow_link_the_fewest_bits_are_tried_second_and_what_cannot_win_is_left_out() -> None:
+    lengths = {32: 4.0, 16: 2.1, 8: 1.4, 4: 1.2}
+    trials = Trials(ALLOW, predictor=predictor())
+    chosen = run(trials, range(100), constant(lengths), exposed_s=3.5, backward_s=0.3)
+    order = list(dict.fromkeys(chosen))
+    assert order == [32, 4, 8]
+    (decision,) = trials.decisions
+    assert decision.bits == 4
+    assert set(decision.seconds) == {32, 8, 4}
+    assert decision.predicted[32] is None
+    # With the costs that 32 bits and 4 bits have shown.
+    assert decision.predicted[8] == pytest.approx(1.4, rel=0.15)
+    assert decision.predicted[16] == pytest.approx(2.1, rel=0.15)
+    # Before anything was known of the codec: a lower bound.
+    assert 0.5 < (decision.predicted[4] or 0) < 0.9
+    assert "8 bits 1.4e+03 ms (predicted" in describe(decision)
+
+
+def test_candidates_that_a_prediction_leaves_a_chance_are_tried_and_the_measured_lengths_decide() -> None:
+    lengths = {32: 1.0, 16: 0.9, 8: 0.5, 4: 0.7}  # 4 bits should be shorter than 8, and are not
+    trials = Trials(ALLOW, predictor=predictor())
+    run(trials, range(100), constant(lengths), exposed_s=0.6)
+    assert trials.bits == 8
+
+
+def test_nothing_is_left_out_where_steps_turn_out_shorter_than_they_could_be() -> None:
+    def length(step: int, bits: int) -> float:  # the machine is busy until all else has been predicted
+        return 1.0 if step < 10 else {32: 0.3, 16: 0.3, 8: 0.25, 4: 0.3}[bits]
+
+    trials = Trials(ALLOW, predictor=predictor())
+    chosen = run(trials, range(100), length, exposed_s=0.2)
+    assert set(chosen) == set(ALLOW)
+    assert trials.bits == 8
+
+
+@given(st.lists(lengths_or_none, min_size=50, max_size=200), st.floats(0.0, 1.0), st.integers(0, 2**32))
+@settings(max_examples=5, deadline=None)
+def test_ranks_predict_and_choose_alike_whatever_the_lengths_are(
+    lengths: list[float | None], exposed_s: float, seed: int
+) -> None:
+    def length(step: int, bits: int) -> float | None:
+        return lengths[(step * 7 + bits + seed) % len(lengths)]
+
+    first, second = (Trials(ALLOW, predictor=predictor(3)) for _ in range(2))
+    steps = range(120)
+    assert run(first, steps, length, exposed_s) == run(second, steps, length, exposed_s)
+    assert first.decisions == second.decisions
+
+
+def test_without_a_known_wait_there_is_no_prediction_and_every_candidate_is_tried() -> None:
+    trials = Trials(ALLOW, predictor=predictor())
+    chosen = run(trials, range(100), constant({32: 1.0, 16: 0.9, 8: 0.8, 4: 0.7}), exposed_s=float("nan"))
+    assert set(chosen) == set(ALLOW)
+    assert trials.decisions[0].predicted == dict.fromkeys(ALLOW)
+    assert "predicted" not in describe(trials.decisions[0])
+    assert predictor()({8: Measured(1.0, 0.5, 0.1)}) == dict.fromkeys(ALLOW)  # 32 bits are what all else starts from
+    config = resolve(GQSGDConfig(bits=4, reducer="hierarchical", node_size=2), 4)
+    levels = StepPredictor({32: resolve(GQSGDConfig(bits=32), 4), 4: config}, 4)
+    assert levels({32: Measured(1.0, 0.5, 0.1)}) == {32: None, 4: None}
+
+
+def test_predictions_are_kept_in_states_and_rows_of_earlier_versions_have_none() -> None:
+    decision = Decision(7, 4, {32: 1.0, 4: 0.5}, "first trial", {32: None, 4: 0.4})
+    assert Decision.from_dict(json.loads(json.dumps(decision.to_dict()))) == decision
+    assert Decision.from_dict({"step": 7, "bits": 4, "seconds": {}, "reason": ""}).predicted == {}
+
+
+def test_a_candidate_that_is_forbidden_is_left_at_once_and_one_that_is_permitted_is_tried() -> None:
+    lengths, trials = constant({32: 4.0, 16: 2.2, 8: 1.4, 4: 1.0}), Trials(ALLOW)
+    trials.permit((32,), 0, "nothing is known")
+    assert set(run(trials, range(30), lengths)) == {32}
+    assert trials.decisions == []
+    trials.permit((32, 16, 8), 30, "noise")
+    chosen = run(trials, range(30, 100), lengths)
+    assert set(chosen) == {32, 16, 8}
+    assert chosen[-1] == 8
+    trials.permit(ALLOW, 100, "more noise")
+    assert run(trials, range(100, 200), lengths)[-1] == 4
+    assert "4 bits are allowed" in trials.decisions[-1].reason
+    trials.permit((32, 16), 200, "less noise")
+    assert trials.choose(200) == 16
+    assert trials.decisions[-1] == Decision(200, 16, {32: 4.0, 16: 2.2}, "less noise", dict.fromkeys(ALLOW))
+
+
+def test_a_candidate_that_is_forbidden_during_its_turn_has_no_further_step() -> None:
+    lengths, trials = constant(dict.fromkeys(ALLOW, 1.0)), Trials(ALLOW)
+    run(trials, range(Rules().settling + 3 * Rules().block + 2), lengths)
+    assert trials.bits == 4
+    trials.permit((32, 16, 8), 19, "noise")
+    assert 4 not in run(trials, range(19, 100), lengths)
+    assert len(trials.decisions) == 1

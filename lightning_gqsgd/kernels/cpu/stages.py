@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels import reference
 from lightning_gqsgd.kernels.cpu import companded, eden, exponential, linear, top_k
 from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
@@ -24,6 +25,7 @@ from lightning_gqsgd.kernels.protocol import Kind, Own, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 from lightning_gqsgd.layout import LENGTH, START
 
+#: Families of codes with fast kernels. Those of others are `reference`'s.
 _FAMILIES: dict[Kind, ModuleType] = {
     Kind.LINEAR: linear,
     Kind.EXPONENTIAL: exponential,
@@ -77,6 +79,9 @@ def encode(
     rotation: Key | None = None,
 ) -> None:
     """See `protocol.Kernels.encode`."""
+    if q.kind not in _FAMILIES:
+        reference.encode(x, blocks, wire, q, key, scales, rotation)
+        return
     given = None if scales is None else scales.numpy()
     with _widened(x, blocks) as (values, table):
         _run(values, table, q, x.dtype, sent=_sent(wire, key, x.dtype, given), rotation=rotation)
@@ -92,6 +97,9 @@ def reduce(
     own: Own,
 ) -> None:
     """See `protocol.Kernels.reduce`."""
+    if q.kind not in _FAMILIES:
+        reference.reduce(wires, blocks, out, q, keys, out_key, own)
+        return
     received, sent = _received(wires, keys, own.source), _sent(out, out_key, own.x.dtype)
     with _widened(own.x, blocks) as (values, table):
         _run(values, table, q, own.x.dtype, received=received, sent=sent, rotation=own.rotation)
@@ -107,6 +115,8 @@ def decode(
     own: int | None = None,
 ) -> int:
     """See `protocol.Kernels.decode`."""
+    if q.kind not in _FAMILIES:
+        return reference.decode(wires, blocks, x, q, keys, rotation, own)
     with _widened(x, blocks, write=True) as (values, table):
         return _run(values, table, q, x.dtype, received=_received(wires, keys, own), rotation=rotation)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.floats import FloatCodec
+from lightning_gqsgd.kernels import reference
 from lightning_gqsgd.kernels.cuda import companded, eden, exponential, launch, linear, top_k
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
@@ -36,6 +37,12 @@ FAMILIES: dict[Kind, CodecKernels] = {
     Kind.COMPANDED: companded.FAMILY,
     Kind.EDEN: eden.FAMILY,
 }
+
+
+def _kernels_of(q: Quantiser) -> CodecKernels:
+    """The kernels of a quantiser's family; those of `reference` for a family that has no fast ones."""
+    return FAMILIES.get(q.kind) or cast(CodecKernels, reference)
+
 
 #: Coordinates of a block that is rounded to bf16, at most.
 _NARROWED = FloatCodec.default_block_size
@@ -82,7 +89,7 @@ def encode(
     rotation: Key | None = None,
 ) -> None:
     """See `protocol.Kernels.encode`."""
-    FAMILIES[q.kind].encode(x, blocks, wire, q, key, scales, rotation)
+    _kernels_of(q).encode(x, blocks, wire, q, key, scales, rotation)
 
 
 def reduce(
@@ -95,7 +102,7 @@ def reduce(
     own: Own,
 ) -> None:
     """See `protocol.Kernels.reduce`."""
-    FAMILIES[q.kind].reduce(wires, blocks, out, q, keys, out_key, own)
+    _kernels_of(q).reduce(wires, blocks, out, q, keys, out_key, own)
 
 
 def decode(
@@ -108,7 +115,7 @@ def decode(
     own: int | None = None,
 ) -> Count:
     """See `protocol.Kernels.decode`; the number is a tensor on the device, int32 []."""
-    return FAMILIES[q.kind].decode(wires, blocks, x, q, keys, rotation, own)
+    return _kernels_of(q).decode(wires, blocks, x, q, keys, rotation, own)
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Tensor:

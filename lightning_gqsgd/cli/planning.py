@@ -1,0 +1,56 @@
+"""What ``gqsgd advise --local-steps`` says: the plan of least energy, beside those with less freedom."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.performance.local_plan import LocalPlan, LocalProblem, plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The best plan, and the best ones that make one step in a round, or take one sample for each step.
+
+    Attributes:
+        best: the plan of least energy.
+        others: plans with less freedom, by what they do without; those that keep no limit are left out.
+    """
+
+    best: LocalPlan
+    others: dict[str, LocalPlan]
+
+    @classmethod
+    def of(cls, path: Path) -> Planned:
+        """The plans for the problem of a JSON file, see `LocalProblem.load`.
+
+        Raises:
+            ConfigError: a file or a problem that cannot work.
+        """
+        problem = LocalProblem.load(path)
+        best, others = plan(problem), {}
+        for name, restriction in (("one sample per step", {"batch": 1}), ("one step per round", {"most_steps": 1})):
+            try:
+                others[name] = plan(problem, **restriction)
+            except ConfigError:  # no such plan keeps the limits, and the best plan is what was asked for
+                continue
+        return cls(best, others)
+
+    def lines(self) -> list[str]:
+        """The plans in words, the best one first."""
+        best = self.best
+        steps = ", ".join(map(str, best.steps))
+        return [
+            f"least energy: {best.rounds} rounds of {steps} local steps (by kind of workers) on batches of "
+            f"{best.batch}: {best.energy:.0f} J, {best.seconds:.0f} s, error {best.error:.3g}",
+            *(
+                f"{name}: {other.rounds} rounds, batches of {other.batch}: {other.energy:.0f} J, {other.seconds:.0f} s"
+                for name, other in self.others.items()
+            ),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {**asdict(self.best), "others": {name: asdict(other) for name, other in self.others.items()}}

@@ -1,0 +1,132 @@
+"""The order in which averages are started and used: the same between processes and between virtual workers.
+
+A subclass says how an average is started, waited for and applied: `averages.LocalAverages` over process groups,
+`simulation.local.LocalWorkers` in one process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from lightning_gqsgd.local_steps.fragments import Fragment
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.schedule import Rounds
+
+
+class Pending(Protocol):
+    """An average that was started and not used yet.
+
+    Attributes:
+        fragment: number of the fragment.
+        use_after: the step after which it is used.
+        is_last: whether it cuts a round off. Then the anchor becomes the mean of the ranks' models.
+    """
+
+    fragment: int
+    use_after: int
+    is_last: bool
+
+    def is_finite(self) -> bool:
+        """Whether all means are finite, which is the same on all ranks."""
+        ...
+
+
+AnyPending = TypeVar("AnyPending", bound=Pending)
+
+
+class Course(ABC, Generic[AnyPending]):
+    """Counts optimizer steps; starts and uses averages when they are due.
+
+    Attributes:
+        options: when to average.
+        fragments: the parts of the model, with their anchors.
+        rounds: when which fragment is averaged.
+        under_way: the averages that were started and not used yet, oldest first.
+        step: number of optimizer steps so far.
+        averages: number of averages that were started.
+        skipped: number of averages that were not used, because a rank's change was not finite.
+    """
+
+    def __init__(self, options: LocalOptions, fragments: Sequence[Fragment]) -> None:
+        self.options, self.fragments = options, list(fragments)
+        self.rounds = Rounds(options)
+        self.under_way: list[AnyPending] = []
+        self.step = self.averages = self.skipped = 0
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Count an optimizer step; use the averages whose delay is over, and start those that are due."""
+        self.step += 1
+        due = self.rounds.due_after(self.step)
+        # With a schedule that gets shorter, an average may be due although the last one of its fragment is not used.
+        self._use([average for average in self.under_way if average.use_after <= self.step or average.fragment in due])
+        for fragment in due:
+            self._begin(fragment, self.options.delay)
+        if not self.options.delay:
+            self._use(self.under_way)
+        self.rounds.end_step(self.step)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Use the averages under way, and average what was learnt since. Then all ranks have the same bits.
+
+        The round is cut off; where training goes on, the next one begins. The anchor becomes the mean of the ranks'
+        models: a momentum of the outer optimizer is made for whole rounds, and would carry the anchor too far. A second
+        call in a row does nothing.
+        """
+        self._use(self.under_way)
+        for number, fragment in enumerate(self.fragments):
+            if fragment.settled_after != self.step and self.step:
+                self._begin(number, delay=0)
+                self.under_way[-1].is_last = True
+        self._use(self.under_way, mixing=0.0)
+        self.rounds.begin_anew(self.step)
+
+    def _begin(self, fragment: int, delay: int) -> None:
+        """Start the average of a fragment, and count it."""
+        self.under_way.append(self._start(fragment, delay))
+        self.averages += 1
+
+    def _use(self, averages: Sequence[AnyPending], mixing: float | None = None) -> None:
+        """Wait for some averages, and move the anchor by them, in the order in which they were started.
+
+        Args:
+            averages: those to use.
+            mixing: weight of a rank's own parameters; None: that of the options.
+        """
+        weight = (self.options.mixing if self.options.delay else 0.0) if mixing is None else mixing
+        for average in list(averages):
+            self._wait(average)
+            if average.is_finite():
+                self._apply(average, weight)
+                if not weight:
+                    self.fragments[average.fragment].settled_after = self.step
+            else:
+                self.skipped += 1
+                self._go_back(average)
+                for fragment in self.fragments:
+                    fragment.settled_after = self.step
+            self.under_way.remove(average)
+
+    @abstractmethod
+    def _start(self, number: int, delay: int) -> AnyPending:
+        """Start the average of a fragment, to be used ``delay`` steps later."""
+
+    @abstractmethod
+    def _wait(self, average: AnyPending) -> None:
+        """Wait for the mean."""
+
+    @abstractmethod
+    def _apply(self, average: AnyPending, weight: float) -> None:
+        """Move a fragment's anchor by its mean change, and the parameters to the anchor.
+
+        ``weight``: of the parameters' own values, see `Fragment.set_tensors`.
+        """
+
+    @abstractmethod
+    def _go_back(self, average: AnyPending) -> None:
+        """Leave an average out, and go back to the anchors of all fragments: what was learnt since may be NaN."""

@@ -1,0 +1,156 @@
+"""What a rule of averages is: a description of what a rank asks the others for until it has the mean change.
+
+A rule issues no collective itself. The `Part` of a rank yields what it asks for and is resumed with the answer, so that
+the same objects run over process groups (`Dialogue`) and over virtual workers in one process (`simulation.local`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.reducers import Steps
+from lightning_gqsgd.telemetry import BucketCounters
+from lightning_gqsgd.transport.pipeline import Job
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.local_steps.fragments import Bundle
+
+
+@dataclass(frozen=True)
+class MeanOf:
+    """A question: the mean of a flat tensor over ranks, by the configuration's codec, memory and reducer.
+
+    Attributes:
+        x: this rank's values, [numel], which become the mean.
+        segments: the parameters in it, in order.
+    """
+
+    x: Tensor
+    segments: tuple[Segment, ...]
+
+
+@dataclass
+class Talk:
+    """A question: exchanges of the rule's own.
+
+    Attributes:
+        x: what the exchanges replace, the same on all ranks afterwards.
+        start: starts the exchanges, as those of a reducer (see `reducers.base.Steps`).
+        sent_bytes: bytes that this rank has sent, once they are over.
+        message_bytes: bytes of this rank's message, once they are over.
+    """
+
+    x: Tensor
+    start: Callable[[], Steps]
+    sent_bytes: int = 0
+    message_bytes: int = 0
+
+    def counted(self, counters: BucketCounters) -> Steps:
+        """The exchanges, whose bytes are added to counters once they are over."""
+        bad = yield from self.start()
+        counters.calls += 1
+        counters.numel += self.x.numel()
+        counters.bytes_sent += self.sent_bytes
+        counters.message_bytes += self.message_bytes
+        return bad
+
+
+Question = MeanOf | Talk
+
+#: Yields questions, is resumed with the tensor of each, and returns the mean change, [numel], which has the same bits
+#: on all ranks.
+Questions = Generator[Question, Tensor, Tensor]
+
+
+class Part(ABC):
+    """One rank's part in the averages of one bundle, with what it remembers."""
+
+    @abstractmethod
+    def questions(self, change: Tensor) -> Questions:
+        """Ask for the mean of all ranks' changes.
+
+        What is remembered moves only if the mean is finite: otherwise all ranks leave the average out.
+
+        Args:
+            change: this rank's, [numel]; free to be changed.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """What is remembered, by name; the tensors themselves."""
+        return {}
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Remember what `state` gave. Names that are missing are remembered as at the start."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name]) if name in state else tensor.zero_()
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """How the ranks' changes of a bundle become one mean change.
+
+    Attributes:
+        remembers: whether a rank remembers something from average to average.
+    """
+
+    remembers: ClassVar[bool] = False
+
+    @property
+    def most_questions(self) -> int:
+        """The most questions of an average. Those after the first one are asked while steps wait."""
+        return 1
+
+    def check(self, config: GQSGDConfig) -> None:  # noqa: B027  # most rules go with every configuration
+        """Raise ConfigError for a compression, with its reducer chosen, that does not go with the rule."""
+
+    @abstractmethod
+    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
+        """The part of a rank.
+
+        Args:
+            bundle: what is averaged, with its anchors.
+            rank: this rank.
+            ranks: number of ranks.
+        """
+
+
+class Dialogue:
+    """Puts the questions of a part, one after the other, and hands the part the answers.
+
+    Args:
+        questions: of the part.
+        put: starts to answer a question; the second argument counts the questions from 0.
+    """
+
+    def __init__(self, questions: Questions, put: Callable[[Question, int], Job]) -> None:
+        self._questions, self._put = questions, put
+        self._count, self._job, self._mean = 0, None, None  # type: tuple[int, Job | None, Tensor | None]
+        self._go_on(None)
+
+    def wait(self) -> Tensor:
+        """The mean change, [numel].
+
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed.
+        """
+        while self._job is not None:
+            self._go_on(self._job.wait())
+        assert self._mean is not None
+        return self._mean
+
+    def _go_on(self, answer: Tensor | None) -> None:
+        try:
+            question = next(self._questions) if answer is None else self._questions.send(answer)
+        except StopIteration as end:
+            self._job, self._mean = None, end.value
+            return
+        self._job = self._put(question, self._count)
+        self._count += 1

@@ -1,0 +1,119 @@
+"""Censoring: a rank whose change is nearly what it sent last says so in one bit, and sends nothing (CHB, arXiv
+2209.11944).
+
+Every rank remembers the last change that it sent, h_i, and the mean of all ranks' h_i, h̄. With this rank's change Δ_i
+and the latest move of the anchor, it sends
+
+    δ_i = Δ_i - h_i    unless    |δ_i|² <= ε |a - a_before|²
+
+and then h_i <- Δ_i; all ranks take h̄ <- h̄ + 1/n Σ δ_i over those that sent, which is the mean change. With one step of
+gradient descent between two averages, Δ_i = η ∇f_i. CHB makes steps of α = η/n along the sum of gradients, so this is
+its rule with ε₁ = ε / η² = ε / (α n)². The momentum is that of the outer optimizer. The norms are those of a bundle of
+tensors, which is the whole model unless there are fragments.
+
+First, ranks tell each other in one byte whether they send. If none does, nothing else travels. Those that send give
+their differences uncompressed to every other rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.errors import ConfigError, check_real
+from lightning_gqsgd.local_steps.rules.base import Part, Questions, Rule, Talk
+from lightning_gqsgd.reducers import Steps
+from lightning_gqsgd.reducers.base import Exchange
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.local_steps.fragments import Bundle
+
+
+@dataclass(frozen=True)
+class Censored(Rule):
+    """See the module.
+
+    Args:
+        threshold: ε, 0 or more; 0: every rank sends as long as its change differs from the last one that it sent.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    threshold: float = 0.1
+
+    remembers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_real("threshold", self.threshold, 0, float("inf"))
+
+    def check(self, config: GQSGDConfig) -> None:
+        """See `Rule.check`."""
+        if config.reducer != "native":
+            raise ConfigError(
+                f"rule='censored' sends differences as they are, without reducer={config.reducer!r}; take bits=32"
+            )
+
+    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
+        """See `Rule.part`."""
+        return _CensoredPart(self, bundle, rank, ranks)
+
+
+class _CensoredPart(Part):
+    def __init__(self, rule: Censored, bundle: Bundle, rank: int, ranks: int) -> None:
+        self._bundle, self._rank, self._ranks = bundle, rank, ranks
+        self._threshold = rule.threshold
+        anchors = bundle.flat_anchors()
+        self._sent, self._mean = torch.zeros_like(anchors), torch.zeros_like(anchors)
+        self._anchors = anchors
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Part.state`: h_i, h̄, and the anchor at the latest average."""
+        return {"sent": self._sent, "mean": self._mean, "anchors": self._anchors}
+
+    def questions(self, change: Tensor) -> Questions:
+        """See `Part.questions`."""
+        anchors = self._bundle.flat_anchors()
+        moved = float((anchors - self._anchors).double().square().sum())
+        difference = change - self._sent
+        size = float(difference.double().square().sum())
+        sends = not size <= self._threshold * moved  # also if it is NaN
+        total = difference if sends else torch.zeros_like(difference)
+        talk = Talk(total, lambda: self._steps(talk, sends))
+        mean = self._mean + (yield talk) / self._ranks
+        if bool(mean.isfinite().all()):
+            if sends:
+                self._sent.copy_(change)
+            self._mean.copy_(mean)
+            self._anchors.copy_(anchors)
+        return mean.clone()
+
+    def _steps(self, talk: Talk, sends: bool) -> Steps:
+        """Exchange differences; ``talk.x``: this rank's, which becomes the sum of all."""
+        x, ranks = talk.x, self._ranks
+        flags = torch.empty(ranks, 1, dtype=torch.uint8, device=x.device)
+        talk.message_bytes, talk.sent_bytes = 1, ranks - 1
+        yield (Exchange("all_gather", flags, torch.full((1,), sends, dtype=torch.uint8, device=x.device)),)
+
+        senders = flags.flatten().nonzero().flatten().tolist()
+        if not senders:
+            return 0
+        received = torch.empty(len(senders) * x.numel(), dtype=x.dtype, device=x.device)
+        into = [x.numel() if rank in senders else 0 for rank in range(ranks)]
+        own = x.repeat(ranks) if sends else x.new_empty(0)
+        splits = (into, [x.numel() if sends else 0] * ranks)
+        yield (Exchange("all_to_all", received, own, splits),)
+
+        x.zero_()
+        for difference in received.view(
+            len(senders), -1
+        ):  # one after the other, in the order of ranks: the same bits on all of them
+            x += difference
+        if sends:
+            talk.message_bytes += x.nbytes
+            talk.sent_bytes += (ranks - 1) * x.nbytes
+        return 0

@@ -1,0 +1,78 @@
+"""Multi-step compression: a change travels in R messages, each of which holds what those before it have left out
+(NEOLITHIC, arXiv 2206.03665).
+
+With error feedback, the memory of the configuration is all that this needs. The first message holds the codes of the
+change and of the error e that is remembered. Each further one holds the codes of zero and of e, which is what was left
+out:
+
+    u_1 = Δ + e,   u_r = e for r = 2..R,   e <- u_r - C(u_r) after each of them,   Σ C(u_r) is what peers take.
+
+So with a contraction, |x - C(x)|² <= (1 - δ) |x|², the loss of R messages is at most (1 - δ)^R of what was to be sent.
+The way back does the same with the owner's error. NEOLITHIC takes gradients of R batches at the same point, one
+for each message: accumulate R batches for each optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.local_steps.rules.base import MeanOf, Part, Questions, Rule
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.local_steps.fragments import Bundle
+
+
+@dataclass(frozen=True)
+class MultiStep(Rule):
+    """See the module.
+
+    Args:
+        messages: R, 1 to 1000.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    messages: int = 4
+
+    def __post_init__(self) -> None:
+        check_integer("messages", self.messages, 1, 1000)
+
+    @property
+    def most_questions(self) -> int:
+        """See `Rule.most_questions`."""
+        return self.messages
+
+    def check(self, config: GQSGDConfig) -> None:
+        """See `Rule.check`."""
+        memories = {"memory": config.up}
+        if config.reducer == "two_shot":
+            memories["memory_down"] = config.down
+        for name, memory in memories.items():
+            if memory is None or (memory.alpha, memory.beta, memory.rho) != (1, 1, 0):
+                raise ConfigError(
+                    f"rule='multi_step' sends again what messages have left out, so it needs {name}='ef', not "
+                    f"{name}={getattr(config, name)!r}"
+                )
+
+    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
+        """See `Rule.part`."""
+        return _MultiStepPart(bundle, self.messages)
+
+
+class _MultiStepPart(Part):
+    def __init__(self, bundle: Bundle, messages: int) -> None:
+        self._segments, self._messages = bundle.segments, messages
+
+    def questions(self, change: Tensor) -> Questions:
+        """See `Part.questions`."""
+        total = (yield MeanOf(change, self._segments)).clone()
+        for _ in range(self._messages - 1):
+            total += yield MeanOf(torch.zeros_like(total), self._segments)
+        return total

@@ -1,0 +1,307 @@
+"""How many local steps each worker makes in a round, on which batches, for the least energy within limits of time and
+error: the plan of GenQSGD (Li, Cui, Lau, arXiv 2110.12987; journal 2111.13526).
+
+Of n workers, worker i makes K_i steps on batches of B samples in each of K_0 rounds, and sends its change at s_i
+levels; the server sends the mean at s_0 levels. With M_s = 32 + d + d log2 s bits for d coordinates at s levels, the
+cycles of a sample C_i, the cycles per second F_i, the transmission power p_i, the rate r_i and the energy coefficient
+a:
+
+    time    T = K_0 (B max_i C_i/F_i K_i + C_0/F_0 + max_i M_i/r_i + M_0/r_0)
+    energy  E = K_0 (B Σ a C_i F_i² K_i + a C_0 F_0² + Σ p_i M_i/r_i + p_0 M_0/r_0)
+    error   C = c1/(γ K_0 Σ K_i) + c2 γ² max K_i² + c3 γ/B + c4 γ Σ q_i K_i² / Σ K_i
+
+    c1 = 2 n (f_0 - f*),   c2 = 4 G² L²,   c3 = L σ²/n,   c4 = 2 L G²,   q_i = q(s_0) + q(s_i) + q(s_0) q(s_i),
+    q(s) = min(d/s², √d/s)
+
+with the smoothness L, the bound of gradients G, the deviation of a sample's gradient σ and the step γ. The formulas
+are those of the released code, CuiYing123456/GenQSGD, which solves the problem by geometric programming. Here, workers
+with equal numbers make equally many steps, and all combinations of K_i are tried: for each of them, the fewest rounds
+and the best batch have a closed form.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_gqsgd.errors import ConfigError, check_real, did_you_mean
+
+#: The most combinations of numbers of steps that are tried.
+_MOST_COMBINATIONS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: a kind of workers, or the server.
+
+    Attributes:
+        cycles: cycles for the gradient of one sample; of the server, for a round.
+        frequency: cycles per second.
+        power: watts while it sends.
+        rate: bits per second that it sends.
+        levels: s, levels of what it sends, 1 or more.
+        count: number of such workers.
+    """
+
+    cycles: float
+    frequency: float
+    power: float
+    rate: float
+    levels: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What is known of the problem.
+
+    Attributes:
+        dimension: d, number of coordinates.
+        gap: f_0 - f*, the loss at the start less the least loss.
+        gradient_bound: G.
+        smoothness: L.
+        noise: σ.
+        lr: γ, the step.
+        energy_coefficient: a, joules per cycle and squared cycle per second.
+    """
+
+    dimension: int
+    gap: float
+    gradient_bound: float
+    smoothness: float
+    noise: float
+    lr: float
+    energy_coefficient: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan has to keep.
+
+    Attributes:
+        seconds: the longest time T.
+        error: the largest bound of the mean squared gradient, C.
+    """
+
+    seconds: float
+    error: float
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """A plan, and what it costs.
+
+    Attributes:
+        rounds: K_0.
+        steps: K_i of each kind of workers.
+        batch: B.
+        energy: joules.
+        seconds: T.
+        error: C.
+    """
+
+    rounds: int
+    steps: tuple[int, ...]
+    batch: int
+    energy: float
+    seconds: float
+    error: float
+
+
+@dataclass(frozen=True)
+class LocalProblem:
+    """What `plan` solves.
+
+    Raises:
+        ConfigError: a number that is not above 0, or no workers.
+    """
+
+    workers: tuple[Machine, ...]
+    server: Machine
+    learning: Learning
+    limits: Limits
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ConfigError("workers=[] leaves nobody to train; give at least one kind of workers")
+        parts: list[Machine | Learning | Limits] = [*self.workers, self.server, self.learning, self.limits]
+        for part in parts:
+            for name, value in asdict(part).items():
+                check_real(f"{type(part).__name__}.{name}", value, math.nextafter(0, 1), math.inf)
+
+    @classmethod
+    def load(cls, path: Path) -> LocalProblem:
+        """The problem of a JSON file with the entries ``workers``, ``server``, ``learning`` and ``limits``.
+
+        Raises:
+            ConfigError: the file cannot be read, or has other entries or numbers.
+        """
+        try:
+            given = json.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or sorted(given) != sorted(names) or not isinstance(given["workers"], list):
+            raise ConfigError(f"{path} has to have the entries {', '.join(names)}, of which workers is a list")
+        workers = tuple(_made(Machine, entry, "workers") for entry in given["workers"])
+        server = _made(Machine, given["server"], "server")
+        learning, limits = _made(Learning, given["learning"], "learning"), _made(Limits, given["limits"], "limits")
+        return cls(workers, server, learning, limits)
+
+    def cost(self, rounds: float, steps: Sequence[int], batch: float) -> tuple[float, float, float]:
+        """Energy in joules, seconds and error of a plan; see the module."""
+        each = self._round(steps)
+        c = self._errors(steps)
+        energy = rounds * (batch * each.batch_energy + each.energy)
+        seconds = rounds * (batch * each.batch_seconds + each.seconds)
+        return energy, seconds, c.by_rounds / rounds + c.fixed + c.by_batch / batch
+
+    def best(self, steps: Sequence[int], batch: int | None = None) -> LocalPlan | None:
+        """The plan of least energy with these steps of each kind of workers; None: none keeps the limits.
+
+        Args:
+            steps: K_i of each kind.
+            batch: B; None: the best one. As a real number it is the positive root of a R B² - 2 a c B - b c = 0, where
+                (a B + b) is a round's energy, c/B the error by batches, and R the error that is left for rounds and
+                batches: the minimum of (a B + b) B / (R B - c).
+        """
+        each, c = self._round(steps), self._errors(steps)
+        left = self.limits.error - c.fixed
+        if left <= 0:
+            return None
+        if batch is None:
+            a, b = each.batch_energy, each.energy
+            root = (a * c.by_batch + math.sqrt((a * c.by_batch) ** 2 + a * left * b * c.by_batch)) / (a * left)
+            batches: Iterable[int] = {max(1, math.floor(root)), max(1, math.ceil(root))}
+        else:
+            batches = (batch,)
+        plans = [plan for plan in (self._with_fewest_rounds(steps, size, left, c) for size in batches) if plan]
+        return min(plans, key=lambda plan: plan.energy, default=None)
+
+    def most_steps(self) -> int:
+        """The most steps of a worker that the limit of the error allows, whatever else is chosen."""
+        learning = self.learning
+        c2 = 4 * learning.gradient_bound**2 * learning.smoothness**2
+        return max(1, math.floor(math.sqrt(self.limits.error / c2) / learning.lr))
+
+    def _with_fewest_rounds(self, steps: Sequence[int], batch: int, left: float, c: _Errors) -> LocalPlan | None:
+        remaining = left - c.by_batch / batch
+        if remaining <= 0:
+            return None
+        rounds = max(1, math.ceil(c.by_rounds / remaining))
+        energy, seconds, error = self.cost(rounds, steps, batch)
+        if seconds > self.limits.seconds:
+            return None
+        return LocalPlan(rounds, tuple(steps), batch, energy, seconds, error)
+
+    def _errors(self, steps: Sequence[int]) -> _Errors:
+        of, n = self.learning, sum(worker.count for worker in self.workers)
+        total = sum(worker.count * k for worker, k in zip(self.workers, steps, strict=True))
+        down = self._variance(self.server)
+        ups = [self._variance(worker) for worker in self.workers]
+        rounding = sum(
+            worker.count * (down + up + down * up) * k**2
+            for worker, up, k in zip(self.workers, ups, steps, strict=True)
+        )
+        return _Errors(
+            by_rounds=2 * n * of.gap / (of.lr * total),
+            by_batch=of.smoothness * of.noise**2 / n * of.lr,
+            fixed=(
+                4 * of.gradient_bound**2 * of.smoothness**2 * of.lr**2 * max(steps) ** 2
+                + 2 * of.smoothness * of.gradient_bound**2 * of.lr * rounding / total
+            ),
+        )
+
+    def _round(self, steps: Sequence[int]) -> _Round:
+        a, server = self.learning.energy_coefficient, self.server
+        pairs = list(zip(self.workers, steps, strict=True))
+        sending = [(worker, self._bits(worker) / worker.rate) for worker in self.workers]
+        back = self._bits(server) / server.rate
+        return _Round(
+            batch_energy=sum(worker.count * a * worker.cycles * worker.frequency**2 * k for worker, k in pairs),
+            energy=a * server.cycles * server.frequency**2
+            + sum(worker.count * worker.power * seconds for worker, seconds in sending)
+            + server.power * back,
+            batch_seconds=max(worker.cycles / worker.frequency * k for worker, k in pairs),
+            seconds=server.cycles / server.frequency + max(seconds for _, seconds in sending) + back,
+        )
+
+    def _bits(self, machine: Machine) -> float:
+        """M_s."""
+        d = self.learning.dimension
+        return 32 + d + d * math.log2(machine.levels)
+
+    def _variance(self, machine: Machine) -> float:
+        """q(s)."""
+        d = self.learning.dimension
+        return min(d / machine.levels**2, math.sqrt(d) / machine.levels)
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """The error is by_rounds / K_0 + by_batch / B + fixed."""
+
+    by_rounds: float
+    by_batch: float
+    fixed: float
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round takes B batch_energy + energy joules, and B batch_seconds + seconds seconds."""
+
+    batch_energy: float
+    energy: float
+    batch_seconds: float
+    seconds: float
+
+
+def plan(problem: LocalProblem, *, batch: int | None = None, most_steps: int | None = None) -> LocalPlan:
+    """The plan of least energy that keeps the limits; see the module.
+
+    Args:
+        problem: workers, server, what is known of the problem, and limits.
+        batch: B, if it is given; None: the best one.
+        most_steps: the most steps of a worker in a round; None: as many as the error allows. 1 is training without
+            local steps.
+
+    Raises:
+        ConfigError: no plan keeps the limits, or too many would have to be tried.
+    """
+    most = problem.most_steps() if most_steps is None else min(most_steps, problem.most_steps())
+    kinds = len(problem.workers)
+    if most**kinds > _MOST_COMBINATIONS:
+        raise ConfigError(
+            f"{kinds} kinds of workers with up to {most} steps each are {most**kinds:,} plans, more than "
+            f"{_MOST_COMBINATIONS:,}; join kinds that are alike, or give most_steps"
+        )
+    candidates = (problem.best(steps, batch) for steps in itertools.product(range(1, most + 1), repeat=kinds))
+    best = min((found for found in candidates if found), key=lambda found: found.energy, default=None)
+    if best is None:
+        raise ConfigError(
+            f"no plan keeps an error of {problem.limits.error:g} within {problem.limits.seconds:g} s; allow more, take "
+            "a smaller lr, or more levels"
+        )
+    return best
+
+
+_Part = TypeVar("_Part", Machine, Learning, Limits)
+
+
+def _made(kind: type[_Part], given: Any, name: str) -> _Part:
+    """A part of the problem from plain values."""
+    names = [field.name for field in fields(kind)]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name} has to have the entries {', '.join(names)}, not {given!r:.60}")
+    for entry in given:
+        if entry not in names:
+            raise ConfigError(f"{name} has an unknown entry {entry!r}{did_you_mean(entry, names)}")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}; give {', '.join(names)}") from None

@@ -1,0 +1,279 @@
+"""How few bits the noise of the gradients allows: the gradient noise scale, and the error of rounding beside it.
+
+`NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that
+give it the same sums get the same numbers of bits.
+
+The sampling variance. Rank i of n has the gradient g_i of its own batch: E g_i = G, and S = E|g_i - G|² is the same for
+all ranks, which are independent. With the mean ḡ of all g_i and A = (1/n) Σ |g_i|²,
+
+    E A = |G|² + S,    E|ḡ|² = |G|² + S/n,    so    V = (A - |ḡ|²)/(n-1)    has    E V = S/n = E|ḡ - G|².
+
+That is the unbiased estimate of McCandlish et al. (arXiv 1812.06162, appendix A.1), with the batch of one rank as the
+small batch and the batches of all ranks as the large batch. No rank knows ḡ where gradients are compressed. Ranks know
+the decoded mean m, and the codec is unbiased: E[m | gradients] = ḡ. So C = (1/n) Σ <g_i, m> = <ḡ, m> has the mean
+E[C | gradients] = |ḡ|², whatever the error of m is, and V = (A - C)/(n-1) stays unbiased. |m|² in the place of C would
+make V too small by the error's variance over n-1.
+
+The noise scale is B = S/|G|², in batches of one rank; |G|² is estimated by C - V.
+
+The variance of rounding. Let ρ = E|Q(g) - g|²/|g|² be the relative error of the codec on these gradients, which each
+rank measures by rounding its own gradient at every width of ``allow``. The mean is taken to have the same ρ: averages
+have lighter tails than what they average, so this errs on the side of more bits. N messages are averaged, of square
+norm A_N each. Then, as in `theory.theta_two_shot` with ρ in the place of the worst case ω,
+
+    gather:     R = ρ A_N / N
+    two_shot:   R = u + ρ (|ḡ|² + u),    u = ρ A_N (N-1)/N²        (an owner has its own gradient exactly)
+
+Without nodes, N = n and A_N = A. `hierarchical` averages exactly inside of N nodes first: A_N = |G|² + S N/n, which is
+C + (N-1) V in both cases. bf16 numbers have ρ = 1.5e-5 and the first line; 32 bits have R = 0.
+
+The rule. A step along an estimate of G shortens the loss, at the best length of the step, by an amount proportional to
+1/(1 + E|estimate - G|²/|G|²) (arXiv 1812.06162, section 2.2, with a Hessian that is a multiple of the identity). So the
+number of steps to a loss grows with 1 + V/|G|² without rounding, and with 1 + (V + R)/|G|² with it. The quotient is
+
+    1 + R/(V + |G|²)    <=    1 + R/V.
+
+The right side is also the factor of SGD's noise floor (`theory.convergence_factor`). So the fewest bits are taken with
+1 + R/V <= 1 + max_slowdown.
+
+What follows: smaller batches have a larger V and need fewer bits. R/V is ρ (1 + 1/B) for `gather`. B usually grows as
+the loss falls (the same paper), so R/V falls to ρ, and to about 2ρ for `two_shot`. R/V rises where the sampling
+variance falls faster than |G|², for example with growing batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lightning_gqsgd.codecs.variance import relative_variance
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.reducers import between_nodes
+
+#: ρ of bf16 numbers, at most: a number is rounded to 7 bits behind its leading one (`codecs.floats`).
+_RELATIVE_BF16 = relative_variance(7)
+
+
+@dataclass(frozen=True)
+class NoiseRules:
+    """The numbers of the state machine.
+
+    Attributes:
+        every: steps from one measurement to the next one.
+        decay: of the exponential moving averages, for each measurement.
+        least: measurements before the first change of bits.
+        margin: fewer bits are taken only if R/V is below ``(1 - margin) max_slowdown`` there, so that bits do not go
+            back and forth.
+    """
+
+    every: int = 10
+    decay: float = 0.9
+    least: int = 5
+    margin: float = 0.2
+
+
+class NoiseSums(NamedTuple):
+    """What one rank, or the mean over all ranks, has measured in one step.
+
+    Attributes:
+        square: |g_i|².
+        inner: <g_i, m>, m the decoded mean.
+        errors: |Q(g_i) - g_i|² at each number of bits that has codes, widest first.
+    """
+
+    square: float
+    inner: float
+    errors: tuple[float, ...]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether all numbers are finite, and the gradient is not zero."""
+        return all(map(math.isfinite, (self.square, self.inner, *self.errors))) and self.square > 0
+
+    @classmethod
+    def mean(cls, several: Sequence[NoiseSums]) -> NoiseSums:
+        """The mean over ranks; the same whatever the order of the ranks."""
+        square, inner, *errors = (
+            math.fsum(column) / len(several) for column in zip(*map(NoiseSums._row, several), strict=True)
+        )
+        return cls(square, inner, tuple(errors))
+
+    def _row(self) -> tuple[float, ...]:
+        return (self.square, self.inner, *self.errors)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the messages of one candidate are averaged.
+
+    Attributes:
+        reducer: ``"native"``, ``"bf16"``, ``"gather"`` or ``"two_shot"``.
+        messages: number of messages that are averaged: of ranks, or of nodes.
+    """
+
+    reducer: str
+    messages: int
+
+    @classmethod
+    def of(cls, config: GQSGDConfig, ranks: int) -> Way:
+        """The way of a configuration with its reducer chosen.
+
+        Raises:
+            ConfigError: its reducer rounds in a way that is not predicted.
+        """
+        reducer, messages = config.reducer, ranks
+        if reducer == "hierarchical":
+            reducer, messages = between_nodes(config, ranks).reducer, ranks // config.node_size
+        if reducer not in ("native", "bf16", "gather", "two_shot"):
+            raise ConfigError(
+                f'bits="auto" does not predict the error of reducer={reducer!r}, which {config.num_bits} bits have '
+                f"with {ranks} ranks; give reducer='two_shot', or bits as a number"
+            )
+        return cls(reducer, messages)
+
+    def variance(self, relative_error: float, mean_square: float, sampling_variance: float) -> float:
+        """R of the module.
+
+        Args:
+            relative_error: ρ; of bf16 and native messages, their own is taken.
+            mean_square: |ḡ|².
+            sampling_variance: V.
+        """
+        if self.reducer == "native":
+            return 0.0
+        each = mean_square + (self.messages - 1) * sampling_variance
+        if self.reducer == "bf16":
+            return _RELATIVE_BF16 * each / self.messages
+        if self.reducer == "gather":
+            return relative_error * each / self.messages
+        up = relative_error * each * (self.messages - 1) / self.messages**2
+        return up + relative_error * (mean_square + up)
+
+
+@dataclass
+class NoiseGauge:
+    """See the module.
+
+    Attributes:
+        ways: how each candidate averages, by its bits, widest first.
+        ranks: n.
+        max_slowdown: the largest R/V.
+        rules: the numbers.
+        floor: the fewest bits that are allowed; at first the most.
+        count: number of measurements so far.
+    """
+
+    ways: Mapping[int, Way]
+    ranks: int
+    max_slowdown: float
+    rules: NoiseRules = field(default_factory=NoiseRules)
+
+    def __post_init__(self) -> None:
+        self.floor = max(self.ways)
+        self.count = 0
+        self._sums = [0.0] * (2 + len(self.coded))
+
+    @property
+    def coded(self) -> tuple[int, ...]:
+        """The numbers of bits that have codes, widest first."""
+        return tuple(bits for bits, way in self.ways.items() if way.reducer not in ("native", "bf16"))
+
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        """The numbers of bits that the noise allows, widest first."""
+        return tuple(bits for bits in self.ways if bits >= self.floor)
+
+    @property
+    def sampling_variance(self) -> float:
+        """V, smoothed, in units that only ratios to other smoothed numbers remove; may be negative by chance."""
+        square, inner, *_ = self._sums
+        return (square - inner) / max(1, self.ranks - 1)
+
+    @property
+    def noise_scale(self) -> float:
+        """B = S/|G|², in batches of one rank; NaN before the first measurement, infinite if |G|² is not above 0."""
+        if not self.count:
+            return math.nan
+        signal = self._sums[1] - self.sampling_variance
+        return max(0.0, self.ranks * self.sampling_variance) / signal if signal > 0 else math.inf
+
+    def ratio(self, bits: int) -> float:
+        """R/V at a number of bits; infinite if V is not above 0 and R is; NaN before the first measurement."""
+        if not self.count:
+            return math.nan
+        square, inner, *errors = self._sums
+        relative = dict(zip(self.coded, errors, strict=True)).get(bits, 0.0) / square
+        sampling = self.sampling_variance
+        rounding = self.ways[bits].variance(relative, max(0.0, inner), max(0.0, sampling))
+        if rounding == 0:
+            return 0.0
+        return rounding / sampling if sampling > 0 else math.inf
+
+    def observe(self, of_ranks: Sequence[NoiseSums]) -> None:
+        """Take the measurement of one step; ``of_ranks``: that of every rank, in the order of ranks.
+
+        The measurement is left out if that of any rank cannot be used: a gradient that was not finite, or a state that
+        was saved before the measurement could be exchanged.
+        """
+        if not all(sums.is_usable for sums in of_ranks):
+            return
+        mean = NoiseSums.mean(of_ranks)
+        keep = self.rules.decay
+        # Sums begin at zero. All of them are too small by the same factor then, which no ratio shows.
+        fresh = (mean.square, mean.inner, *mean.errors)
+        self._sums = [keep * old + (1 - keep) * new for old, new in zip(self._sums, fresh, strict=True)]
+        self.count += 1
+        if self.count >= self.rules.least:
+            self._move()
+
+    def _move(self) -> None:
+        """Set the fewest bits that are allowed."""
+        if self.ratio(self.floor) > self.max_slowdown:
+            wider = [bits for bits in self.ways if bits > self.floor and self.ratio(bits) <= self.max_slowdown]
+            self.floor = min(wider, default=max(self.ways))
+            return
+        limit = (1 - self.rules.margin) * self.max_slowdown
+        self.floor = min([bits for bits in self.ways if bits < self.floor and self.ratio(bits) <= limit] + [self.floor])
+
+    def describe(self) -> str:
+        """Why these bits are allowed, in a few words."""
+        if self.count < self.rules.least:
+            return "the noise of gradients is not known yet"
+        ratios = ", ".join(f"{bits} bits {self.ratio(bits):.2g}" for bits in self.ways if self.ratio(bits) > 0)
+        return f"variance of rounding over sampling variance: {ratios}; at most {self.max_slowdown:g} is allowed"
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run begins with: plain values."""
+        return {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
+
+    def resume(self, state: object, *, is_same_world: bool) -> None:
+        """Begin with what `state` gave; with nothing, if ``state`` is None or has other numbers of bits.
+
+        Args:
+            state: from `state`.
+            is_same_world: whether the number of ranks is that of the saved run. If not, what was measured does not
+                count, and the bits stay until it is measured anew.
+
+        Raises:
+            ConfigError: ``state`` is no such state.
+        """
+        self.__post_init__()
+        if state is None:
+            return
+        try:
+            saved: Mapping[str, Any] = dict(state)  # type: ignore[call-overload]
+            bits, floor, count = [int(value) for value in saved["bits"]], int(saved["floor"]), int(saved["count"])
+            sums = [float(value) for value in saved["sums"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the gqsgd state's entry 'auto' has a 'noise' that cannot be read ({type(error).__name__}: {error}); "
+                "load what state_dict has written, or drop the entry to measure anew"
+            ) from None
+        if bits != list(self.ways) or len(sums) != len(self._sums) or floor not in self.ways or count < 0:
+            return
+        self.floor = floor
+        if is_same_world:
+            self.count, self._sums = count, sums

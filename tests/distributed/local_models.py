@@ -1,0 +1,65 @@
+"""What tests of local steps between processes have in common: a model, ways of averaging, and hashes of bits."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gqsgd import LocalSteps
+from tests.distributed.models import batch
+
+#: No error at all, so that results can be compared with a calculation by hand.
+NATIVE: dict[str, Any] = {"preset": "gqsgd", "reducer": "native"}
+
+#: Steps between averages, fragments and delay, with a compression each: without a memory, and with two kinds of it.
+WAYS: list[dict[str, Any]] = [
+    {"every": 1, "preset": "gqsgd_4bit"},
+    {"every": 4, "preset": "gqsgd_2bit", "outer": "sgd"},
+    {"every": 3, "fragments": 2, "preset": "signsgd_ef"},
+    {"every": 4, "fragments": 3, "delay": 2, "preset": "gqsgd_4bit"},
+    {"every": lambda number: 2 + number % 2, "fragments": 2, "delay": 1, "preset": "dore"},
+    {"every": 3, "preset": "gqsgd_4bit", "inner_state": "average", "anchor_dtype": torch.float64},
+]
+STEPS = 10
+
+
+class WithBuffers(nn.Module):
+    """A network with running means, and with a counter, that differs from rank to rank until LocalSteps is made."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        layers = (nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def local_steps(model: nn.Module, way: dict[str, Any], lr: float = 0.1, momentum: float = 0.9) -> LocalSteps:
+    """Momentum SGD with local steps around it."""
+    return LocalSteps(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), **way)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    """Make some steps on this rank's own data."""
+    for step in steps:
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def bits_of_anchors(optimizer: LocalSteps) -> str:
+    """Hash of all anchors' bits."""
+    anchors = [anchor.flatten() for part in optimizer.averages.fragments for _, anchor in part.entries()]
+    return hashlib.sha256(torch.cat(anchors).numpy().tobytes()).hexdigest()
+
+
+def bits_of_model(model: nn.Module) -> str:
+    """Hash of all parameters' and buffers' bits."""
+    tensors = [tensor.detach().double().flatten() for tensor in (*model.parameters(), *model.buffers())]
+    return hashlib.sha256(torch.cat(tensors).numpy().tobytes()).hexdigest()

@@ -1,0 +1,251 @@
+"""Local steps between processes: what goes wrong. NaN, skipped steps, refusals, and errors of one rank."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd import LocalSteps
+from lightning_gqsgd.errors import CollectiveError, ConfigError
+from tests.distributed.local_models import (
+    WithBuffers,
+    bits_of_model,
+    local_steps,
+    train,
+)
+from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.ranks import run
+
+
+def _not_finite(rank: int) -> list[Any]:
+    results = []
+    for way in ({"every": 3}, {"every": 4, "fragments": 2, "delay": 1}):
+        texts: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, texts=texts: texts.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_gqsgd").addHandler(handler)
+        model = WithBuffers(rank)
+        optimizer = local_steps(model, way)
+        for step in range(15):
+            if (rank, step) == (1, 4):
+                with torch.no_grad():
+                    model.layers[3].weight[3, 4] = torch.nan
+            train(model, optimizer, rank, range(step, step + 1))
+        optimizer.finish()
+        logging.getLogger("lightning_gqsgd").removeHandler(handler)
+        finite = all(bool(tensor.isfinite().all()) for tensor in (*model.parameters(), *model.buffers()))
+        results.append([bits_of_model(model), finite, optimizer.averages.skipped, optimizer.averages.averages, texts])
+        optimizer.close()
+    return results
+
+
+def test_where_a_ranks_change_is_not_finite_all_ranks_go_back_to_the_anchor(tmp_path: Path) -> None:
+    first, second = run(_not_finite, 2, tmp_path)
+    for mine, other in zip(first, second, strict=True):
+        assert mine[:4] == other[:4]
+        _, finite, skipped, averages, texts = mine
+        assert finite
+        assert 1 <= skipped <= 2 < averages
+        assert len(texts) == skipped
+        assert "went back to the anchor" in texts[0]
+        assert "cleared" in other[4][0]
+
+
+def _amp(rank: int) -> list[Any]:
+    """A scaler that skips a step on one rank; a scheduler; clipping."""
+    model = mlp()
+    optimizer = local_steps(model, {"every": 4})
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    skipped = []
+    for step in range(12):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if (rank, step) == (1, 6):
+            model[0].weight.grad[0, 0] = torch.inf
+        before = fingerprint(model)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        skipped.append(fingerprint(model) == before)
+    result = [optimizer.averages.step, bits_of_model(model), skipped, scheduler.get_last_lr()]
+    optimizer.close()
+    return result
+
+
+def test_a_grad_scaler_that_skips_a_step_on_one_rank_leaves_ranks_in_step(tmp_path: Path) -> None:
+    first, second = run(_amp, 2, tmp_path)
+    assert first[:2] == second[:2]
+    assert first[0] == 12
+    assert first[2] == [False] * 12
+    assert second[2] == [step == 6 for step in range(12)]
+
+
+def _scaled_as_without(rank: int) -> list[bool]:
+    """A scaler whose scale is a power of two changes nothing; fused inner optimizers scale by themselves."""
+    same = []
+    for make in (torch.optim.SGD, partial(torch.optim.AdamW, fused=True)):
+        bits = []
+        for enabled in (False, True):
+            model = mlp()
+            optimizer = LocalSteps(model, make(model.parameters(), lr=0.01), every=2)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+            for step in range(4):
+                x, y = batch(rank, step)
+                optimizer.zero_grad()
+                scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            bits.append(fingerprint(model))
+            optimizer.close()
+        same.append(bits[0] == bits[1])
+    return same
+
+
+def test_a_grad_scaler_without_overflow_changes_nothing(tmp_path: Path) -> None:
+    for same in run(_scaled_as_without, 2, tmp_path):
+        assert same == [True, True]
+
+
+def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mlp()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _fields(**fields: Any) -> Callable[[], LocalSteps]:
+    return lambda: LocalSteps(*_model_and_optimizer(), **fields)
+
+
+def _wrapped_in_ddp() -> LocalSteps:
+    model, optimizer = _model_and_optimizer()
+    other = DistributedDataParallel(model) if dist.get_world_size() == 1 else _FakeDDP(model)
+    return LocalSteps(other, optimizer)
+
+
+class _FakeDDP(DistributedDataParallel):
+    """What one rank may build alone: the real constructor is a collective."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def _strangers() -> LocalSteps:
+    return LocalSteps(mlp(), _model_and_optimizer()[1])
+
+
+def _frozen() -> LocalSteps:
+    model, optimizer = _model_and_optimizer()
+    model.requires_grad_(False)
+    return LocalSteps(model, optimizer)
+
+
+#: What one rank does, and what all ranks hear.
+REFUSED: dict[str, tuple[Callable[[], LocalSteps], str]] = {
+    "every": (_fields(every=0), "every=0 is out of range: 1 to"),
+    "every of a round": (_fields(every=lambda number: 2 - 2 * number), "every(1)=0 is out of range"),
+    "delay": (_fields(every=4, delay=4), "delay=4 must be less than every=4"),
+    "fragments": (_fields(fragments=7), "fragments=7 is more than the model's 6 parameters"),
+    "outer": (_fields(outer="adam"), "outer='adam' is not one of 'nesterov', 'sgd'"),
+    "field": (_fields(fragment=2), "unknown field 'fragment'; did you mean 'fragments'?"),
+    "preset": (_fields(preset="diloco"), "unknown preset 'diloco'; did you mean 'gqsgd_diloco'?"),
+    "inner state": (_fields(every=4, delay=1, inner_state="average"), "inner_state='average' with delay=1"),
+    "DDP": (_wrapped_in_ddp, "give LocalSteps the module itself"),
+    "strangers": (_strangers, "6 of its 6 parameters from another model"),
+    "frozen": (_frozen, "no parameter of the optimizer requires a gradient"),
+    "differs": (_fields(every=5), "ranks 0 and 1 do not agree: every: 32 != 5"),
+    "outer differs": (_fields(outer="sgd"), 'outer: "SGD(lr=0.7, momentum=0.9, nesterov=True)" != "SGD(lr=1.0)"'),
+}
+
+
+def _refused(rank: int) -> dict[str, str]:
+    texts = {}
+    for name, (make, _) in REFUSED.items():
+        with pytest.raises(ConfigError) as error:
+            (make if rank == 1 else _fields())()
+        texts[name] = str(error.value)
+    return texts
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
+    first, second = run(_refused, 2, tmp_path)
+    for name, (_, text) in REFUSED.items():
+        assert text in first[name], name
+        assert text in second[name], name
+
+
+def _late_errors(rank: int) -> dict[str, str]:
+    texts = {}
+    model, inner = _model_and_optimizer()
+    optimizer = LocalSteps(model, inner, every=2)
+    with pytest.raises(ConfigError, match="LocalSteps averages the parameters that it was made with"):
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+    with pytest.raises(ConfigError, match="the state was written without local steps"):
+        optimizer.load_state_dict(inner.state_dict())
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301
+        with pytest.raises(RuntimeError, match="this is a copy of a LocalSteps"):
+            copied.step()
+    train(model, optimizer, rank, range(3))
+    with pytest.raises(ConfigError) as error:
+        optimizer.finish() if rank == 0 else train(model, optimizer, rank, range(1))
+    texts["uneven"] = str(error.value)
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="this LocalSteps was closed"):
+        optimizer.step()
+
+    model, _ = _model_and_optimizer()
+    model[0].requires_grad_(False)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    model[0].requires_grad_(True)
+    with pytest.raises(ConfigError) as error:
+        train(model, optimizer, rank, range(2))
+    texts["unfrozen"] = str(error.value)
+    optimizer.close()
+    return texts
+
+
+def test_what_is_refused_later(tmp_path: Path) -> None:
+    for texts in run(_late_errors, 2, tmp_path):
+        assert "do not agree: step" in texts["uneven"]
+        assert "the optimizer trains 2 parameters that were frozen" in texts["unfrozen"]
+
+
+def _dying(rank: int) -> list[Any]:
+    model = mlp()
+    optimizer = local_steps(model, {"every": 3, "delay": 1})
+    train(model, optimizer, rank, range(2))
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError) as error:
+        train(model, optimizer, rank, range(4))
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    optimizer.close()
+    return [str(error.value), finite]
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_whose_parameters_stay(tmp_path: Path) -> None:
+    (text, finite), _ = run(_dying, 2, tmp_path, dies=(1,), collective_timeout=20)
+    assert "average 0 (fragment 0, after step 3)" in text
+    assert "rank 0 of 2" in text
+    assert finite
+
+
+def test_without_a_process_group_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="torch.distributed is not initialised"):
+        LocalSteps(*_model_and_optimizer())

@@ -1,0 +1,146 @@
+"""Rules of averages between processes: the bits of the simulation, resuming, and what does not go together."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_gqsgd import LocalSteps
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.simulation import simulate
+from lightning_gqsgd.simulation.problems import Quadratic
+from tests.distributed.local_models import WithBuffers, bits_of_anchors, bits_of_model, train
+from tests.distributed.ranks import run
+
+PROBLEM = Quadratic(2000, condition=10, spread=1.0)
+STEPS = 7
+
+#: Presets of systems, with what makes rounds short.
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "gqsgd_genqsgd": {"every": 3},
+    "gqsgd_sparseloco": {"every": 2},
+    "gqsgd_chb": {},
+    "gqsgd_neolithic": {},
+    "gqsgd_mcm": {},
+    "gqsgd_predictive": {"every": 2},
+}
+
+
+class Point(nn.Module):
+    """The parameters of the problem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(PROBLEM.start())
+
+
+def _train(rank: int, ranks: int, presets: list[str]) -> dict[str, list[float]]:
+    results = {}
+    for preset in presets:
+        fields = SYSTEMS[preset]
+        model = Point()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LocalSteps(model, inner, preset=preset, min_numel=0, **fields)
+        for step in range(STEPS):
+            model.x.grad = PROBLEM.gradients(model.x.detach(), step, ranks)[rank]
+            optimizer.step()
+        optimizer.finish()
+        results[preset] = model.x.detach().tolist()
+        optimizer.close()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("ranks", "presets"),
+    [(2, ["gqsgd_chb"]), pytest.param(3, list(SYSTEMS), marks=pytest.mark.slow)],
+)
+def test_every_system_has_the_bits_of_its_simulation_on_all_ranks(
+    ranks: int, presets: list[str], tmp_path: Path
+) -> None:
+    everyone = run(_train, ranks, tmp_path, ranks, presets)
+    for preset in presets:
+        given = {"local_steps": SYSTEMS[preset]["every"]} if SYSTEMS[preset] else {}
+        record = simulate(preset, PROBLEM, workers=ranks, steps=STEPS, lr=0.1, progress=False, **given)
+        for results in everyone:
+            assert np.array_equal(np.array(results[preset], dtype=np.float32), record.parameters), preset
+        assert record.loss[-1] != record.loss[0]
+
+
+def _resumed(rank: int) -> dict[str, bool]:
+    results = {}
+    for preset in ("gqsgd_chb", "gqsgd_neolithic", "gqsgd_predictive"):
+        fields: dict[str, Any] = {"preset": preset, "every": 2}
+        bits = []
+        for interrupted in (False, True):
+            model = WithBuffers(rank)
+            optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
+            train(model, optimizer, rank, range(5))
+            if interrupted:
+                saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+                optimizer.close()
+                model = WithBuffers(7)
+                optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **fields)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            train(model, optimizer, rank, range(5, 9))
+            bits.append([bits_of_model(model), bits_of_anchors(optimizer)])
+            optimizer.close()
+        results[preset] = bits[0] == bits[1]
+    return results
+
+
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    for results in run(_resumed, 2, tmp_path):
+        assert all(results.values()), results
+
+
+def _quiet(rank: int) -> list[int]:
+    """Bytes that censored ranks send: rank 1 changes in the second step only."""
+    model = Point()
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1.0), preset="gqsgd_chb", outer="sgd")
+    sent = []
+    for step in range(4):
+        changes = step == 1 and rank == 1
+        model.x.grad = torch.full_like(model.x, 1.0 if changes else 0.0)
+        before = optimizer.telemetry.totals()["bytes_sent"]
+        optimizer.step()
+        sent.append(optimizer.telemetry.totals()["bytes_sent"] - before)
+    optimizer.close()
+    return sent
+
+
+def test_ranks_that_have_nothing_new_to_say_send_a_byte(tmp_path: Path) -> None:
+    """In the third step, rank 1 takes its change back."""
+    first, second = run(_quiet, 2, tmp_path)
+    assert first == [1, 1, 1, 1]
+    assert second == [1, 1 + 8000, 1 + 8000, 1]
+
+
+def _refused(rank: int) -> None:
+    model = Point()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for fields, words in (
+        ({"rule": "censored"}, "rule='censored' sends differences as they are.*take bits=32"),
+        ({"rule": "multi_step", "preset": "dore"}, "it needs memory='ef', not"),
+        ({"rule": "multi_step", "preset": "topk_ef", "delay": 1}, "so delay=1 hides nothing; take delay=0"),
+        ({"rule": "censored" if rank else "mean", "bits": 32}, "do not agree: rule"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            LocalSteps(model, inner, every=2, **fields)
+    optimizer = LocalSteps(model, inner, every=2)
+    state = optimizer.state_dict()
+    optimizer.close()
+    optimizer = LocalSteps(model, inner, every=2, rule="predicted")
+    with pytest.raises(ConfigError, match="was written with another rule of averages than Predicted"):
+        optimizer.load_state_dict(state)
+    optimizer.close()
+
+
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    run(_refused, 2, tmp_path)

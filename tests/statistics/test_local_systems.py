@@ -1,0 +1,234 @@
+"""The smallest experiment of every system of local steps, on virtual workers, with the numbers that were found before.
+
+A simulation of each system by itself gave the earlier numbers (one seed, other data); the objects of the product have
+to give the same relations, and orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.fragments import Entry, fragments_of
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.rules import MeanOf
+from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
+from lightning_gqsgd.simulation import VirtualRanks, simulate
+from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Quadratic
+from lightning_gqsgd.simulation.record import Record
+
+#: QSGD's codes with s levels and one l2 norm, which FedPAQ has.
+QSGD: dict[str, Any] = {"norm": "l2", "dither": "stochastic", "block_size": 104, "reducer": "gather"}
+
+
+def test_fedpaq() -> None:
+    """Logistic regression, d = 100, 50 workers of which 25 take part in a round, 100 local steps; a bit takes 100/32
+    times a step. At equal steps the loss rises mildly with H, and the time falls like 1/H; s = 10 is nearly as good as
+    fp32, s = 1 is too coarse. Gap @ time found before: fp32 H = 1 .0100 @ 10100, fp32 H = 10 .0223 @ 1100, s = 10 H =
+    10 .0215 @ 266, s = 10 H = 25 .0303 @ 166, s = 1 H = 10 .128 @ 172. The data of that table are not known, so the
+    gaps differ; the times are those of the codes. On d = 100 a message is padded to a multiple of 16 bytes, which times
+    leave out."""
+    problem = LogisticRegression(dimension=100, rows=1000, parts=50, spread=1.0, regularisation=0.01)
+    least = simulate("ddp", problem, workers=1, steps=1000, lr=1.0, progress=False).last()
+
+    def run(preset: str, every: int, width: float, **fields: Any) -> tuple[float, float]:
+        given = {"local_steps": every, "participation": 25, "outer": "sgd", **fields}
+        record = simulate(preset, problem, workers=50, steps=100, lr=0.2, progress=False, **given)
+        return record.last() - least, 100 + 100 / every * 100 * width / 32
+
+    def levels(number: int, bits: int) -> dict[str, Any]:
+        return {**QSGD, "levels": number, "bits": bits}
+
+    every_step, plain = run("ddp", 1, 32), run("ddp", 10, 32)
+    scale = 16 / 100
+    ten = run("gqsgd_fedpaq", 10, 5 + scale, **levels(10, 5))
+    seldom = run("gqsgd_fedpaq", 25, 5 + scale, **levels(10, 5))
+    coarse = run("gqsgd_fedpaq", 10, 2 + scale, **levels(1, 2))
+    times = [time for _, time in (every_step, plain, ten, seldom, coarse)]
+    assert times == pytest.approx([10100, 1100, 266, 166, 172], rel=0.1)
+    assert every_step[0] < plain[0] < ten[0] < seldom[0] < coarse[0]
+    assert ten[0] == pytest.approx(plain[0], rel=0.4)
+    assert seldom[0] < 0.06
+    assert coarse[0] > 4 * ten[0]
+
+
+@dataclass
+class Uneven(LeastSquares):
+    """Least squares whose workers differ in smoothness: rows of worker i have a largest eigenvalue of L_i."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.features *= torch.logspace(0, -0.7, self.dimension).double()
+        of_row = torch.arange(self.rows) * self.parts // self.rows
+        for worker in range(self.parts):
+            own = self.features[of_row == worker]
+            largest = float(torch.linalg.eigvalsh(own.T @ own / len(own))[-1])
+            self.features[of_row == worker] = own * math.sqrt((1.3**worker + 1) ** 2 / largest)
+        generator = torch.Generator().manual_seed(1)
+        self.targets = self.features @ self.truth + self.noise * torch.randn(self.rows, generator=generator).double()
+        hessian = self.features.T @ self.features / self.rows
+        self.optimum = torch.linalg.solve(hessian, self.features.T @ self.targets / self.rows)
+        self.smoothness = float(torch.linalg.eigvalsh(hessian)[-1])
+
+
+@pytest.mark.slow
+def test_chb() -> None:
+    """Least squares, d = 50, 9 workers, L_i = (1.3^i + 1)², i = 0..8, until f - f* = 1e-7: censored heavy ball needs
+    about as many steps as heavy ball, with at most half of the uploads. Found before: heavy ball 227 steps and 2043
+    uploads, censored 211 and 500; gradient descent 389 and 3501, censored 372 and 734."""
+    problem = Uneven(dimension=50, rows=900, parts=9, noise=0.1, dtype=torch.float64)
+    workers, numel, lr = 9, 50, 1 / problem.smoothness
+
+    def run(threshold: float | None, outer: str) -> tuple[int, int]:
+        """Steps and uploads until the target."""
+        rule = {} if threshold is None else {"rule": {"name": "censored", "threshold": threshold}}
+        given: dict[str, Any] = {"outer": outer, "bits": 32, "record_every": 1, "progress": False, **rule}
+        record = simulate(
+            "gqsgd_chb" if rule else "gqsgd_fedpaq",
+            problem,
+            workers=workers,
+            steps=400,
+            lr=lr,
+            **{"local_steps": 1, **given},
+        )
+        steps = int(record.step[record.metrics["excess"] <= 1e-7][0])
+        if threshold is None:
+            return steps, steps * workers
+        whole = record.bytes_sent[record.step == steps][0] * workers
+        return steps, round((whole - steps * workers * (workers - 1)) / ((workers - 1) * numel * 8))
+
+    plain, censored = run(None, "heavy_ball"), run(0.1, "heavy_ball")
+    assert censored[0] < 1.15 * plain[0]
+    assert censored[1] < plain[1] / 2
+    slow, slow_censored = run(None, "sgd"), run(0.1, "sgd")
+    assert slow[0] > 1.4 * plain[0]
+    assert slow_censored[0] < 1.15 * slow[0]
+    assert slow_censored[1] < slow[1] / 2
+
+
+@pytest.mark.slow
+def test_sparseloco() -> None:
+    """Digits, 4 workers with digits of their own, 480 steps. 1.6 % of changes at 2 bits, H = 8, are nearly as good as
+    whole changes at a twentieth of the bytes. With more bytes, 2 bits of all coordinates, twice as seldom, have a
+    larger loss. Found with these data: loss .222 at 3460 kB, .248 at 170 kB; H = 15 .348 at 91 kB, .405 at 109 kB."""
+    problem = DigitsMLP(by_label=True)
+
+    def run(preset: str, every: int, **fields: Any) -> Record:
+        given: dict[str, Any] = {"local_steps": every, "record_every": 480, "progress": False, **fields}
+        return simulate(preset, problem, workers=4, steps=480, lr=0.2, **given)
+
+    whole, sparse = run("ddp", 8, outer="sgd"), run("gqsgd_sparseloco", 8)
+    assert sparse.last() < 1.2 * whole.last()
+    assert sparse.bytes_sent[-1] < whole.bytes_sent[-1] / 20
+    seldom, dense = run("gqsgd_sparseloco", 15), run("gqsgd_fedpaq", 30, bits=2)
+    assert seldom.bytes_sent[-1] < dense.bytes_sent[-1]
+    assert seldom.last() < 0.95 * dense.last()
+
+
+def test_censored_workers_that_are_at_rest_send_a_byte() -> None:
+    problem = Quadratic(200, condition=1, dtype=torch.float64)
+    record = simulate("gqsgd_chb", problem, workers=3, steps=60, lr=1.0, outer="sgd", record_every=1, progress=False)
+    assert record.loss[-1] < 1e-20
+    assert record.bytes_sent[-1] - record.bytes_sent[-11] == 10 * 2
+
+
+def test_genqsgd_lets_slow_workers_make_fewer_steps() -> None:
+    """10 workers, half of which make 4 steps in a round and half 1, with codes both ways. The anchor takes the mean of
+    the changes. In as many rounds, that is better than 1 step of all workers, and worse than 4."""
+    problem = LogisticRegression(dimension=100, rows=1000, parts=10, spread=0.3, regularisation=0.01)
+
+    def loss(steps_of: list[int]) -> Record:
+        rounds = 25
+        given: dict[str, Any] = {"local_steps_of": steps_of, "reducer": "two_shot", "bits": 6}
+        steps = rounds * max(steps_of)
+        return simulate("gqsgd_fedpaq", problem, workers=10, steps=steps, lr=0.1, progress=False, **given)
+
+    slow, mixed, fast = loss([1] * 10), loss([4] * 5 + [1] * 5), loss([4] * 10)
+    assert slow.bytes_sent[-1] == mixed.bytes_sent[-1] == fast.bytes_sent[-1]
+    assert fast.last() < mixed.last() < slow.last()
+
+
+def test_multi_step_compression_loses_a_power_of_what_one_message_loses() -> None:
+    """Top 5 of 100, R messages: at most (1 - k/d)^R of |x|² is left. Found before: .77, .41, .14, .006 for R = 1, 4, 8,
+    16, below .95, .81, .66, .44."""
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    segments = [Segment(0, 100, raw=False)]
+    left = []
+    for messages in (1, 4, 8, 16):
+        ranks = VirtualRanks(1, segments, preset="topk_ef", density=0.05, block_size=104)
+        options = LocalOptions(every=1, rule=MultiStep(messages))
+        bundle = fragments_of([Entry(segments[0], "x", torch.zeros(100), False)], [], options)[0].bundles[0]
+        part, total, step = options.averaging.part(bundle, 0, 1).questions(x.clone()), None, 0
+        question = next(part)
+        while total is None:
+            assert isinstance(question, MeanOf)
+            try:
+                question = part.send(ranks.mean([question.x], step))
+            except StopIteration as end:
+                total = end.value
+            step += 1
+        assert step == messages
+        left.append(float((x - total).square().sum() / x.square().sum()))
+    assert all(loss <= 0.95**messages for loss, messages in zip(left, (1, 4, 8, 16), strict=True))
+    assert left == pytest.approx([0.77, 0.41, 0.14, 0.006], rel=0.4)
+
+
+@pytest.mark.slow
+def test_neolithic() -> None:
+    """Least squares, 8 workers, d = 100, as many messages: 4 messages for 4 batches of 4 at the same point are at least
+    as good as 1 for 1 (Double-Squeeze), each at its best of five steps. Found before after 800 messages: .30, .32."""
+
+    def best(messages: int) -> float:
+        problem = LeastSquares(dimension=100, rows=4000, parts=8, spread=0.5, batch=4 * messages)
+        given: dict[str, Any] = {"block_size": 104, "rule": MultiStep(messages), "progress": False}
+        steps = 800 // messages
+        runs = (
+            simulate("gqsgd_neolithic", problem, workers=8, steps=steps, lr=lr, record_every=steps, **given)
+            for lr in (0.02, 0.05, 0.1, 0.2, 0.4)
+        )
+        return min(run.last("excess") for run in runs)
+
+    assert best(4) < 1.05 * best(1)
+
+
+@pytest.mark.slow
+def test_mcm() -> None:
+    """Least squares with noise, d = 20, 10 heterogeneous workers, batches of 16, the plateau at a step of
+    1/(8 L (1 + ω)): MCM is near DIANA, whose way back is not compressed, and far below Artemis, which forgets what its
+    way back loses. Found before: DIANA 5.2e-3, MCM 6.0e-3, Artemis 2.0e-2; with these data, after 3000 steps: 3.5e-2,
+    5.1e-2, 1.4e-1."""
+    problem = LeastSquares(dimension=20, rows=2000, parts=10, spread=1.0, batch=16)
+    lr = 1 / (8 * problem.smoothness * (1 + math.sqrt(20)))
+
+    def plateau(preset: str) -> float:
+        given: dict[str, Any] = {"block_size": 24, "record_every": 10, "progress": False}
+        return simulate(preset, problem, workers=10, steps=1500, lr=lr, **given).last("excess", rows=75)
+
+    diana, mcm, artemis = plateau("diana"), plateau("gqsgd_mcm"), plateau("artemis")
+    assert mcm < 2 * diana
+    assert mcm < artemis / 2
+
+
+@pytest.mark.slow
+def test_predictive_coding() -> None:
+    """Digits, 5 workers, rounds of 10 local steps of Adam: residuals to predictions have smaller errors than changes,
+    at as many bits, and Elias codes take more than 97 % off fp32. The paper's 99 % needs its second quantiser, which is
+    left out."""
+    problem = DigitsMLP(hidden=64)
+    problem.segments = [segment._replace(raw=False) for segment in problem.segments]
+
+    def run(rule: str) -> Record:
+        given: dict[str, Any] = {"local_steps": 10, "rule": rule, "record_every": 10, "progress": False}
+        return simulate(
+            "gqsgd_predictive", problem, workers=5, steps=200, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3), **given
+        )
+
+    plain, predictive = run("mean"), run("predicted")
+    assert predictive.relative_error[5:].mean() < plain.relative_error[5:].mean()
+    assert predictive.last("accuracy", 3) > plain.last("accuracy", 3) - 0.01
+    assert predictive.wire_bits[-1] < 0.03 * 32

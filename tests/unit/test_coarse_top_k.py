@@ -1,0 +1,100 @@
+"""Top-k codes of few bits: what is kept, what is lost, and what wrong messages decode to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import TopKCodec
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.simulation import average
+from tests.unit.test_kernels import layout_of, message
+
+BITS = (2, 3, 4)
+
+
+def decoded(x: Tensor, bits: int, density: float = 0.1, block_size: int = 256) -> Tensor:
+    """What one rank's message decodes to."""
+    fields = {"codec": "top_k", "bits": bits, "density": density, "block_size": block_size, "memory": "none"}
+    return average([x], reducer="gather", **fields)[0]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("density", [0.004, 0.1, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_largest_are_kept_at_means_of_cells(bits: int, density: float, dtype: torch.dtype) -> None:
+    x = torch.randn(600, generator=torch.Generator().manual_seed(bits), dtype=torch.float64).to(dtype)
+    y = decoded(x, bits, density)
+    for block in (slice(0, 256), slice(256, 512), slice(512, 600)):
+        own, sent = x[block].double(), y[block].double()
+        kept = sent != 0
+        count = max(1, math.ceil(len(own) * int(density * 65536) / 65536))
+        assert int(kept.sum()) == count
+        assert own[~kept].abs().max() <= own[kept].abs().min() if count < len(own) else True
+        assert torch.equal(own[kept].sign(), sent[kept].sign())
+        assert len(sent[kept].abs().unique()) <= 2 ** (bits - 1)
+        lost = own.square().sum() - (own - sent).square().sum()
+        assert float(lost) == pytest.approx(float(sent.square().sum()), rel=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_more_bits_lose_less_and_none_loses_more_than_everything(bits: int) -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(1)) ** 3
+    few, many = (float((decoded(x, b, 0.02, 4096) - x).norm()) for b in (bits, 32))
+    assert many < few < float(x.norm())
+    if bits > 2:
+        assert few < float((decoded(x, bits - 1, 0.02, 4096) - x).norm())
+    delta = TopKCodec(0.02, bits).delta(4096)
+    assert few**2 <= (1 - delta) * float(x.square().sum())
+
+
+@pytest.mark.parametrize("x", [torch.zeros(300), torch.full((300,), -2.5), torch.full((300,), 3e38)])
+def test_constants_and_the_largest_numbers(x: Tensor) -> None:
+    assert torch.equal(decoded(x, 2, 1.0), x)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_its_block_nan(bad: float) -> None:
+    x = torch.randn(512)
+    x[300] = bad
+    y = decoded(x, 2)
+    assert y[256:].isnan().all()
+    assert y[:256].isfinite().all()
+
+
+def test_a_place_outside_of_the_block_is_nan_there() -> None:
+    q = TopKCodec(0.05, 2).quantiser(64)
+    layout = layout_of([Segment(0, 100, False)], q, torch.float32)
+    wire = message(cpu, torch.randn(100), layout, (1, 2), q)
+    wire[2 * 4 : 2 * 4 + 2] = 255  # the first place of the first block, behind two means
+    y = torch.zeros(100)
+    assert cpu.decode(wire[None], layout.blocks, y, q, [(1, 2)]) == 1
+    assert y[:64].isnan().all()
+    assert y[64:].isfinite().all()
+
+
+def test_bytes_of_a_message() -> None:
+    """64 of 4096 coordinates at 2 bits: two means, and 2 + 1/4 bytes for each, an eighteenth of a bit per bit."""
+    q = TopKCodec(1 / 64, 2).quantiser(4096)
+    assert int(q.record_bytes(torch.tensor([4096]).numpy(), 4)[0]) == 8 + 64 * 2 + 16
+    assert GQSGDConfig(codec="top_k", bits=2, density=1 / 64, memory="ef").describe().startswith("0.281 bits")
+
+
+def test_memory_sends_everything_in_the_long_run() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
+    from lightning_gqsgd.simulation import VirtualRanks
+
+    ranks = VirtualRanks(1, [Segment(0, 1000, False)], preset="topk_ef", bits=2, density=0.05)
+    total = sum(ranks.mean([x], step) for step in range(200)) / 200
+    assert float((total - x).norm() / x.norm()) < 0.1
+
+
+@pytest.mark.parametrize("bits", [1, 5, 8, 16])
+def test_other_bits_are_refused(bits: int) -> None:
+    with pytest.raises(ConfigError, match="take one of 2, 3, 4, or leave bits out"):
+        GQSGDConfig(codec="top_k", bits=bits, memory="ef", reducer="gather")
