@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -40,7 +41,7 @@ class Tables(nn.Module):
         return self.head(torch.cat([self.words(x).tanh().sum(1), bag, self.frozen(x).sum(1)], dim=1)).square()
 
 
-def _wrapped(module: nn.Module, ddp: dict[str, Any] | None = None, **fields: Any) -> tuple[nn.Module, GQSGDState]:
+def _wrapped(module: nn.Module, ddp: dict[str, Any] | None = None, **fields: Any) -> tuple[Any, GQSGDState]:
     model = DistributedDataParallel(module, **(ddp or {}))
     return model, register_gqsgd(model, **{"sparse": "gather", "min_numel": 1, **fields})
 
@@ -119,6 +120,55 @@ def _trained(rank: int) -> list[str]:
 def test_parameters_are_bit_identical_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     for bits in zip(*run(_trained, ranks, tmp_path), strict=True):
         assert len(set(bits)) == 1
+
+
+def _all_options(rank: int) -> list[str]:
+    bits = []
+    options: list[dict[str, Any]] = [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"bucket_cap_mb": 0.0001},
+    ]
+    for ddp in options:
+        model, state = _wrapped(Tables(), ddp, bits=5)
+        _train(model, rank, range(4))
+        bits.append(fingerprint(model))
+        state.close()
+    for limit in (0.0, 1.0):
+        model, state = _wrapped(Tables(), reducer="hierarchical", node_size=2, sparse_limit=limit)
+        _train(model, rank, range(2))
+        bits.append(fingerprint(model))
+        state.close()
+    return bits
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_ddp_options_and_nodes_work(tmp_path: Path) -> None:
+    for bits in zip(*run(_all_options, 4, tmp_path), strict=True):
+        assert len(set(bits)) == 1
+    first, *others = run(_all_options, 4, tmp_path)[0]
+    assert others[:3] == [first] * 3
+
+
+def _joined(rank: int) -> str:
+    """Rank 1 has fewer inputs, and then takes part with no rows."""
+    model, state = _wrapped(Tables())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    joins: Any = [model]
+    with Join(joins):
+        for step in range(3 - rank):
+            optimizer.zero_grad()
+            model(_ids(rank, step)).mean().backward()
+            optimizer.step()
+    state.close()
+    return fingerprint(model)
+
+
+@pytest.mark.slow
+def test_a_rank_without_inputs_joins_with_no_rows(tmp_path: Path) -> None:
+    mine, other = run(_joined, 2, tmp_path)
+    assert mine == other
 
 
 def _native_and_dense(rank: int) -> None:
@@ -222,10 +272,10 @@ def _ways_of_training(rank: int) -> None:
     # A run that is interrupted goes on with the same bits.
     model, state = _wrapped(Tables(), bits=4)
     _train(model, rank, range(3))
-    weights, saved = {k: v.clone() for k, v in model.module.state_dict().items()}, state.state_dict()  # type: ignore
+    weights, saved = {k: v.clone() for k, v in model.module.state_dict().items()}, state.state_dict()
     _train(model, rank, range(3, 6))
     resumed, other = _wrapped(Tables(), bits=4)
-    resumed.module.load_state_dict(weights)  # type: ignore[union-attr, operator]
+    resumed.module.load_state_dict(weights)
     other.load_state_dict(saved)
     _train(resumed, rank, range(3, 6))
     assert fingerprint(resumed) == fingerprint(model)
@@ -246,7 +296,7 @@ def _ways_of_training(rank: int) -> None:
         values[gradient._indices()[0] == 7] = torch.inf
         return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
 
-    handle = model.module.words.weight.register_hook(spoil) if rank == 1 else None  # type: ignore[union-attr, operator]
+    handle = model.module.words.weight.register_hook(spoil) if rank == 1 else None
     ids = torch.tensor([[7, 8, 9, 10], [1, 2, 3, 4]])
     scaler.scale(model(ids).mean()).backward()
     _check_that_ranks_agree(model)
@@ -312,6 +362,8 @@ def _said_and_refused(rank: int) -> list[str]:
         register_gqsgd(DistributedDataParallel(Tables()))
     with pytest.raises(ConfigError, match=r"not for all_reduce.*leave sparse out"):
         all_reduce(torch.ones(3), sparse="gather")
+    with pytest.raises(ConfigError, match="leave static_graph out"):
+        register_gqsgd(DistributedDataParallel(Tables(), static_graph=True), sparse="gather")
     averaging = PostLocalSGDState(None, None, 2)
     with pytest.raises(ConfigError, match="post-local SGD averages dense gradients"):
         register_gqsgd(DistributedDataParallel(Tables()), sparse="gather", post_local_sgd=averaging)
