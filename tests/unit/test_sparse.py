@@ -139,15 +139,9 @@ def _dense(mean: Touched, height: int) -> Tensor:
         ({"bits": 16}, 5e-3),
         ({}, 1e-2),
         ({"bits": 4}, 0.1),
-        pytest.param(
-            {"bits": 4, "norm": "l2", "dither": "stochastic"}, 1.0, marks=pytest.mark.slow
-        ),  # compiles kernels
-        pytest.param(
-            {"bits": 4, "rotation": True, "dither": "stochastic"}, 0.3, marks=pytest.mark.slow
-        ),  # compiles kernels
-        pytest.param(
-            {"codec": "exponential", "bits": 8, "mantissa": 3}, 0.05, marks=pytest.mark.slow
-        ),  # compiles kernels
+        pytest.param({"bits": 4, "norm": "l2", "dither": "stochastic"}, 1.0, marks=pytest.mark.slow),
+        pytest.param({"bits": 4, "rotation": True, "dither": "stochastic"}, 0.3, marks=pytest.mark.slow),
+        pytest.param({"codec": "exponential", "bits": 8, "mantissa": 3}, 0.05, marks=pytest.mark.slow),
         ({"sparse": "logarithmic", "bits": 8}, 2**0.5 - 1),
     ],
     ids=str,
