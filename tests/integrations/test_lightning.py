@@ -370,10 +370,15 @@ def test_every_field_is_an_argument() -> None:
         "sample_every": 5,
         "auto": False,
         "allow": (32, 16, 8, 4),
+        "max_slowdown": None,
+        "sparse": "refuse",
+        "sparse_limit": 1.0,
     }
     assert set(values) == set(GQSGDConfig.field_names())
     assert lightning_gqsgd.GQSGDStrategy(**values).gqsgd_config == GQSGDConfig(**values)
     assert lightning_gqsgd.GQSGDFabricStrategy(**values).gqsgd_config == GQSGDConfig(**values)
+    others = {"bits": "auto", "max_slowdown": 0.1, "sparse": "gather", "sparse_limit": 0.5}
+    assert lightning_gqsgd.GQSGDStrategy(**others).gqsgd_config == GQSGDConfig(**others)
     chosen = GQSGDConfig(auto=True, allow=(32, 4))
     assert lightning_gqsgd.GQSGDStrategy(auto=True, allow=[4, 32]).gqsgd_config == chosen
     assert lightning_gqsgd.GQSGDStrategy(preset="gqsgd_4bit", block_size=64).gqsgd_config == GQSGDConfig(
@@ -385,7 +390,7 @@ def test_the_strategys_signature_the_fields_and_their_description_agree() -> Non
     """The signature repeats the fields, because jsonargparse and editors read nothing else."""
     inherited = inspect.signature(lightning_gqsgd.GQSGDStrategy).parameters
     fields = {field.name: field for field in dataclasses.fields(GQSGDConfig)}
-    others = ("preset", "telemetry", "kwargs", "local_steps", *LocalOptions.field_names())
+    others = ("preset", "telemetry", "kwargs", "local_steps", "validate_at", *LocalOptions.field_names())
     repeated = [name for name in inherited if name not in others]
     assert repeated == list(fields)
     types = typing.get_type_hints(trainer.TrainerMixin.__init__)

@@ -57,11 +57,11 @@ def test_every_preset_is_a_strategy_and_only_torchs_own_strategies_have_files() 
 
 @pytest.mark.parametrize("name", LOCAL_PRESETS)
 def test_local_steps_are_strategies_whose_steps_a_key_changes(composed: Compose, name: str) -> None:
-    cfg = composed(f"strategy={name}", "strategy.local_steps=5", "+strategy.fragments=2", "+strategy.bits=2")
+    cfg = composed(f"strategy={name}", "strategy.local_steps=5", "+strategy.fragments=2", "+strategy.min_numel=2")
     strategy = build(cfg.strategy, leave_out=("name",))
     assert (strategy._local.options.every, strategy._local.options.fragments) == (5, 2)
     assert strategy._local.options.outer == LOCAL_PRESETS[name].options["outer"]
-    assert strategy.gqsgd_config.bits == 2
+    assert strategy.gqsgd_config.min_numel == 2
 
 
 @pytest.mark.parametrize("preset", PRESETS)
