@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from lightning_gqsgd import memory as memories
 from lightning_gqsgd.codecs import CODECS, codec_of, scales
@@ -118,7 +118,7 @@ class GQSGDConfig:
     """
 
     codec: str = "auto"
-    bits: int | str | None = None
+    bits: int | Literal["auto"] | None = None
     levels: int | None = None
     mantissa: int = 0
     density: float = 0.01
