@@ -139,7 +139,7 @@ def _change(auto: Case, rate: str) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
     report = Report(
-        "auto",
+        "auto" if options.model == "mlp" else f"auto_{options.model}",
         f"Bits chosen by the length of steps: {options.model}, {options.batch_size} samples per host",
         {
             "case": "",

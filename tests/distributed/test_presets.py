@@ -30,7 +30,7 @@ def _reduced(rank: int) -> list[bytes]:
     return [all_reduce(_gradient(rank), preset=name, step=3).numpy().tobytes() for name in STATELESS]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_and_virtual_ranks_give_the_same_bits(ranks: int, tmp_path: Path) -> None:
     results = run(_reduced, ranks, tmp_path)
     gradients = [_gradient(rank) for rank in range(ranks)]

@@ -284,6 +284,7 @@ def _three(rank: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_three_ranks_and_grouped_modules(tmp_path: Path) -> None:
     first, *others = run(_three, 3, tmp_path)
     assert others == [first, first]

@@ -110,10 +110,14 @@ def test_compression_is_close_to_plain_ddp_and_native_equal_to_it(tmp_path: Path
 @pytest.mark.parametrize(
     "fields",
     [
-        {"bits": 4},
         *(
             pytest.param(fields, marks=pytest.mark.slow)
-            for fields in ({"bits": 4, "reducer": "two_shot"}, {"bits": 4, "reducer": "sum"}, {"preset": "signsgd_ef"})
+            for fields in (
+                {"bits": 4},
+                {"bits": 4, "reducer": "two_shot"},
+                {"bits": 4, "reducer": "sum"},
+                {"preset": "signsgd_ef"},
+            )
         ),
         {"preset": "dore", "memory": {"alpha": 0.0, "beta": 0.0, "rho": 0.02}},
     ],

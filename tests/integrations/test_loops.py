@@ -185,6 +185,7 @@ def _static_twice(_: int) -> list[list[Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_static_graph_by_hand_in_a_second_fit(tmp_path: Path) -> None:
     """Lightning's own strategy remembers the first fit, and lets ranks drift apart in the second one's first step."""
     first, second = run(_static_twice, 2, tmp_path, initialise=False)

@@ -59,7 +59,9 @@ class Compared:
 OVERRIDES = (*TINY, "trainer.devices=1", "threads=1", "strategy=ddp,gqsgd", "logger=wandb", "logger.tags=[mine]")
 
 
-@pytest.fixture(scope="module", params=["here", pytest.param("as users start it", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("here", "as users start it")]
+)
 def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """ddp and gqsgd without a key: trained and compared in this process, or in a process each."""
     root = tmp_path_factory.mktemp("compared")

@@ -26,6 +26,7 @@ from lightning_gqsgd.simulation.record import Record
 QSGD: dict[str, Any] = {"norm": "l2", "dither": "stochastic", "block_size": 104, "reducer": "gather"}
 
 
+@pytest.mark.slow
 def test_fedpaq() -> None:
     """Logistic regression, d = 100, 50 workers of which 25 take part in a round, 100 local steps; a bit takes 100/32
     times a step. At equal steps the loss rises mildly with H, and the time falls like 1/H; s = 10 is nearly as good as
