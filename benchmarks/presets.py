@@ -347,8 +347,8 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
         *_spaced(notes(described)),
-        *local.markdown(),
-        *systems.markdown(),
+        *local.LISTING.markdown(),
+        *systems.LISTING.markdown(),
         "## Relative L2 error of one step",
         "",
         "|estimate - mean|/|mean| in percent. Compare an error with its row's bound, and with others of about as many "

@@ -65,17 +65,16 @@ def presets(
     """What each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
     from lightning_gqsgd.cli import facts, local, systems, tables
     from lightning_gqsgd.config import GQSGDConfig
-    from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
     from lightning_gqsgd.presets import PRESETS
-    from lightning_gqsgd.systems import SYSTEMS
 
-    if name in SYSTEMS or name in LOCAL_PRESETS:
-        kind = systems if name in SYSTEMS else local
-        if as_json:
-            typer.echo(json.dumps(kind.to_dict(name), indent=1, ensure_ascii=False))
-        else:
-            tables.show(kind.in_full(name))
-        return
+    listings = (local.LISTING, systems.LISTING)
+    for listing in listings:
+        if name is not None and name in listing.names:
+            if as_json:
+                typer.echo(json.dumps(listing.to_dict(name), indent=1, ensure_ascii=False))
+            else:
+                tables.show(listing.in_full(name))
+            return
     with _refusals_in_one_line():
         if block_size is not None:
             GQSGDConfig(block_size=block_size)
@@ -83,14 +82,13 @@ def presets(
     if as_json:
         values = [row.to_dict() for row in rows]
         if not name:
-            values += [local.to_dict(other) for other in LOCAL_PRESETS]
-            values += [systems.to_dict(other) for other in SYSTEMS]
+            values += [listing.to_dict(other) for listing in listings for other in listing.names]
         typer.echo(json.dumps(values[0] if name else values, indent=1, ensure_ascii=False))
     elif name:
         tables.show(tables.in_full(rows[0]))
     else:
-        others = (local.table(), local.NOTE, "", systems.table(), systems.NOTE)
-        tables.show(tables.fitting_table(rows), *facts.notes(rows), "", *others)
+        others = [part for listing in listings for part in ("", listing.table(), listing.note)]
+        tables.show(tables.fitting_table(rows), *facts.notes(rows), *others)
 
 
 @app.command()

@@ -84,8 +84,8 @@ def test_a_system_says_where_it_lives_and_its_configuration_works(name: str) -> 
 
 def test_the_page_of_presets_has_the_systems_as_they_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
-    assert "\n".join(systems.markdown()) in page
-    assert "\n".join(local.markdown()) in page
+    assert "\n".join(systems.LISTING.markdown()) in page
+    assert "\n".join(local.LISTING.markdown()) in page
 
 
 def test_no_warning_reaches_the_output() -> None:

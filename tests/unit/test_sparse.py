@@ -107,6 +107,11 @@ def _mean(touched: Sequence[Touched], height: int, step: int = 0, number: int = 
         return 0
 
     run_virtual([steps(rank) for rank in range(ranks)])
+    return _same_on_all_ranks(results, ranks)
+
+
+def _same_on_all_ranks(results: dict[int, Touched], ranks: int) -> Touched:
+    """What the first rank has ended with, after a check that all others have the same."""
     for rank in range(1, ranks):
         assert torch.equal(results[rank].rows, results[0].rows)
         assert torch.equal(results[rank].values.nan_to_num(7), results[0].values.nan_to_num(7))
@@ -252,10 +257,7 @@ def _sketched(touched: Sequence[Touched], height: int, step: int = 0) -> Touched
         return 0
 
     run_virtual([steps(rank) for rank in range(ranks)])
-    for rank in range(1, ranks):
-        assert torch.equal(results[rank].rows, results[0].rows)
-        assert torch.equal(results[rank].values.nan_to_num(7), results[0].values.nan_to_num(7))
-    return results[0]
+    return _same_on_all_ranks(results, ranks)
 
 
 @pytest.mark.parametrize("width", [1, 10])
