@@ -109,9 +109,8 @@ class _CensoredPart(Part):
         yield (Exchange("all_to_all", received, own, splits),)
 
         x.zero_()
-        for difference in received.view(
-            len(senders), -1
-        ):  # one after the other, in the order of ranks: the same bits on all of them
+        # One after the other, in the order of ranks: the same bits on all of them.
+        for difference in received.view(len(senders), -1):
             x += difference
         if sends:
             talk.message_bytes += x.nbytes
