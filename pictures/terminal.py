@@ -1,6 +1,7 @@
 """Runs a command and draws what it prints as a terminal, for the README:
 
-    python -m pictures.terminal docs/quickstart.svg -- python recipes/compare.py +exp=quickstart
+    python -m pictures.terminal docs/advise.svg -- gqsgd advise --model torchvision:resnet18 --link 1gbit --nodes 2 \\
+        --backward 200ms --codec cpu
 
 The text is the command's own output, as it is where output is no terminal, so that progress is one line after another.
 The name of the folder that the command runs in is left out, and of progress lines in a row only the ends are kept.
@@ -9,6 +10,7 @@ The window is dark in light and in dark surroundings. No font comes from another
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import subprocess
@@ -49,7 +51,7 @@ def draw(lines: Sequence[str], command: str, path: Path) -> None:
         command: as a user types it.
         path: the SVG file.
     """
-    console = Console(record=True, width=WIDTH, file=sys.stderr, quiet=False, highlight=False)
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
     for line in lines:
         console.print(Text(line), soft_wrap=False)
@@ -74,7 +76,7 @@ def shortened(text: str, folder: Path) -> list[str]:
 
 def _is_progress(line: str) -> bool:
     """Whether a line says how far a run is."""
-    return bool(re.search(r"\d+ ?%|\bleft\b", line))
+    return bool(re.search(r"\bstep \d+/\d+ ", line))
 
 
 def main() -> None:
