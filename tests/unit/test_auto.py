@@ -14,8 +14,8 @@ from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
 from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning.clock import StepClock
+from lightning_gqsgd.tuning.decisions import LAG
 from lightning_gqsgd.tuning.steering import Steering, describe
-from lightning_gqsgd.tuning.trials import LAG
 
 
 def test_candidates_are_the_configurations_that_bits_alone_would_give() -> None:

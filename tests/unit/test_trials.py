@@ -13,7 +13,8 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
 from lightning_gqsgd.tuning.steering import describe
-from lightning_gqsgd.tuning.trials import LAG, Decision, Rules, Trials
+from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
+from lightning_gqsgd.tuning.trials import Trials
 
 ALLOW = (32, 16, 8, 4)
 Length = Callable[[int, int], float | None]  # of a step, by its number and its bits
