@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gqsgd.engine import Engine
 from lightning_gqsgd.reducers.base import ring_bytes
@@ -80,9 +81,6 @@ def obstacle(model: DistributedDataParallel) -> str:
     # A static graph is learnt in a Reducer's first step, which Lightning ends by a call of its own, once per model.
     if model.static_graph:
         return "static_graph=True"
-    # A parameter that is not used has no gradient by which steps could be counted.
-    if model.find_unused_parameters:
-        return "find_unused_parameters=True"
     if getattr(model, "_delay_all_reduce_params", ()):
         return "delay_all_reduce_named_params"
     if getattr(model, "_require_manual_backward_finalization", False):
@@ -147,16 +145,18 @@ class PlainPath:
         self._parameters, _ = model._build_params_for_reducer()
         self._bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         self._numel = sum(p.numel() for p in self._parameters)
-        self._expects_backward = False
+        self._expectation = _Expectation()
         self._counted, self._seen = 0, 0  # backward passes so far, and those of them that were dealt with
         self._matches = 0
         self._since = 0  # steps since plain DDP took the hook's place
         self._lengths: deque[int] = deque(maxlen=self._rules.window)  # in microseconds
         self._comparing: tuple[int, Job] | None = None
         self._goes_back = False
-        # The gradient of a late parameter is among the first of a backward pass.
-        self._handle = self._parameters[-1].register_post_accumulate_grad_hook(_counter(weakref.ref(self)))
-        weakref.finalize(model, self._handle.remove)  # the module may be trained without DDP afterwards
+        # Any parameter may be one that a backward pass does not use, if DDP allows for such parameters.
+        watched = self._parameters if model.find_unused_parameters else self._parameters[-1:]
+        count = _counter(self._expectation, weakref.ref(self))
+        self._handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in watched]
+        weakref.finalize(model, _remove, self._handles)  # the module may be trained without DDP afterwards
 
     @classmethod
     def on(
@@ -179,13 +179,13 @@ class PlainPath:
 
     def forget(self) -> None:
         """Count no backward pass before the next forward pass: the hook was closed."""
-        self._expects_backward, self._comparing = False, None
+        self._expectation.is_open, self._comparing = False, None
 
     def remove(self) -> None:
         """Count no backward pass any more: another DDP model is wrapped around the module."""
         self.forget()
         self._steering.end_plain()
-        self._handle.remove()
+        _remove(self._handles)
 
     def end_hook_step(self) -> None:
         """Note that the hook has got the last bucket of a step, and whether the step was counted without the hook.
@@ -206,7 +206,7 @@ class PlainPath:
             return False
         if torch._C._current_graph_task_id() != -1:  # a backward pass is under way, which computes activations again
             return False
-        self._expects_backward = True
+        self._expectation.is_open = True
         if self._engine.is_closed:
             return False  # the backward pass raises that
         if self.is_on:
@@ -233,10 +233,8 @@ class PlainPath:
             self._return_to_hook(model, stamp.step, hook)
 
     def count_backward(self) -> None:
-        """Count a backward pass, if a forward pass has said that one is to come."""
-        if not self._expects_backward:
-            return
-        self._expects_backward = False
+        """Count a backward pass that a forward pass has announced."""
+        self._expectation.is_open = False
         self._counted += 1
         if self.is_on:
             self._engine.check_open()
@@ -293,12 +291,25 @@ class PlainPath:
             logger.info("gqsgd: %s", text)
 
 
-def _counter(path: weakref.ref[PlainPath]) -> Callable[[nn.Parameter], None]:
+class _Expectation:
+    """Whether a forward pass has announced a backward pass that was not counted yet, as ``is_open``."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+def _counter(expectation: _Expectation, path: weakref.ref[PlainPath]) -> Callable[[nn.Parameter], None]:
     """What is called whenever a parameter's gradient was accumulated; does not keep the path alive."""
 
     def count(_: nn.Parameter) -> None:
-        here = path()
-        if here is not None:
-            here.count_backward()
+        if expectation.is_open:
+            here = path()
+            if here is not None:
+                here.count_backward()
 
     return count
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
