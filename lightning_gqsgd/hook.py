@@ -143,7 +143,7 @@ class GQSGDState:
     def step(self, number: int) -> None:
         self._step, self._compares_first = number, True
         if self._plain is not None:
-            self._plain.passed = 0
+            self._plain.restart()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

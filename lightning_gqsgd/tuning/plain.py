@@ -177,6 +177,14 @@ class PlainPath:
         steering.permit_plain(why)
         return None if why else cls(model, engine, steering)
 
+    def restart(self) -> None:
+        """Count from 0 again: the hook's number of steps was set, perhaps by a state that was loaded.
+
+        A comparison under way was started before. Nothing follows from it on this rank, because other ranks might have
+        loaded nothing. The next comparison finds that.
+        """
+        self.passed, self._comparing = 0, None
+
     def forget(self) -> None:
         """Count no backward pass before the next forward pass: the hook was closed."""
         self._expectation.is_open, self._comparing = False, None
@@ -202,13 +210,13 @@ class PlainPath:
 
         Under torch's `Join`, some ranks make no forward passes. So nothing is counted or changed there.
         """
-        if not (torch.is_grad_enabled() and model.require_backward_grad_sync) or model._join_config.enable:
+        if not torch.is_grad_enabled():
             return False
         if torch._C._current_graph_task_id() != -1:  # a backward pass is under way, which computes activations again
             return False
-        self._expectation.is_open = True
-        if self._engine.is_closed:
-            return False  # the backward pass raises that
+        self._expectation.is_open = model.require_backward_grad_sync and not model._join_config.enable
+        if not self._expectation.is_open or self._engine.is_closed:  # if it is closed, the backward pass raises that
+            return False
         if self.is_on:
             return self._goes_back or self._counted != self._seen
         return self._steering.leaves_hook
@@ -274,8 +282,7 @@ class PlainPath:
         (step, job), self._comparing = self._comparing, None
         job.wait()
         self._engine.read_stamps()
-        agreed = self._engine.agreed(step).get(step)  # forgotten, where a state was loaded meanwhile
-        self._steering.watch_plain(self._rules.compare_every, agreed.period_us if agreed is not None else 0)
+        self._steering.watch_plain(self._rules.compare_every, self._engine.agreed(step)[step].period_us)
         self._goes_back = not self._steering.rests
 
     def _return_to_hook(self, model: DistributedDataParallel, step: int, hook: Hook) -> None:
