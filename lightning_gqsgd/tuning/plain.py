@@ -208,7 +208,8 @@ class PlainPath:
     def is_due(self, model: DistributedDataParallel) -> bool:
         """Whether `go_on` is to be called before a forward pass. The backward pass that may follow is counted.
 
-        Under torch's `Join`, some ranks make no forward passes. So nothing is counted or changed there.
+        Under torch's `Join`, some ranks make no forward passes. So nothing is counted or changed there, nor afterwards,
+        because torch keeps a model prepared for `Join` once it was used.
         """
         if not torch.is_grad_enabled():
             return False

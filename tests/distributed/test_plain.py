@@ -116,7 +116,7 @@ def _accumulating(model: nn.Module, rank: int, steps: int, *, to_none: bool, at:
 
 
 def _like_ddp(rank: int) -> list[tuple[str, str, str, int]]:
-    results, back = [], LEAVES_AFTER + 21
+    results, back = [], LEAVES_AFTER + 11
     for view in (False, True):
         for to_none in (False, True):
             ddp = {**SMALL_BUCKETS, "gradient_as_bucket_view": view}
@@ -144,7 +144,7 @@ def test_bits_are_those_of_ddp_with_accumulation_momentum_and_gradients_that_are
     for results in run(_like_ddp, 2, tmp_path):
         for mine, ddp, options, count in results:
             assert mine == ddp, options
-            assert count == LEAVES_AFTER + 24
+            assert count == LEAVES_AFTER + 14
 
 
 def _saved_while_plain(rank: int, path: Path) -> dict[str, Any]:
@@ -359,28 +359,24 @@ def test_an_exception_while_the_reducer_is_built_leaves_the_hook_whole(tmp_path:
 
 
 def _joins(rank: int) -> dict[str, Any]:
-    model, state = auto({})
-    train(model, rank, range(LEAVES_AFTER - 1))
-    carriers = []
-    with Join([model]):  # the hook would be left in it, but some ranks make no forward passes there
-        train(model, rank, range(20, 24 + 2 * rank))
-    carriers.append(carrier(model))
-    train(model, rank, range(40, 50))
-    carriers.append(carrier(model))
-    with Join([model]):
-        train(model, rank, range(60, 64 + 30 * rank))
-    train(model, rank, range(100, 115))
-    carriers.append(carrier(model))
-    facts = {"carriers": carriers, "bits": fingerprint(model), "step": state.step}
-    state.close()
+    facts: dict[str, Any] = {}
+    for before in (LEAVES_AFTER - 1, LEAVES_AFTER + 3):
+        model, state = auto({})
+        train(model, rank, range(before))
+        for first in (20, 60):  # the number of steps differs, and some ranks make no forward passes
+            with Join([model]):
+                train(model, rank, range(first, first + 6 + 8 * rank))
+        train(model, rank, range(100, 115))
+        facts[f"after {before} steps"] = (carrier(model), fingerprint(model), state.step)
+        state.close()
     return facts
 
 
 @pytest.mark.slow
-def test_uneven_inputs_under_join_leave_ranks_equal_before_and_after_plain_ddp_takes_over(tmp_path: Path) -> None:
+def test_uneven_inputs_under_join_keep_ranks_equal_and_who_carries_the_gradients(tmp_path: Path) -> None:
     first, second = run(_joins, 2, tmp_path)
     assert first == second
-    assert first["carriers"] == ["gqsgd_hook", "plain", "plain"]
+    assert [name for name, _, _ in first.values()] == ["gqsgd_hook", "plain"]
 
 
 def _rewrapped(rank: int) -> dict[str, Any]:
@@ -418,7 +414,7 @@ def _two_reductions(rank: int) -> tuple[str, int, str]:
     for step in range(20):
         x, y = batch(rank, step)
         loss = nn.functional.cross_entropy(model(x), y)
-        for _ in range(2):
+        for _ in range(2 if step else 1):  # DDP itself allows for one before it has built its buckets anew
             model.reducer.prepare_for_backward([])
             loss.backward(retain_graph=True)
         optimizer.step()
@@ -432,7 +428,7 @@ def _two_reductions(rank: int) -> tuple[str, int, str]:
 def test_the_hook_stays_where_steps_cannot_be_counted_without_it(tmp_path: Path) -> None:
     first, second = run(_two_reductions, 2, tmp_path)
     assert first == second
-    assert first[:2] == ("gqsgd_hook", 40)
+    assert first[:2] == ("gqsgd_hook", 39)
 
 
 def _slower(rank: int) -> dict[str, Any]:
