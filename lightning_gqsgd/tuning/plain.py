@@ -113,6 +113,7 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
         model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
         if hook is not None:
             state, function = hook
+            assert model.logger is not None  # DDP's method has made it
             # `register_comm_hook` would also add the hook to the model's list, which still has it.
             model.logger._set_comm_hook_name(function.__qualname__)
             dist._register_comm_hook(model.reducer, state, function)
