@@ -247,6 +247,20 @@ class Engine:
         self._stamps.periods.clear()
         self._stamps.numbers.clear()
 
+    def compare(self, stamp: Stamp) -> Job:
+        """Start to compare a stamp over all ranks, between steps. `agreed` knows it when the job is done; over NCCL,
+        when `read_stamps` was called after that.
+
+        Returns:
+            The job, whose `Job.wait` raises ConfigError if stamps differ; over NCCL, `read_stamps` raises that.
+        """
+        self.check_open()
+        nothing = torch.empty(0, device=self.communicator.control_device)
+        steps = partial(self._stamps.steps, stamp)
+        job = Job(nothing, [], f"step {stamp.step}", self.telemetry.bucket(0), self.telemetry, False, steps)
+        self._submit(job)
+        return job
+
     def agree(self, card: Card) -> Job:
         """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
 

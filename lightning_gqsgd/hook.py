@@ -42,8 +42,9 @@ from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import Communicator, timeout_of
 from lightning_gqsgd.transport.meeting import Meeting
+from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.tuning.plain import PlainPath, before_forward
 from lightning_gqsgd.tuning.steering import Steering
-from lightning_gqsgd.tuning.trials import Decision
 from lightning_gqsgd.unused import UnusedParameters
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,8 @@ class GQSGDState:
         config: the configuration, with its reducer chosen; with ``auto`` or ``bits="auto"``, that of the latest step;
             with bits by name, that of the first pattern.
         step: number of reduced backward passes; numbers the dither.
-        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `tuning.trials.Decision`), in order: what
-            was predicted and measured, and why.
+        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `tuning.decisions.Decision`), in order:
+            what was predicted and measured, and why.
         telemetry: counters of this process.
     """
 
@@ -81,6 +82,7 @@ class GQSGDState:
         self._group, self._device, self._timeout = model.process_group, device_of(model), timeout
         self._requested, self._post_local_sgd = config, post_local_sgd
         self._step, self._compares_first = 0, False
+        self._plain: PlainPath | None = None
         with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
             check_model(model)
             check_tables(model, config, post_local_sgd)
@@ -143,11 +145,13 @@ class GQSGDState:
     @property
     def step(self) -> int:
         """See the class. Another number makes this rank compare it with other ranks before it sends anything."""
-        return self._step
+        return self._step + (0 if self._plain is None else self._plain.passed)
 
     @step.setter
     def step(self, number: int) -> None:
         self._step, self._compares_first = number, True
+        if self._plain is not None:
+            self._plain.restart()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -216,12 +220,26 @@ class GQSGDState:
         )
         if is_last:
             self._compares_first = False
+            if self._plain is not None:
+                self._plain.end_hook_step()
         if x.is_sparse and self._sparse is not None:
             return self._sparse.reduce(x, request)
         future = self._engine.reduce(x, request).future
         if steering is not None and taken is not None:
             steering.sampler.measure(taken)  # while messages are under way
         return future
+
+    def before_forward(self, model: DistributedDataParallel) -> None:
+        """Let plain DDP take the hook's place, or the hook its own again, where that is decided; see `tuning.plain`."""
+        plain = self._plain
+        if plain is None or not plain.is_due(model):
+            return
+        was_on = plain.is_on
+        if was_on:
+            self._trained.check()
+        plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
+        if was_on and not plain.is_on:
+            self.step = self.step  # counted by the hook again, and compared first
 
     def _sparse_gradients(
         self, model: DistributedDataParallel, configs: list[GQSGDConfig], dtype: torch.dtype
@@ -308,6 +326,9 @@ class GQSGDState:
         self._segments.clear()
         self._engine.plans.clear()
         self._ends_with.detach()
+        if self._plain is not None:
+            self.step = self.step
+            self._plain.remove()
         try:
             model = build(module)
             check_is_ddp(model)
@@ -343,6 +364,11 @@ class GQSGDState:
         if model.find_unused_parameters:
             fill_missing_gradients(model, tables_of(model).values())
         model.register_comm_hook(self, gqsgd_hook)
+        if self._steering is not None and self._steering.trials is not None:
+            needs = {"sparse gradients": self._sparse, "post-local SGD": self._post_local_sgd}
+            reasons = [name for name, value in needs.items() if value is not None]
+            self._plain = PlainPath.on(model, self._engine, self._steering, reasons)
+            model.register_forward_pre_hook(before_forward)
         model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
         self._ends_with = weakref.finalize(model, self.close)
@@ -438,6 +464,8 @@ class GQSGDState:
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained by this hook any more."""
+        if self._plain is not None:
+            self._plain.forget()
         self._trained.forget()
         self._engine.close()
 
