@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError, describe_difference
+from lightning_gqsgd.errors import ConfigError, describe_difference, listed
 from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.parameters import Parameter
 from lightning_gqsgd.transport.communicator import Communicator
 
 logger = logging.getLogger(__name__)
@@ -158,3 +159,10 @@ def _check_memory(saved: object) -> None:
             f"the gqsgd state's memories {', '.join(map(repr, kinds))} are of different parameters; load what "
             "state_dict has written"
         )
+
+
+def say_what_is_missing(trained: Iterable[Parameter], saved: set[int]) -> None:
+    """Log the compressed parameters of which a checkpoint has no memory; ``saved``: numbers of the others."""
+    names = [entry.name for entry in trained if not entry.raw and entry.number not in saved]
+    if names:
+        logger.warning("gqsgd: the memory of parameter %s starts empty: the checkpoint has none", listed(names))

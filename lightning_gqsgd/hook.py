@@ -9,7 +9,6 @@ ranks beforehand.
 from __future__ import annotations
 
 import json
-import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,21 +22,29 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, gathered_memory, take_memory
+from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, gathered_memory, say_what_is_missing, take_memory
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Request
-from lightning_gqsgd.errors import ConfigError, listed
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.freezing import TrainedParameters
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.parameters import digest, number_parameters
+from lightning_gqsgd.parameters import digest, number_parameters, segments_of
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, new_store, resolve_each
 from lightning_gqsgd.report import report
 from lightning_gqsgd.sparse.gradients import SparseGradients
 from lightning_gqsgd.sparse.missing import fill_missing_gradients
 from lightning_gqsgd.sparse.options import check_tables, tables_of
-from lightning_gqsgd.starting import check_group, check_is_ddp, check_model, device_of, dtype_of, facts_of
+from lightning_gqsgd.starting import (
+    check_divisor,
+    check_group,
+    check_is_ddp,
+    check_model,
+    device_of,
+    dtype_of,
+    facts_of,
+)
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import Communicator, timeout_of
@@ -46,8 +53,6 @@ from lightning_gqsgd.tuning.decisions import Decision
 from lightning_gqsgd.tuning.plain import PlainPath, before_forward
 from lightning_gqsgd.tuning.steering import Steering
 from lightning_gqsgd.unused import UnusedParameters
-
-logger = logging.getLogger(__name__)
 
 #: Steps without a plan's use after which the plan is dropped, where configurations take turns.
 PLANS_KEPT = 100
@@ -182,7 +187,7 @@ class GQSGDState:
                 gradient, or `Join` asks for another divisor.
         """
         x, index, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
-        self._check_divisor()
+        check_divisor(self._model())
         if is_last:
             self._trained.check()
         local = self._post_local_sgd
@@ -276,11 +281,7 @@ class GQSGDState:
         key = tuple(map(id, parameters))
         if key not in self._segments:
             entries = [self._parameters[id(p)] for p in parameters]
-            # A parameter without bits of its own has those of the configuration, or needs none.
-            self._segments[key] = tuple(
-                Segment(entry.number, entry.numel, entry.raw, 0 if entry.bits is None else self._choices[entry.bits])
-                for entry in entries
-            )
+            self._segments[key] = segments_of(entries, self._choices)
         return self._segments[key]
 
     # --- which parameters are trained --------------------------------------------------------------------------------
@@ -374,13 +375,6 @@ class GQSGDState:
         self._ends_with = weakref.finalize(model, self.close)
         self._model = weakref.ref(model)
 
-    def _check_divisor(self) -> None:
-        if getattr(self._model(), "_divide_by_initial_world_size", True) is False:
-            raise ConfigError(
-                "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
-                "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
-            )
-
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -419,7 +413,7 @@ class GQSGDState:
         if self.config.remembers:
             numbers = take_memory(self._store, state, self._engine.rank, self._engine.world_size)
             if numbers is not None:
-                self._say_what_is_missing(numbers)
+                say_what_is_missing(self._trained.parameters, numbers)
                 self._remembered |= numbers
         self._config, *others = (replace(config, seed=state["seed"]) for config in (self._config, *self._others))
         self._others = tuple(others)
@@ -444,11 +438,6 @@ class GQSGDState:
             return gathered_memory(communicator, self._store, self._remembered)
         finally:
             communicator.close()
-
-    def _say_what_is_missing(self, saved: set[int]) -> None:
-        names = [entry.name for entry in self._trained.parameters if not entry.raw and entry.number not in saved]
-        if names:
-            logger.warning("gqsgd: the memory of parameter %s starts empty: the checkpoint has none", listed(names))
 
     # --- what the user sees ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_gqsgd.bits_by_name import check_matched
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.layout import Segment
 
 
 class Parameter(NamedTuple):
@@ -47,6 +48,14 @@ def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> 
         return numbered
     by_name.check(list(parameters), [entry.name for entry in numbered if entry.raw])
     return [entry._replace(bits=by_name.bits_of(entry.name)) for entry in numbered]
+
+
+def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> tuple[Segment, ...]:
+    """The parameters of a flat tensor, in order; ``choices``: number of the configuration by its bits.
+
+    A parameter without bits of its own has those of the configuration, or needs none.
+    """
+    return tuple(Segment(p.number, p.numel, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters)
 
 
 def digest(parameters: Iterable[object]) -> str:

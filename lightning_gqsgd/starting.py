@@ -86,6 +86,15 @@ def check_model(model: DistributedDataParallel) -> None:
         raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
 
 
+def check_divisor(model: DistributedDataParallel | None) -> None:
+    """Raise ConfigError for a step inside of torch's `Join` that asks for another divisor than the number of ranks."""
+    if getattr(model, "_divide_by_initial_world_size", True) is False:
+        raise ConfigError(
+            "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
+            "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
+        )
+
+
 def check_group(post_local_sgd: PostLocalSGDState, model: DistributedDataParallel) -> None:
     """Raise ConfigError if post-local SGD averages over other ranks than DDP does."""
     group = post_local_sgd.process_group
