@@ -58,7 +58,7 @@ def _random_times(rank: int) -> dict[str, Any]:
     return {**_facts(state, model), "used": used, "values": values, "report": state.report()}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_ranks_decide_alike_through_random_sleeps_and_keep_equal_parameters(ranks: int, tmp_path: Path) -> None:
     results = run(_random_times, ranks, tmp_path)
     first = results[0]
@@ -196,8 +196,10 @@ def _loaded_on_one_rank(rank: int, bits: int, loading: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("bits", [32, 8])
-@pytest.mark.parametrize("loading", [0, 7])
+@pytest.mark.parametrize(
+    ("bits", "loading"),
+    [(8, 7), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((32, 0), (32, 7), (8, 0)))],
+)
 def test_a_state_that_was_loaded_on_one_rank_only_is_an_error_on_all(bits: int, loading: int, tmp_path: Path) -> None:
     answers = run(_loaded_on_one_rank, 2, tmp_path, bits, loading, timeout=60)
     if loading or "no error" not in answers:

@@ -45,7 +45,7 @@ def _sizes_and_dtypes(rank: int) -> list[list[float]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_sizes_and_dtypes(ranks: int, tmp_path: Path) -> None:
     first, *others = run(_sizes_and_dtypes, ranks, tmp_path, timeout=240)
     assert all(other == first for other in others)

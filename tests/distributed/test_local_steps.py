@@ -51,7 +51,7 @@ def _equal(rank: int) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_anchors_have_the_same_bits_on_all_ranks_at_all_times_and_models_after_each_average(
     ranks: int, tmp_path: Path
 ) -> None:
@@ -234,7 +234,7 @@ def _continued_with_more(rank: int, folder: Path) -> list[Any]:
     return result
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
 def test_the_first_ranks_state_with_any_number_of_ranks_is_a_start_from_the_anchor(ranks: int, tmp_path: Path) -> None:
     anchors, _ = run(_saved_for_more, 2, tmp_path, tmp_path)
     results = run(_continued_with_more, ranks, tmp_path, tmp_path)

@@ -218,7 +218,10 @@ def _uneven(rank: int, unused: bool) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+@pytest.mark.parametrize(
+    "unused",
+    [pytest.param(False, id="", marks=pytest.mark.slow), pytest.param(True, id="find_unused_parameters")],
+)
 def test_join_takes_ranks_without_inputs_as_zeros(unused: bool, tmp_path: Path) -> None:
     first, *others = run(_uneven, 3, tmp_path, unused)
     assert all(other == first for other in others)

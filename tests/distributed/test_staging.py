@@ -195,6 +195,7 @@ def _both_ways(rank: int) -> bool:
     return staged == plain
 
 
+@pytest.mark.slow
 def test_results_are_the_same_as_without(tmp_path: Path) -> None:
     assert all(run(_both_ways, 2, tmp_path))
 

@@ -152,7 +152,7 @@ WITH_MEMORY = {"preset": "signsgd_ef", "warmup_steps": 1}
 @pytest.mark.parametrize(
     ("route", "handler"),
     [
-        pytest.param("kwargs_handlers", MEMORYLESS, id="kwargs_handlers-memoryless"),
+        pytest.param("kwargs_handlers", MEMORYLESS, id="kwargs_handlers-memoryless", marks=pytest.mark.slow),
         pytest.param("enable", WITH_MEMORY, id="enable-memory"),
         pytest.param("kwargs_handlers", WITH_MEMORY, id="kwargs_handlers-memory", marks=pytest.mark.slow),
         pytest.param("enable", MEMORYLESS, id="enable-memoryless", marks=pytest.mark.slow),
@@ -412,6 +412,7 @@ def _alone(rank: int, example: Path) -> str:
     return output.getvalue()
 
 
+@pytest.mark.slow
 def test_one_process_is_told_that_nothing_is_reduced_and_the_example_trains(tmp_path: Path) -> None:
     """As ``accelerate launch --cpu`` starts it, whatever its ``--num_processes``."""
     (output,) = run(_alone, 1, tmp_path, EXAMPLE, initialise=False)

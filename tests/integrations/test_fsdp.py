@@ -520,6 +520,7 @@ def _dies(rank: int) -> tuple[str, bool]:
     return "no error", False
 
 
+@pytest.mark.slow
 def test_a_replica_that_dies_is_an_error(tmp_path: Path) -> None:
     (text, nan), _ = run(_dies, 2, tmp_path, dies=(1,), collective_timeout=10)
     assert "all-reduce of the root, number" in text
@@ -577,6 +578,7 @@ def _lightning(_: int, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
     for one in run(_lightning, 2, tmp_path, tmp_path, initialise=False):
         assert (one["comm"], one["steps"], one["equal"]) == ("_ReduceScatter", (12, 12, 12, 4), True)

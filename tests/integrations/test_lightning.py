@@ -64,7 +64,8 @@ def alone(folder: Path, *runs: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return run(fits, 1, folder, folder, *runs, initialise=False, torchrun=False)
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_a_string_is_enough_in_both_packages(package: str, tmp_path: Path) -> None:
     """No import of ours; the hook is installed on the CPU; two fits in a process; the start-up line; logged
     counters."""
@@ -337,6 +338,7 @@ def find_all_names(_: int) -> None:
     importlib.reload(lightning_gqsgd)
 
 
+@pytest.mark.slow
 def test_all_names_are_in_all_four_registries(tmp_path: Path) -> None:
     names = strategy_names()
     assert tuple(PRESETS) == STRATEGY_PRESETS

@@ -115,6 +115,7 @@ def _resumed(rank: int, folder: Path) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 def test_a_checkpoint_within_a_round_gives_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     for results in run(_resumed, 2, tmp_path, tmp_path, initialise=False):
         assert results == [True] * 6

@@ -309,6 +309,7 @@ def test_fallback_says_so_and_its_absence_is_an_error(tmp_path: Path, capsys: py
 
 
 @pytest.mark.usefixtures("clean_process")
+@pytest.mark.slow
 def test_training_on_drawn_clicks_learns(composed: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ("data.buckets=1000", "data.batch_size=1024", "model.hidden=[32]", "optimizer.lr=0.01")
     cfg = composed("+exp=deeplight_criteo", *size, "trainer.max_epochs=2", "trainer.devices=1", "threads=1")

@@ -46,7 +46,7 @@ def test_step_times_are_drawn(variants: dict[str, list[Run]], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("axis", "variants"),
     [
-        ("time", ALL[-MANY - 1 :]),
+        pytest.param("time", ALL[-MANY - 1 :], marks=pytest.mark.slow),
         *(pytest.param(axis, ALL, marks=pytest.mark.slow) for axis in ("time", "epoch", "mb_sent")),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} variants",
@@ -68,6 +68,7 @@ def test_every_strategy_has_a_colour_of_its_own() -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
+@pytest.mark.slow
 def test_family_is_drawn_from_three_variants_on(tmp_path: Path) -> None:
     errors = {"gqsgd": 0.02, "gqsgd_4bit": 0.3, "cd_adam": 1.2, "mine bits=2": 0.01}
     runs = {name: [made_up_run(tmp_path / name, [0.5] * 6, codec=True, rel_l2=error)] for name, error in errors.items()}

@@ -230,6 +230,7 @@ def test_a_comparison_survives_whatever_wandb_does(
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_group_of_a_comparison() -> None:
     (cell,) = make_plan(["+exp=quickstart", "strategy=ddp", "logger=wandb"]).cells
     assert cell.config["logger"]["group"] == GROUP

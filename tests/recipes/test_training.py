@@ -93,7 +93,7 @@ def test_training_time_leaves_callbacks_out_that_a_strategy_inserts(
     assert json.loads((tmp_path / "result.json").read_text())["train_time"] == 2 * STEPS
 
 
-@pytest.mark.parametrize("same_folder", [True, False])
+@pytest.mark.parametrize("same_folder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_resumed_run_goes_on_where_the_first_stopped(
     tiny: Tiny, tmp_path: Path, clock: SimpleNamespace, same_folder: bool
 ) -> None:

@@ -116,7 +116,7 @@ def test_the_error_does_not_depend_on_the_length_of_a_block(size: int) -> None:
         assert relative == pytest.approx(EdenCodec(bits).omega(size), rel=0.05)
 
 
-@pytest.mark.parametrize("numel", [3, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (1, 2, 100, 130))])
+@pytest.mark.parametrize("numel", [2, *(pytest.param(numel, marks=pytest.mark.slow) for numel in (1, 3, 100, 130))])
 def test_a_short_block_has_no_bias_either(numel: int) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     total, squares, repeats = torch.zeros(numel).double(), torch.zeros(numel).double(), 2000

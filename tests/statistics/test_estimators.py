@@ -1,5 +1,6 @@
 """Bias and variance of codec and reducers against theory, on virtual ranks."""
 
+import itertools
 import math
 
 import pytest
@@ -72,9 +73,17 @@ def test_error_of_a_block_is_within_omega(dither: str, bits: int) -> None:
     assert ratios[1] == pytest.approx(omega if dither == "subtractive" else 0.0, rel=0.05)
 
 
-@pytest.mark.parametrize("dither", DITHERS)
-@pytest.mark.parametrize("reducer", ["sum", "two_shot", "gather"])
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 5))])
+#: Each reducer and each dither once.
+QUICK = [("sum", 3, "subtractive"), ("two_shot", 3, "stochastic"), ("gather", 3, "adaptive")]
+
+
+@pytest.mark.parametrize(
+    ("reducer", "ranks", "dither"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(("sum", "two_shot", "gather"), (2, 3, 5), DITHERS)
+    ],
+)
 def test_reducers_are_unbiased(reducer: str, ranks: int, dither: str) -> None:
     generator = torch.Generator().manual_seed(ranks)
     shared = torch.randn(2048, generator=generator)

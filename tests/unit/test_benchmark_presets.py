@@ -68,6 +68,7 @@ def test_a_preset_that_cannot_sum_so_many_ranks_is_a_dash(small: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [presets.resnet, presets.transformer])
+@pytest.mark.slow
 def test_real_gradients_differ_between_ranks_and_change_with_training(small: Path, make: Callable[..., Any]) -> None:
     new, later = presets.trained(make, 2, 0), presets.trained(make, 2, 1)
     for data in (new, later):

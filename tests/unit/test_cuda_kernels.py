@@ -171,6 +171,7 @@ def test_sizes_of_blocks(block: int) -> None:
         plain.check_messages([Segment(5, len(x), False)], [x], codec.quantiser(block), None, PAIR)
 
 
+@pytest.mark.slow
 def test_the_largest_blocks() -> None:
     """Places in them fill 16 bits, without a sign."""
     x = torch.zeros(65536 + 7)

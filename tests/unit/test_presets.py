@@ -22,9 +22,8 @@ LIMITS = {"gqsgd": 0.02, "gqsgd_sum": 0.03, "gqsgd_exponential": 0.07, "gqsgd_4b
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float32,
         torch.bfloat16,
-        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float64, torch.float16)),
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float64, torch.float16)),
     ],
 )
 @pytest.mark.parametrize("numel", [0, 1, 7, 255, 257, 10_000])

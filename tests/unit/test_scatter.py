@@ -121,7 +121,9 @@ def test_error_is_as_predicted(ranks: int, dither: str) -> None:
     assert float(torch.stack(squares).mean()) == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("dither", ["adaptive", "subtractive", "stochastic"])
+@pytest.mark.parametrize(
+    "dither", ["adaptive", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subtractive", "stochastic"))]
+)
 def test_unbiased(dither: str) -> None:
     gradients = gaussian(3, 3072)
     gradients[0][1024:] *= torch.rand(2048, generator=torch.Generator().manual_seed(0)) < 0.1  # partly sparse

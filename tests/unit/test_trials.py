@@ -35,7 +35,7 @@ def constant(lengths: dict[int, float]) -> Length:
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=4, max_size=4), st.integers(0, 10**6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_stationary_lengths_end_in_the_widest_candidate_within_the_tie_of_the_shortest(
     lengths: list[float], start: int
 ) -> None:
@@ -52,7 +52,8 @@ lengths_or_none = st.one_of(st.none(), st.floats(1e-6, 100.0))
 
 
 @given(st.lists(lengths_or_none, min_size=50, max_size=400), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
+@pytest.mark.slow
 def test_ranks_that_know_the_same_lengths_choose_alike_whatever_the_lengths_are(
     lengths: list[float | None], seed: int
 ) -> None:
