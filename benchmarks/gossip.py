@@ -144,7 +144,8 @@ def measure(options: argparse.Namespace) -> Report:
         },
         notes=(
             f"Median of {options.steps} steps, in which the cases take turns; of the slowest host in each step. The "
-            "hosts share the cores of one machine, so compare ratios.",
+            "hosts share the cores of one machine, so compare ratios. Where other work shares the cores, too, a codec "
+            "waits for them, and its steps are longer than on an idle machine.",
             "Host i minimises ½|x - b_i|² with a normal b_i, so the hosts' optima are as far apart as independent data "
             "can make them. models apart: root mean square distance of the models from their mean, over the norm of "
             "the mean. mean off the optimum: distance of that mean from the mean of all b_i, over its norm. Both are "
