@@ -123,7 +123,7 @@ METHODS = (
     Method("FedVote, by reputation", (0.02, 0.05, 0.1), False, _fedvote(True)),
     Method("FedPAQ, 4 bits", (0.005, 0.02, 0.05), False, _fedpaq(4)),
     Method("FedPAQ, 2 bits", (0.005, 0.02, 0.05), False, _fedpaq(2)),
-    Method("signSGD with error feedback", (0.2, 0.5, 1.0, 2.0, 5.0), True, _signsgd),
+    Method("signSGD with error feedback", (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0), True, _signsgd),
 )
 
 
