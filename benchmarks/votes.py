@@ -190,6 +190,9 @@ def measure(options: argparse.Namespace) -> Report:
             f"Network 64-128-10, batches of 32, means over {options.seeds} seeds of data, start, batches and codes. "
             "All methods train the 8,192 weights of the hidden layer, FedVote and FedPAQ with Adam and signSGD with "
             "SGD. of the signs: of the binary model.",
+            "Learning rates that were tried: "
+            + "; ".join(f"{method.name}: {', '.join(f'{rate:g}' for rate in method.rates)}" for method in METHODS)
+            + ".",
         ),
     )
     for rounds, local_steps in BUDGETS:
