@@ -58,6 +58,9 @@ class RunPace:
 class ComparisonPace:
     """The pace of a comparison. Trainings and probes have paces of their own.
 
+    A cell's time before its first steps is not part of its pace: it imports, reads data and compiles then. A kind of
+    cell of which nothing is known yet counts as that time, because a probe has few steps.
+
     Args:
         kinds: what each cell is, e.g. ``"training"`` or ``"probe"``, in their order.
         clock: gives seconds.
@@ -68,11 +71,13 @@ class ComparisonPace:
         self._waiting = set(range(len(kinds)))
         self._durations: dict[str, list[float]] = {}
         self._current: tuple[int, float] | None = None
+        self._first: tuple[float, float] | None = None  # of the current cell: share and time of its first steps
+        self._opening: float | None = None  # seconds before the first steps of the latest cell that had some
 
     def start(self, number: int) -> None:
         """A cell begins."""
         self._waiting.discard(number)
-        self._current = (number, self._clock())
+        self._current, self._first = (number, self._clock()), None
 
     def finish(self, number: int) -> None:
         """A cell has ended; a cell that had not begun was finished before, and says nothing of the pace."""
@@ -92,12 +97,24 @@ class ComparisonPace:
         if self._current is not None:
             number, start = self._current
             elapsed, kind = self._clock() - start, self._kinds[number]
-            whole = elapsed / share if share > 0 else means.get(kind)
+            rest = self._rest_of_current(share, elapsed)
+            whole = means.get(kind) if rest is None else elapsed + rest
             if whole is None:
                 return None
             means.setdefault(kind, whole)
             left = max(0.0, whole - elapsed)
         if not means:
             return None
-        longest = max(means.values())
-        return left + sum(means.get(self._kinds[number], longest) for number in self._waiting)
+        unknown = max(means.values()) if self._opening is None else self._opening
+        return left + sum(means.get(self._kinds[number], unknown) for number in self._waiting)
+
+    def _rest_of_current(self, share: float, elapsed: float) -> float | None:
+        """Seconds that the current cell will take from now on; None before it has made steps to judge that by."""
+        if share <= 0:
+            return None
+        if self._first is None:
+            self._first, self._opening = (share, elapsed), elapsed
+        first_share, first_elapsed = self._first
+        if share == first_share:
+            return None
+        return (elapsed - first_elapsed) / (share - first_share) * (1 - share)

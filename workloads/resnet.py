@@ -14,19 +14,17 @@ class ResNet(nn.Module):
 
     * ``blocks=(2, 2, 2, 2), width=64`` is torchvision's resnet18 with the stem that CIFAR-10 needs;
     * ``blocks=(3, 4, 6, 3), width=64, bottleneck=True`` is torchvision's resnet50 with that stem;
-    * ``blocks=(3, 3, 3), width=16`` is the ResNet-20 for CIFAR-10 with projection shortcuts;
-    * ``blocks=(1, 1, 1), width=64, stem_stride=2`` is made for CPUs: a quarter of the positions.
+    * ``blocks=(3, 3, 3), width=16`` is the ResNet-20 for CIFAR-10 with projection shortcuts.
 
     Args:
         blocks: number of blocks of each stage; every stage after the first halves the image and doubles the channels.
         width: channels of the first stage, at least 1.
         channels: channels of the images.
         num_classes: number of outputs.
-        stem_stride: 1: a 3x3 stem; 2: a 4x4 stem that halves the image.
         bottleneck: True for bottleneck blocks, with four times the channels at their ends; False for basic blocks.
 
     Raises:
-        ValueError: a stage has no block, the width is less than 1, or the stem's stride is neither 1 nor 2.
+        ValueError: a stage has no block, or the width is less than 1.
     """
 
     def __init__(
@@ -36,7 +34,6 @@ class ResNet(nn.Module):
         channels: int = 3,
         num_classes: int = 10,
         bottleneck: bool = False,
-        stem_stride: int = 1,
     ) -> None:
         super().__init__()
         if not blocks or min(blocks) < 1 or width < 1:
@@ -44,10 +41,8 @@ class ResNet(nn.Module):
                 f"model.blocks={list(blocks)}, model.width={width}: every stage needs at least one block, and the "
                 "width has to be at least 1"
             )
-        if stem_stride not in (1, 2):
-            raise ValueError(f"model.stem_stride={stem_stride} must be 1 or 2")
         self.stem = nn.Sequential(
-            nn.Conv2d(channels, width, 2 + stem_stride, stem_stride, padding=1, bias=False),
+            nn.Conv2d(channels, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
         )

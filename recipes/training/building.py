@@ -28,6 +28,7 @@ ALLOWED_TARGETS = frozenset(
         "recipes.tasks.click_prediction.ClickPredictor",
         "recipes.tasks.image_classification.ImageClassifier",
         "recipes.tasks.language_model.LanguageModel",
+        "workloads.convnet.ConvNet",
         "workloads.resnet.ResNet",
     }
 )

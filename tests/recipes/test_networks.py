@@ -9,6 +9,7 @@ from torch import nn
 
 from recipes.models.imagenet import torchvision_resnet
 from recipes.tasks.schedules import make_schedule
+from workloads.convnet import ConvNet, patch_cosines
 from workloads.resnet import ResNet
 
 
@@ -57,13 +58,26 @@ def test_other_networks_are_refused(architecture: str) -> None:
         torchvision_resnet(architecture, num_classes=10)
 
 
-def test_a_stem_with_stride_2_halves_the_image_and_others_are_refused() -> None:
-    network = ResNet((1, 1, 1), width=64, stem_stride=2)
-    assert sum(p.numel() for p in network.parameters()) == 1_228_938
-    assert network.stem(torch.zeros(2, 3, 32, 32)).shape == (2, 64, 16, 16)
+def test_the_first_layer_of_the_convnet_decorrelates_patches_and_needs_no_data() -> None:
+    filters = patch_cosines(3).flatten(1)
+    assert torch.allclose(filters @ filters.T, torch.eye(12), atol=1e-6)
+    assert torch.allclose(filters[0], torch.full((12,), 12**-0.5))  # the mean brightness
+    assert filters[1:].sum(1).abs().max() < 1e-6  # the others do not see it
+
+
+def test_the_convnet_has_its_size_and_starts_with_every_convolution_as_the_identity() -> None:
+    network = ConvNet((64, 128, 256))
+    assert _parameters(network) == 1_160_960
     assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    with pytest.raises(ValueError, match=r"model\.stem_stride=4 must be 1 or 2"):
-        ResNet((1, 1, 1), width=64, stem_stride=4)
+    image = torch.randn(2, 64, 8, 8)
+    assert torch.allclose(network.groups[0][4](image), image)
+    assert "filters" not in network.state_dict()  # every process makes the same ones
+
+
+@pytest.mark.parametrize("widths", [(), (64, 0)])
+def test_a_convnet_without_channels_is_refused(widths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"model\.widths=.* every width at least 1"):
+        ConvNet(widths)
 
 
 def test_resnet20_has_the_papers_size() -> None:

@@ -50,11 +50,17 @@ def test_a_comparison_judges_trainings_and_probes_apart() -> None:
     pace.finish(0)  # finished before
     assert pace.seconds_left(0) is None
     pace.start(1)
-    clock.now += 20
-    assert pace.seconds_left(0.5) == pytest.approx(20 + 40 + 2 * 40)  # nothing is known of probes yet
+    clock.now += 7  # imports
+    assert pace.seconds_left(0) is None
+    clock.now += 3
+    assert pace.seconds_left(0.25) is None  # the first steps
+    clock.now += 10
+    # Half of the training took 10 s for a quarter. Nothing is known of probes yet, but that they start, too.
+    assert pace.seconds_left(0.5) == pytest.approx(20 + 40 + 2 * 10)
     clock.now += 20
     pace.finish(1)
     pace.start(2)
+    assert pace.seconds_left(0) == pytest.approx(40 + 2 * 10)
     clock.now += 40
     pace.finish(2)
     pace.start(3)
@@ -63,7 +69,7 @@ def test_a_comparison_judges_trainings_and_probes_apart() -> None:
     assert pace.seconds_left(0) == pytest.approx(5)
     pace.start(4)
     clock.now += 2
-    assert pace.seconds_left(0.5) == pytest.approx(2)
+    assert pace.seconds_left(0.5) == pytest.approx(3)
 
 
 def test_the_share_is_read_from_a_line_of_progress() -> None:
