@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
 from benchmarks.report import Report
-from benchmarks.timing import in_turns
 from benchmarks.training import CLASSES, MODELS, Case
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.performance.model import BF16, NATIVE, predict
@@ -32,6 +31,7 @@ from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.probe import measure as probe_here
 from lightning_gqsgd.performance.recording import Recorder
 from lightning_gqsgd.performance.timeline import Timeline
+from lightning_gqsgd.performance.turns import in_turns
 
 PROGRAM = "python -m benchmarks.prediction"
 

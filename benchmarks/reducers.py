@@ -31,11 +31,11 @@ from torch import Tensor
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
-from benchmarks.timing import Spread, in_turns, ratio
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.performance.turns import Spread, in_turns, ratio
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, link, new_store, resolve, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_

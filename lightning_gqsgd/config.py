@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from lightning_gqsgd import memory as memories
+from lightning_gqsgd.bits_by_name import BitsByName
 from lightning_gqsgd.codecs import CODECS, codec_of, scales
 from lightning_gqsgd.codecs.companded import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.exponential import MAX_MANTISSA
@@ -64,6 +66,9 @@ class GQSGDConfig:
             rounding. The field itself holds the number.
             ``"auto"``: the fewest of ``allow`` whose error is small against the noise of the gradients, see
             ``max_slowdown``; the field then holds the most bits of a code that are allowed.
+            A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names, of which the
+            last one that matches decides; DDP and FSDP2 only, and without a memory. All other fields hold for every
+            number of bits. The field then holds a `bits_by_name.BitsByName`.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
             many as fit.
         mantissa: bits between two powers of two of an exponential code, 0 to 3.
@@ -119,7 +124,7 @@ class GQSGDConfig:
     """
 
     codec: str = "auto"
-    bits: int | Literal["auto"] | None = None
+    bits: int | Literal["auto"] | Mapping[str, int] | None = None
     levels: int | None = None
     mantissa: int = 0
     density: float = 0.01
@@ -147,6 +152,9 @@ class GQSGDConfig:
     sparse_limit: float = sparse_options.LIMIT
 
     def __post_init__(self) -> None:
+        if not isinstance(self.bits, (int, float, str, type(None))):
+            self._check_bits_by_name(BitsByName(self.bits))
+            return
         self._check_values()
         self._check_codec()
         check_reducer(self)
@@ -170,16 +178,27 @@ class GQSGDConfig:
             raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
         if self.max_slowdown is not None:
             self._check_noise()
-        alike = {name: getattr(self, name) for name in _ALIKE}
         fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
-        return {
-            bits: GQSGDConfig(bits=bits, **alike) if bits in REDUCER_OF_BITS else replace(self, bits=bits, **fixed)
-            for bits in self.allow
-        }
+        return {bits: self._with_bits(bits, **fixed) for bits in self.allow}
+
+    @property
+    def bits_by_name(self) -> BitsByName | None:
+        """``bits`` by patterns of parameter names; None: all parameters have the same bits."""
+        return self.bits if isinstance(self.bits, BitsByName) else None
+
+    def by_bits(self) -> dict[int, GQSGDConfig]:
+        """The configurations of all parameters, by their bits: this one alone, unless ``bits`` are given by name.
+
+        The first one is that of the first pattern. 16 and 32 bits keep the fields that are not about codes.
+        """
+        by_name = self.bits_by_name
+        if by_name is None:
+            return {self.num_bits: self}
+        return {bits: self._with_bits(bits) for bits in by_name.widths}
 
     @property
     def num_bits(self) -> int:
-        """``bits`` as a number, which it is once the configuration is built."""
+        """``bits`` as a number, which it is once the configuration is built, unless bits are given by name."""
         assert isinstance(self.bits, int)
         return self.bits
 
@@ -206,6 +225,10 @@ class GQSGDConfig:
 
     def describe(self) -> str:
         """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
+        if self.bits_by_name is not None:
+            widths = {bits: config.describe() for bits, config in self.by_bits().items()}
+            patterns = {bits: [p for p, width in self.bits_by_name.items() if width == bits] for bits in widths}
+            return "; ".join(f"{', '.join(map(repr, patterns[bits]))}: {widths[bits]}" for bits in widths)
         if self.chooses_bits:
             codes = [config for bits, config in self.candidates().items() if bits not in REDUCER_OF_BITS]
             ways = ["the length of steps"] if self.auto else []
@@ -243,8 +266,9 @@ class GQSGDConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, safe in checkpoints and messages."""
+        bits = self.bits if self.bits_by_name is None else self.bits_by_name.pairs()
         memory = {name: memories.plain(getattr(self, name)) for name in ("memory", "memory_down")}
-        return {**asdict(self), **memory, "exclude": list(self.exclude), "allow": list(self.allow)}
+        return {**asdict(self), **memory, "bits": bits, "exclude": list(self.exclude), "allow": list(self.allow)}
 
     def dither_key(self, step: int, stream: int) -> tuple[int, int]:
         """Two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
@@ -254,6 +278,33 @@ class GQSGDConfig:
         text = b"".join(value.to_bytes(8, "little") for value in (self.seed, step, stream))
         digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+    def _with_bits(self, bits: int, **fields: Any) -> GQSGDConfig:
+        """The configuration at a number of bits, with some fields replaced. Of 16 and 32 bits, which are no codes, it
+        has the fields that are not about codes."""
+        if bits in REDUCER_OF_BITS:
+            return GQSGDConfig(bits=bits, **{name: getattr(self, name) for name in _ALIKE})
+        return replace(self, bits=bits, **fields)
+
+    def _check_bits_by_name(self, bits: BitsByName) -> None:
+        """Check ``bits`` by name, and all other fields at each number of bits.
+
+        The codec is that of each number of bits, so ``codec`` may stay "auto".
+        """
+        object.__setattr__(self, "bits", bits)
+        if self.auto or self.max_slowdown is not None:
+            name = "auto" if self.auto else "max_slowdown"
+            raise ConfigError(
+                f"bits={bits!r} with {name}: bits are either given by name or chosen while training; leave one out"
+            )
+        for config in self.by_bits().values():
+            if config.remembers:
+                raise ConfigError(
+                    f"bits={bits!r} goes with codecs that remember nothing; leave memory and memory_down out, or give "
+                    "bits as a number"
+                )
+            for name in ("exclude", "allow", "memory", "memory_down"):  # in the spelling of a checked configuration
+                object.__setattr__(self, name, getattr(config, name))
 
     def _check_values(self) -> None:
         """Check the fields one by one, and bring those with several spellings into one."""

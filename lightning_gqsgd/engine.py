@@ -45,6 +45,8 @@ class Request:
     Attributes:
         name: for messages.
         config: the configuration, with its reducer chosen.
+        others: the configurations of segments whose choice is 1, 2 and so on. They differ from the first in ``bits``
+            alone, and in what follows from that.
         segments: the parameters in the tensor, in order.
         step: number of the step, and of its dither.
         store: what this rank remembers; None: nothing.
@@ -77,6 +79,13 @@ class Request:
     varies: bool = False
     compares_first: bool = False
     watch: Callable[[Tensor], None] | None = None
+    others: tuple[GQSGDConfig, ...] = ()
+
+    def alone(self) -> Request:
+        """The request for a tensor of one segment, without the configurations of other segments."""
+        (segment,) = self.segments
+        config = (self.config, *self.others)[segment.choice]
+        return replace(self, config=config, others=(), segments=(segment._replace(choice=0),))
 
 
 class Engine:
@@ -238,6 +247,20 @@ class Engine:
         self._stamps.periods.clear()
         self._stamps.numbers.clear()
 
+    def compare(self, stamp: Stamp) -> Job:
+        """Start to compare a stamp over all ranks, between steps. `agreed` knows it when the job is done; over NCCL,
+        when `read_stamps` was called after that.
+
+        Returns:
+            The job, whose `Job.wait` raises ConfigError if stamps differ; over NCCL, `read_stamps` raises that.
+        """
+        self.check_open()
+        nothing = torch.empty(0, device=self.communicator.control_device)
+        steps = partial(self._stamps.steps, stamp)
+        job = Job(nothing, [], f"step {stamp.step}", self.telemetry.bucket(0), self.telemetry, False, steps)
+        self._submit(job)
+        return job
+
     def agree(self, card: Card) -> Job:
         """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
 
@@ -338,16 +361,17 @@ class Engine:
         Raises:
             ConfigError: a tensor that cannot be reduced.
         """
-        key = PlanKey(request.plan, request.config, request.segments, x.dtype, request.compressed)
+        configs = (request.config, *request.others)
+        key = PlanKey(request.plan, configs, request.segments, x.dtype, request.compressed)
         return self.plans.get(key, request.step, lambda: self._planned(x, request))
 
     def _planned(self, x: Tensor, request: Request) -> Plan:
         check_gradient(x, "a gradient")
-        setting = Setting(request.config, self.world_size, x.dtype, self.communicator.piece_numel)
-        segments = request.segments
-        if not request.compressed:
-            segments = tuple(segment._replace(raw=True) for segment in segments)
-        plan = request.plan(segments, setting_for(setting, compressed=request.compressed))
+        configs, segments = (request.config, *request.others), request.segments
+        if not request.compressed:  # all parameters travel in the same way then
+            configs, segments = configs[:1], tuple(segment._replace(raw=True, choice=0) for segment in segments)
+        settings = [Setting(config, self.world_size, x.dtype, self.communicator.piece_numel) for config in configs]
+        plan = request.plan(segments, *[setting_for(setting, compressed=request.compressed) for setting in settings])
         if plan.numel != x.numel():
             raise RuntimeError(f"gqsgd: {request.name} has {x.numel()} coordinates, its parameters {plan.numel}")
         return plan
@@ -365,7 +389,7 @@ class PlanKey(NamedTuple):
     """What a plan depends on, apart from the engine."""
 
     plan: type[Plan]
-    config: GQSGDConfig
+    configs: tuple[GQSGDConfig, ...]
     segments: tuple[Segment, ...]
     dtype: torch.dtype
     compressed: bool

@@ -32,7 +32,7 @@ from lightning_gqsgd.freezing import TrainedParameters
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import digest, number_parameters
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, new_store, resolve
+from lightning_gqsgd.reducers import REDUCERS, new_store, resolve_each
 from lightning_gqsgd.report import report
 from lightning_gqsgd.sparse.gradients import SparseGradients
 from lightning_gqsgd.sparse.missing import fill_missing_gradients
@@ -42,8 +42,9 @@ from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import Communicator, timeout_of
 from lightning_gqsgd.transport.meeting import Meeting
+from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.tuning.plain import PlainPath, before_forward
 from lightning_gqsgd.tuning.steering import Steering
-from lightning_gqsgd.tuning.trials import Decision
 from lightning_gqsgd.unused import UnusedParameters
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,11 @@ class GQSGDState:
 
     Attributes:
         requested: the configuration as it was given.
-        config: the configuration, with its reducer chosen; with ``auto`` or ``bits="auto"``, that of the latest step.
+        config: the configuration, with its reducer chosen; with ``auto`` or ``bits="auto"``, that of the latest step;
+            with bits by name, that of the first pattern.
         step: number of reduced backward passes; numbers the dither.
-        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `tuning.trials.Decision`), in order: what
-            was predicted and measured, and why.
+        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `tuning.decisions.Decision`), in order:
+            what was predicted and measured, and why.
         telemetry: counters of this process.
     """
 
@@ -80,6 +82,7 @@ class GQSGDState:
         self._group, self._device, self._timeout = model.process_group, device_of(model), timeout
         self._requested, self._post_local_sgd = config, post_local_sgd
         self._step, self._compares_first = 0, False
+        self._plain: PlainPath | None = None
         with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
             check_model(model)
             check_tables(model, config, post_local_sgd)
@@ -91,10 +94,12 @@ class GQSGDState:
             world_size = dist.get_world_size(self._group)
             self._steering = Steering(config, world_size) if config.chooses_bits else None
             steering = self._steering
-            configs = [resolve(config, world_size)] if steering is None else list(steering.candidates.values())
-            self._config = configs[0]
+            by_bits = resolve_each(config, world_size) if steering is None else steering.candidates
+            configs = list(by_bits.values())
+            self._config, self._others = configs[0], tuple(configs[1:]) if steering is None else ()
+            self._choices = {bits: number for number, bits in enumerate(by_bits)}
             self._trained = TrainedParameters(model, self._parameters)
-            facts = facts_of(config, config if config.chooses_bits else self.config, model, numbered)
+            facts = facts_of(config, config if len(configs) > 1 else self.config, model, numbered)
             self._digest = digest_of(json.dumps(facts, sort_keys=True))
             (key,) = start.agree([facts])
             self._engine = Engine(self._device, self._group, key, timeout=timeout, remedy=_REMEDY)
@@ -133,13 +138,20 @@ class GQSGDState:
         return self._config
 
     @property
+    def _compresses(self) -> bool:
+        """Whether some gradients are not averaged by the backend's own all-reduce."""
+        return any(REDUCERS[config.reducer].compresses for config in (self._config, *self._others))
+
+    @property
     def step(self) -> int:
         """See the class. Another number makes this rank compare it with other ranks before it sends anything."""
-        return self._step
+        return self._step + (0 if self._plain is None else self._plain.passed)
 
     @step.setter
     def step(self, number: int) -> None:
         self._step, self._compares_first = number, True
+        if self._plain is not None:
+            self._plain.restart()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -194,6 +206,7 @@ class GQSGDState:
         request = Request(
             name=f"bucket {index} of step {step}",
             config=self.config,
+            others=self._others,
             segments=segments,
             step=step,
             store=self._store,
@@ -201,18 +214,32 @@ class GQSGDState:
             bucket=index,
             ends_step=is_last,
             compressed=step >= self.config.warmup_steps,
-            direct=self._sparse is None and (steering is not None or self.config.reducer == "native"),
+            direct=self._sparse is None and (steering is not None or not self._compresses),
             compares_first=stamp is not None and self._compares_first,
             watch=None if steering is None or taken is None else steering.sampler.watch(taken),
         )
         if is_last:
             self._compares_first = False
+            if self._plain is not None:
+                self._plain.end_hook_step()
         if x.is_sparse and self._sparse is not None:
             return self._sparse.reduce(x, request)
         future = self._engine.reduce(x, request).future
         if steering is not None and taken is not None:
             steering.sampler.measure(taken)  # while messages are under way
         return future
+
+    def before_forward(self, model: DistributedDataParallel) -> None:
+        """Let plain DDP take the hook's place, or the hook its own again, where that is decided; see `tuning.plain`."""
+        plain = self._plain
+        if plain is None or not plain.is_due(model):
+            return
+        was_on = plain.is_on
+        if was_on:
+            self._trained.check()
+        plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
+        if was_on and not plain.is_on:
+            self.step = self.step  # counted by the hook again, and compared first
 
     def _sparse_gradients(
         self, model: DistributedDataParallel, configs: list[GQSGDConfig], dtype: torch.dtype
@@ -234,8 +261,7 @@ class GQSGDState:
         # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
         engine.plans.drop_unused(step - (2 if steering is None else PLANS_KEPT))
         if steering is None:
-            compresses = REDUCERS[self.config.reducer].compresses
-            return Stamp(self.config.seed, step, self._digest) if compresses else None
+            return Stamp(self.config.seed, step, self._digest) if self._compresses else None
         steering.receive(engine.agreed(step - 2))
         # On a GPU, the time of a step that waits is known later than the step's length.
         exposed_s = None if self._device.type == "cuda" else engine.telemetry.exposed_s
@@ -250,7 +276,11 @@ class GQSGDState:
         key = tuple(map(id, parameters))
         if key not in self._segments:
             entries = [self._parameters[id(p)] for p in parameters]
-            self._segments[key] = tuple(Segment(entry.number, entry.numel, entry.raw) for entry in entries)
+            # A parameter without bits of its own has those of the configuration, or needs none.
+            self._segments[key] = tuple(
+                Segment(entry.number, entry.numel, entry.raw, 0 if entry.bits is None else self._choices[entry.bits])
+                for entry in entries
+            )
         return self._segments[key]
 
     # --- which parameters are trained --------------------------------------------------------------------------------
@@ -296,6 +326,9 @@ class GQSGDState:
         self._segments.clear()
         self._engine.plans.clear()
         self._ends_with.detach()
+        if self._plain is not None:
+            self.step = self.step
+            self._plain.remove()
         try:
             model = build(module)
             check_is_ddp(model)
@@ -331,6 +364,11 @@ class GQSGDState:
         if model.find_unused_parameters:
             fill_missing_gradients(model, tables_of(model).values())
         model.register_comm_hook(self, gqsgd_hook)
+        if self._steering is not None and self._steering.trials is not None:
+            needs = {"sparse gradients": self._sparse, "post-local SGD": self._post_local_sgd}
+            reasons = [name for name, value in needs.items() if value is not None]
+            self._plain = PlainPath.on(model, self._engine, self._steering, reasons)
+            model.register_forward_pre_hook(before_forward)
         model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
         self._ends_with = weakref.finalize(model, self.close)
@@ -383,7 +421,8 @@ class GQSGDState:
             if numbers is not None:
                 self._say_what_is_missing(numbers)
                 self._remembered |= numbers
-        self._config = replace(self._config, seed=state["seed"])
+        self._config, *others = (replace(config, seed=state["seed"]) for config in (self._config, *self._others))
+        self._others = tuple(others)
         self._requested = replace(self._requested, seed=state["seed"])
         self.step = state["step"]
         if self._steering is not None:
@@ -420,11 +459,13 @@ class GQSGDState:
         if self._steering is not None and ranks > 1:
             text = self._steering.report(ranks)
         else:
-            text = report(self.requested, self.config, trained, ranks, self.step)
+            text = report(self.requested, (self.config, *self._others), trained, ranks, self.step)
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe()}"
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained by this hook any more."""
+        if self._plain is not None:
+            self._plain.forget()
         self._trained.forget()
         self._engine.close()
 

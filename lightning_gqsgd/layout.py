@@ -48,11 +48,13 @@ class Segment(NamedTuple):
         parameter: number of the parameter in the model, the same on all ranks.
         numel: number of coordinates; segments follow each other without gaps.
         raw: True if it travels uncompressed.
+        choice: number of its configuration, among those that the tensor is reduced with.
     """
 
     parameter: int
     numel: int
     raw: bool
+    choice: int = 0
 
 
 class Run(NamedTuple):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_gqsgd.bits_by_name import check_matched
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
 
 
 class Parameter(NamedTuple):
@@ -21,31 +21,32 @@ class Parameter(NamedTuple):
         name: its name in the model.
         numel: number of its coordinates.
         raw: whether its gradient travels uncompressed.
+        bits: the bits that ``bits`` by name gives it; None: it has those of the configuration.
     """
 
     number: int
     name: str
     numel: int
     raw: bool
+    bits: int | None = None
 
 
 def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> list[Parameter]:
     """The parameters of a model, by name and in order, as a configuration sees them.
 
     Raises:
-        ConfigError: a pattern of ``exclude`` matches no parameter.
+        ConfigError: a pattern of ``exclude`` matches no parameter; see also `bits_by_name.BitsByName.check`.
     """
-    unmatched = [
-        pattern for pattern in config.exclude if not any(fnmatch.fnmatchcase(name, pattern) for name in parameters)
-    ]
-    if unmatched:
-        raise ConfigError(
-            f"exclude patterns {unmatched} match no parameter; names look like {', '.join(list(parameters)[:3])}"
-        )
-    return [
+    check_matched("exclude", config.exclude, list(parameters))
+    numbered = [
         Parameter(number, name, tensor.numel(), tensor.numel() < config.min_numel or _is_excluded(name, config))
         for number, (name, tensor) in enumerate(parameters.items())
     ]
+    by_name = config.bits_by_name
+    if by_name is None:
+        return numbered
+    by_name.check(list(parameters), [entry.name for entry in numbered if entry.raw])
+    return [entry._replace(bits=by_name.bits_of(entry.name)) for entry in numbered]
 
 
 def digest(parameters: Iterable[object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -38,11 +39,30 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 class _Piece(NamedTuple):
-    """Some coordinates, what reduces them, and where to sample them."""
+    """Some coordinates, what reduces them, and where to sample them; nothing is sampled of what is not compressed."""
 
     part: slice
     reducer: HasSteps
     sample: list[slice]
+
+
+@dataclass
+class _Run:
+    """Consecutive segments that are reduced with one setting.
+
+    Attributes:
+        choice: number of the setting.
+        first: number of the first segment.
+        end: number of the first segment behind the run.
+        start: first coordinate.
+        is_open: whether nothing in it is quantised so far, so that any setting with codes will do.
+    """
+
+    choice: int
+    first: int
+    end: int
+    start: int
+    is_open: bool
 
 
 class Plan:
@@ -51,10 +71,12 @@ class Plan:
     Args:
         segments: the parameters in the flat tensor, in order.
         setting: configuration, with the reducer chosen, number of ranks and dtype.
+        *others: the settings of segments whose choice is 1, 2 and so on. They differ in their configurations, but not
+            in the seed and ``sample_every``. No piece has coordinates with different settings.
     """
 
-    def __init__(self, segments: Sequence[Segment], setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, segments: Sequence[Segment], setting: Setting, *others: Setting) -> None:
+        self.setting, self._settings = setting, (setting, *others)
         self.numel = sum(segment.numel for segment in segments)
         self._pieces = self._cut(segments)
 
@@ -82,11 +104,11 @@ class Plan:
         keys = StepKeys.of(config, 0 if self.is_native else step, ranks)
         counters.calls += 1
         counters.numel += self.numel
-        samples = self._compresses and config.sample_every and step % config.sample_every == 0
+        samples = config.sample_every and step % config.sample_every == 0
 
         def start(piece: _Piece) -> Steps:
             steps = self._steps(x, piece, rank, keys, store)
-            if samples:
+            if samples and piece.sample:
                 steps = sampled(steps, x, piece.sample, self._result(rank), ranks, telemetry)
             return _counted(steps, piece.reducer, counters)
 
@@ -127,7 +149,8 @@ class Plan:
     @property
     def is_native(self) -> bool:
         """Whether the tensor is one piece that the backend's own all-reduce takes as it is."""
-        return self.setting.config.reducer == "native" and len(self._pieces) == 1
+        is_native = all(setting.config.reducer == "native" for setting in self._settings)
+        return is_native and len(self._pieces) == 1
 
     @property
     def nbytes(self) -> int:
@@ -136,13 +159,16 @@ class Plan:
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
         made = []
-        reducer = REDUCERS[self.setting.config.reducer]
-        tables = _tables(segments, self.setting)
-        self._table_bytes = 3 * sum(table.nbytes for table in tables)
-        for table in tables:
-            part = _span(table)
-            table[:, START] -= part.start
-            made.append(_Piece(part, reducer(table, self.setting), [_middle(part)]))
+        self._table_bytes = 0
+        for run in _runs(segments, self._settings):
+            setting = self._settings[run.choice]
+            reducer = REDUCERS[setting.config.reducer]
+            for table in _tables(segments[run.first : run.end], setting):
+                self._table_bytes += 3 * table.nbytes
+                inside = _span(table)
+                part = slice(run.start + inside.start, run.start + inside.stop)
+                table[:, START] -= inside.start
+                made.append(_Piece(part, reducer(table, setting), [_middle(part)] if reducer.compresses else []))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -151,11 +177,6 @@ class Plan:
     def _result(self, rank: int) -> slice:
         """In which of a piece's samples a rank finds the mean."""
         return slice(None)
-
-    @property
-    def _compresses(self) -> bool:
-        """Whether there is an error to be sampled."""
-        return REDUCERS[self.setting.config.reducer].compresses
 
 
 class ScatterPlan(Plan):
@@ -166,25 +187,33 @@ class ScatterPlan(Plan):
 
     Args:
         segments: the parameters' shards in the tensor, in order: each part has as many, of the same sizes.
-        setting: configuration (its reducer does not count), number of ranks and dtype.
+        setting, *others: as for `Plan`; the reducers of their configurations do not count.
     """
 
     def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
-        ranks, block_size = self.setting.ranks, self.setting.config.block_size
-        each, share = len(segments) // ranks, self.numel // ranks
-        tables = [cut(segments[rank * each : (rank + 1) * each], block_size) for rank in range(ranks)]
-        self._table_bytes = 3 * sum(table.nbytes for table in tables)
-        whole, numel = self.setting.config.scale_per == "parameter", max(1, self.setting.piece_numel // ranks)
+        each = len(segments) // self.setting.ranks
+        self._table_bytes = 0
+        return [piece for run in _runs(segments[:each], self._settings) for piece in self._cut_run(segments, each, run)]
+
+    def _cut_run(self, segments: Sequence[Segment], each: int, run: _Run) -> list[_Piece]:
+        """The pieces of a run of each part's segments; ``each``: number of segments of a part."""
+        setting = self._settings[run.choice]
+        ranks, share = setting.ranks, self.numel // setting.ranks
+        of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
+        tables = [cut(of_rank, setting.config.block_size) for of_rank in of_ranks]
+        self._table_bytes += 3 * sum(table.nbytes for table in tables)
+        whole, numel = setting.config.scale_per == "parameter", max(1, setting.piece_numel // ranks)
         lengths = [len(table) for table in pieces(tables[0], numel, whole_parameters=whole)]
         made = []
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
-            runs = [table[end - length : end] for table in tables]
-            columns = _span(runs[0])
-            for rank, run in enumerate(runs):
-                run[:, START] += rank * (columns.stop - columns.start) - columns.start
+            blocks = [table[end - length : end] for table in tables]
+            inside = _span(blocks[0])
+            for rank, of_rank in enumerate(blocks):
+                of_rank[:, START] += rank * (inside.stop - inside.start) - inside.start
+            columns = slice(run.start + inside.start, run.start + inside.stop)
             middle = _middle(columns, SAMPLE_NUMEL // ranks)
             sample = [slice(rank * share + middle.start, rank * share + middle.stop) for rank in range(ranks)]
-            made.append(_Piece(columns, Scatter(np.concatenate(runs), self.setting), sample))
+            made.append(_Piece(columns, Scatter(np.concatenate(blocks), setting), sample))
         return made
 
     def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -202,9 +231,35 @@ class ScatterPlan(Plan):
         """False: ranks need parts of the tensor only."""
         return False
 
-    @property
-    def _compresses(self) -> bool:
-        return True
+
+def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run]:
+    """The longest runs of segments with one setting each.
+
+    A parameter that travels uncompressed beside codes takes the same way with all of them, so it joins a neighbour.
+    """
+    runs: list[_Run] = []
+    start = 0
+    for number, segment in enumerate(segments):
+        is_open = segment.raw and _has_codes(settings[segment.choice])
+        last = runs[-1] if runs else None
+        if last is not None and (last.choice == segment.choice or _join(last, segment.choice, is_open, settings)):
+            last.choice = segment.choice if last.is_open else last.choice
+            last.end, last.is_open = number + 1, last.is_open and is_open
+        else:
+            runs.append(_Run(segment.choice, number, number + 1, start, is_open))
+        start += segment.numel
+    return runs
+
+
+def _join(run: _Run, choice: int, is_open: bool, settings: Sequence[Setting]) -> bool:
+    """Whether a segment of another choice can be reduced with a run, because one of them has nothing to quantise."""
+    both = _has_codes(settings[run.choice]) and _has_codes(settings[choice])
+    return both and (run.is_open or is_open)
+
+
+def _has_codes(setting: Setting) -> bool:
+    """Whether the setting quantises, and leaves alone what is to travel uncompressed."""
+    return setting.config.codec != "float"
 
 
 def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from lightning_gqsgd.reducers import REDUCERS
 
 def report(
     requested: GQSGDConfig,
-    config: GQSGDConfig,
+    configs: Sequence[GQSGDConfig],
     trained: Sequence[Parameter],
     world_size: int,
     step: int,
@@ -22,7 +22,7 @@ def report(
 
     Args:
         requested: the configuration as the user gave it.
-        config: the same with its reducer chosen.
+        configs: the same with its reducer chosen, or that of each number of bits that is given by name.
         trained: the parameters whose gradients are reduced.
         world_size: number of ranks.
         step: number of steps so far.
@@ -30,19 +30,28 @@ def report(
     """
     if world_size == 1:
         return "gqsgd: one process, nothing to reduce"
-    if not REDUCERS[config.reducer].compresses:
+    config = configs[0]
+    if not any(REDUCERS[one_width.reducer].compresses for one_width in configs):
         is_one_node = requested.reducer != config.reducer
         cause = f"all {world_size} ranks are on one node" if is_one_node else f"reducer={config.reducer!r}"
         return f"gqsgd: {config.reducer} allreduce over {world_size} ranks, nothing compressed ({cause})"
-    rounds_all = config.codec == "float"
-    raw = [parameter for parameter in trained if parameter.raw and not rounds_all]
-    coded = [parameter for parameter in trained if not parameter.raw or rounds_all]
-    if not coded:
+    of_bits = {one_width.num_bits: one_width for one_width in configs}
+    coded: dict[GQSGDConfig, list[Parameter]] = {one_width: [] for one_width in configs}
+    raw: list[Parameter] = []
+    for parameter in trained:
+        own = config if parameter.bits is None else of_bits[parameter.bits]
+        (raw if parameter.raw and own.codec != "float" else coded[own]).append(parameter)
+    if not any(coded.values()):
         return (
             f"gqsgd: NOTHING IS COMPRESSED over {world_size} ranks: {_raw(raw, config)}. Parameters of at least "
             f"min_numel={config.min_numel} values would be; lower min_numel, or give a larger model"
         )
-    text = f"gqsgd: {_values(coded, noun)} at {config.describe()} by {config.reducer} over {world_size} ranks"
+    ways = [
+        f"{_values(parameters, noun)} at {own.describe()} by {own.reducer}"
+        for own, parameters in coded.items()
+        if parameters
+    ]
+    text = f"gqsgd: {', '.join(ways)} over {world_size} ranks"
     if config.node_size:
         text += f" ({world_size // config.node_size} nodes of {config.node_size})"
     if raw:

@@ -18,6 +18,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.parameters import Parameter, digest
 from lightning_gqsgd.plan import check_dtype
+from lightning_gqsgd.tuning.plain import obstacle
 
 
 def facts_of(
@@ -41,6 +42,8 @@ def facts_of(
         "version of lightning_gqsgd": __version__,
         "version of the wire format": VERSION,
     }
+    if requested.auto:
+        facts["what keeps the hook in its place"] = obstacle(model)
     if requested.reducer == "hierarchical":
         facts["ranks on the node (LOCAL_WORLD_SIZE)"] = os.environ.get("LOCAL_WORLD_SIZE")
     return facts
@@ -60,6 +63,9 @@ def check_is_ddp(model: object) -> None:
 def check_model(model: DistributedDataParallel) -> None:
     """Raise ConfigError for a DDP model that cannot have the hook."""
     installed = model._get_ddp_logging_data().get("comm_hook")
+    hooks = [(hook, state) for hook, state in getattr(model, "_comm_hooks", ()) if hasattr(state, "is_on")]
+    # While plain DDP has its place, the hook is not registered with DDP.
+    installed = installed or next((hook.__qualname__ for hook, state in hooks if state.is_on(model)), None)
     if installed:
         states = [state for _, state in getattr(model, "_comm_hooks", ())]
         was = " (which was closed)" if any(getattr(state, "is_closed", False) for state in states) else ""

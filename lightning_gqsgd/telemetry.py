@@ -125,17 +125,19 @@ class Telemetry:
     Reading ``error``, ``reference``, ``last_rel_l2`` or `totals` waits for a GPU; nothing else does.
 
     Attributes:
-        steps: number of reduced steps.
+        steps: number of reduced steps, those that plain DDP has carried included.
+        plain_steps: number of steps that plain DDP has carried, see `tuning.plain`.
         wait_s: seconds in which pieces were on the wire and the processor had nothing to do for them.
         exposed_s: seconds from the last bucket's arrival to the last result: what backward waited for. On a GPU, of the
             steps that it has finished.
         buckets: counters by bucket index (buckets are rebuilt once after the first step).
         choice: of the latest step, where bits are chosen while training, what `tuning.steering.Steering.choice` says:
-            ``bits``; ``trying``, 1 while candidates are tried and 0 otherwise; ``noise_scale`` and
-            ``predicted_step_s``, where they are known. Otherwise empty.
+            ``bits``; ``trying``, 1 while candidates are tried and 0 otherwise; ``plain``, 1 while plain DDP carries the
+            gradients and 0 otherwise; ``noise_scale`` and ``predicted_step_s``, where they are known. Otherwise empty.
     """
 
     steps: int = 0
+    plain_steps: int = 0
     wait_s: float = 0.0
     exposed_s: float = 0.0
     buckets: dict[int, BucketCounters] = field(default_factory=dict)
@@ -183,6 +185,22 @@ class Telemetry:
             self._of_last = _Computed.here(torch.where(sums[1] > 0, sums, before))
             self._of_all.add(torch.where(sums[1] > 0, sums, 0.0))
 
+    def add_plain_step(self, numel: int, message_bytes: int, bytes_sent: int) -> None:
+        """Count a step that plain DDP has carried; how long it has waited is not known.
+
+        Args:
+            numel: coordinates of all gradients.
+            message_bytes: their bytes.
+            bytes_sent: bytes that a ring all-reduce of them makes this rank send.
+        """
+        counters = self.bucket(0)
+        counters.calls += 1
+        counters.numel += numel
+        counters.message_bytes += message_bytes
+        counters.bytes_sent += bytes_sent
+        self.plain_steps += 1
+        self.steps += 1
+
     @property
     def error(self) -> float:
         """Sum of squares of (estimate - mean) over all sampled coordinates."""
@@ -220,6 +238,7 @@ class Telemetry:
             "exposed_s": self.exposed_s,
             "rel_l2": self.last_rel_l2,
             "steps": self.steps,
+            "plain_steps": self.plain_steps,
         }
 
 
@@ -227,7 +246,8 @@ class Meter:
     """Reads counters for a logger, from here on.
 
     Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Means since the last reading:
-    ``encode_s``, ``wait_s``, ``decode_s``, ``exposed_s`` (seconds per step). Mean since the start:
+    ``encode_s``, ``wait_s``, ``decode_s``, ``exposed_s`` (seconds per step), without the steps that plain DDP has
+    carried, whose times are not known; left out if there are no other steps. Mean since the start:
     ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first. Of the latest step, where
     bits are chosen while training: what `Telemetry.choice` has.
     """
@@ -244,8 +264,9 @@ class Meter:
             return {}
         self._before = totals
         values = {name: totals[name] for name in ("bytes_sent", "nonfinite_blocks", "bits_per_coordinate", "rel_l2")}
-        for name in ("encode_s", "wait_s", "decode_s", "exposed_s"):
-            values[name] = (totals[name] - before[name]) / steps
+        timed = steps - (totals["plain_steps"] - before["plain_steps"])
+        for name in ("encode_s", "wait_s", "decode_s", "exposed_s") if timed else ():
+            values[name] = (totals[name] - before[name]) / timed
         values |= self._telemetry.choice
         return {f"gqsgd/{name}": float(value) for name, value in values.items()}
 

@@ -5,6 +5,8 @@ to lead to that file; MkDocs knows the files below docs/ only. So nothing is cop
 when the site is built, the pages of `PAGES` are added to it, and so is every file that a page links to (Markdown as a
 page, pictures and HTML as they are, any other text as a page with its source), and the links are made to fit.
 
+A notebook below docs/ is a page as well, see `notebook`.
+
 A link whose target does not exist is left as it is: MkDocs warns of it, which ends a strict build.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +22,9 @@ from urllib.parse import urlsplit
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+from notebook import markdown as notebook_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = "docs/"
@@ -41,7 +47,11 @@ _TOKEN = re.compile("|".join((_FENCED, _INDENTED, _CODE, _LINK, _DEFINITION)), r
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add `PAGES`, and whatever pages link to, directly or through one another."""
+    """Add `PAGES`, notebooks, and whatever pages link to, directly or through one another."""
+    for path in sorted((ROOT / DOCS).glob("*.ipynb")):
+        files.remove(files.get_file_from_path(path.name))
+        place = path.with_suffix(".md").name
+        files.append(File.generated(config, place, content=notebook_markdown(path)))
     waiting = [DOCS + file.src_uri for file in files.documentation_pages()]
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
@@ -50,7 +60,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     seen = set(waiting)
     while waiting:
         page = waiting.pop()
-        for target in links(page, (ROOT / page).read_text(encoding="utf-8")):
+        path = ROOT / page
+        source = path.with_suffix(".ipynb")
+        text = path.read_text(encoding="utf-8") if path.exists() else notebook_markdown(source)
+        for target in links(page, text):
             if target in seen or files.get_file_from_path(_place(target)):
                 continue
             seen.add(target)
@@ -64,7 +77,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make links fit that lead out of docs/, or into it."""
-    if page.file.generated_by is None:
+    if page.file.generated_by is None or (ROOT / DOCS / page.file.src_uri).with_suffix(".ipynb").exists():
         name = DOCS + page.file.src_uri
     elif page.file.src_uri.startswith("source/"):
         return markdown

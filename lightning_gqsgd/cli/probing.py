@@ -1,4 +1,4 @@
-"""What ``gqsgd probe`` does: as one of torchrun's ranks, or as the parent of ranks of its own."""
+"""What ``gqsgd probe`` does: as one of a launcher's ranks, or as their parent, which ``gqsgd bench`` has as well."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -46,11 +47,11 @@ def check(model: str | None, output: Path) -> None:
 
 
 def run_ranks(procs: int, arguments: Sequence[str]) -> int:
-    """Run ``gqsgd probe`` as ranks on this machine; returns 0, or the exit code of a rank that failed.
+    """Run a command as ranks on this machine; returns 0, or the exit code of a rank that failed.
 
     Args:
         procs: number of ranks.
-        arguments: of the command, without ``--procs``.
+        arguments: the name of the command, and its arguments without ``--procs``.
 
     Raises:
         ConfigError: too few or too many ranks.
@@ -68,7 +69,7 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(procs),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    command = [sys.executable, "-m", "lightning_gqsgd.cli", "probe", *arguments]
+    command = [sys.executable, "-m", "lightning_gqsgd.cli", *arguments]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(procs)
@@ -89,6 +90,17 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int) -> Probe | None
     Raises:
         ConfigError: one rank, or a model that cannot be built.
     """
+    with joined_ranks() as device:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        probe = measure(device, "gqsgd probe", bits, per_node)
+        if model is not None:
+            probe = replace(probe, timelines=(timeline_of(model, batch, device),))
+        return probe if dist.get_rank() == 0 else None
+
+
+@contextmanager
+def joined_ranks() -> Iterator[torch.device]:
+    """A context in which this process is one of a launcher's ranks; its device."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -96,11 +108,7 @@ def run_rank(bits: Sequence[int], model: str | None, batch: int) -> Probe | None
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     try:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        probe = measure(device, "gqsgd probe", bits, per_node)
-        if model is not None:
-            probe = replace(probe, timelines=(timeline_of(model, batch, device),))
-        return probe if dist.get_rank() == 0 else None
+        yield device
     finally:
         dist.destroy_process_group()
 
@@ -122,10 +130,10 @@ def timeline_of(name: str, batch: int, device: torch.device) -> Timeline:
 def tables(probe: Probe) -> list[Table]:
     """What was measured, for people."""
     rows = to_rows(probe)
-    links = _table(f"{probe.ranks} ranks over {probe.backend}, {probe.per_node} per node", list(rows[0]))
+    links = plain_table(f"{probe.ranks} ranks over {probe.backend}, {probe.per_node} per node", list(rows[0]))
     for row in rows:
         links.add_row(*(value if isinstance(value, str) else f"{value:.3g}" for value in row.values()))
-    kernels = _table(f"Kernels on {probe.device}", ["codec", "encode (ns)", "decode (ns)", "add (ns)"])
+    kernels = plain_table(f"Kernels on {probe.device}", ["codec", "encode (ns)", "decode (ns)", "add (ns)"])
     for name, gamma in probe.costs.gammas.items():
         kernels.add_row(name, *(f"{1e9 * value:.3g}" for value in (gamma.encode_s, gamma.decode_s, gamma.reduce_s)))
     return [links, kernels]
@@ -147,7 +155,8 @@ def lines(probe: Probe) -> list[str]:
     ]
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
+def plain_table(title: str, headings: Sequence[str]) -> Table:
+    """An empty table whose first column is text, and whose other columns are numbers."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)

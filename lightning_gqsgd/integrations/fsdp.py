@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,11 +40,12 @@ from lightning_gqsgd.integrations.fsdp_modules import (
     shard_group,
     sharded_groups,
 )
+from lightning_gqsgd.integrations.fsdp_starting import check_groups, check_request
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, resolve
+from lightning_gqsgd.reducers import REDUCERS, resolve_each
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
@@ -64,7 +64,7 @@ class _Collective:
     Attributes:
         name: for messages and checkpoints.
         engine: the ranks that take part.
-        config: the configuration, with its reducer chosen.
+        configs: the configuration, with its reducer chosen; or that of each number of bits that is given by name.
         plan: what cuts a flat tensor into pieces.
         rows: which ranks' shards are in a flat tensor, see `fsdp_modules`.
         first_bucket: number of its first counters.
@@ -72,7 +72,7 @@ class _Collective:
 
     name: str
     engine: Engine
-    config: GQSGDConfig
+    configs: list[GQSGDConfig]
     plan: type[Plan]
     rows: Sequence[int]
     first_bucket: int
@@ -104,23 +104,26 @@ class GQSGDFSDPState:
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
         self._shards, self._replicas, self._timeout = shards, replicate, timeout or timeout_of(shards, device)
         with meeting or self._meeting("register_gqsgd_fsdp") as start, ExitStack() as undo:
-            _check_request(config, replicate, reduce_scatter)
-            _check_groups(self._groups, replicate)
+            check_request(config, replicate, reduce_scatter)
+            check_groups(self._groups, replicate)
             facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
             facts |= {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
-            scattered = _for_scatter(config, self._replica) if reduce_scatter else GQSGDConfig(reducer="native")
-            averaged = resolve(config, replicate.size()) if replicate is not None else None
+            scattered = _for_scatter(config, self._replica) if reduce_scatter else []
+            averaged = _for_average(config, replicate.size()) if replicate is not None else []
+            self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
             keys = self._agree(start, {**facts, "place among replicas": self._replica}, facts)
             engine = Engine(device, shards, keys[0], timeout=timeout, streams=1, remedy=_REMEDY)
             undo.callback(engine.close)
             self._sharded, self._average, self._scatter = engine, None, None
-            if replicate is not None and averaged is not None:
+            if replicate is not None:
                 beside = Engine(device, replicate, keys[1], timeout=timeout, beside=engine, remedy=_REMEDY)
                 undo.callback(beside.close)
-                beside.connect(averaged)
+                for one_width in averaged:
+                    beside.connect(one_width)
                 self._average = _Collective("all-reduce", beside, averaged, Plan, [engine.rank], 0)
             if reduce_scatter:
-                engine.connect(scattered)
+                for one_width in scattered:
+                    engine.connect(one_width)
                 before = len(self._groups) if replicate is not None else 0
                 ways = range(engine.world_size)
                 self._scatter = _Collective("reduce-scatter", engine, scattered, ScatterPlan, ways, before)
@@ -198,12 +201,13 @@ class GQSGDFSDPState:
         segments, has_all = self._segments(collective, group, x, parameters)
         request = Request(
             name=f"{name}, number {step}",
-            config=collective.config,
+            config=collective.configs[0],
+            others=tuple(collective.configs[1:]),
             segments=segments,
             step=step,
             agreement=self._stamp(collective, step) if is_first else None,
             bucket=collective.first_bucket + group.index,
-            compressed=has_all and step >= collective.config.warmup_steps,
+            compressed=has_all and step >= self.config.warmup_steps,
             plan=collective.plan,
         )
         collective.engine.reduce(x, request).wait()
@@ -217,7 +221,8 @@ class GQSGDFSDPState:
         If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
         """
         rows = collective.rows
-        segments = tuple(segment for rank in rows for segment in row(parameters, rank, self._sharded.world_size))
+        shards, choices = self._sharded.world_size, self._choices
+        segments = tuple(segment for rank in rows for segment in row(parameters, rank, shards, choices))
         if sum(segment.numel for segment in segments) == x.numel():
             return segments, True
         if group.index not in self._said:
@@ -231,10 +236,10 @@ class GQSGDFSDPState:
 
     def _stamp(self, collective: _Collective, step: int) -> Stamp | None:
         """What ranks compare in the first reduction of each step: also how often each module has been reduced."""
-        if not REDUCERS[collective.config.reducer].compresses:
+        if not any(REDUCERS[config.reducer].compresses for config in collective.configs):
             return None
         counts = json.dumps(self._reductions, sort_keys=True)
-        return Stamp(collective.config.seed, step, digest_of(f"{self._digest} {counts}"))
+        return Stamp(collective.configs[0].seed, step, digest_of(f"{self._digest} {counts}"))
 
     def _count(self, group: ShardedGroup) -> bool:
         """End telemetry's step with the backward pass; where FSDP reduces outside of one, with the next round of
@@ -273,7 +278,8 @@ class GQSGDFSDPState:
             self._agree(meeting, facts, replicas)
             for collective in (self._average, self._scatter):
                 if collective is not None:
-                    collective.engine.compile(collective.config, x.dtype)
+                    for config in collective.configs:
+                        collective.engine.compile(config, x.dtype)
             self._agree(meeting, {}, {}, patience_s=COMPILE_PATIENCE_S)
         self._has_met.add(x.dtype)
 
@@ -318,10 +324,10 @@ class GQSGDFSDPState:
                 )
         self.config = replace(self.config, seed=state["seed"])
         if self._average is not None:
-            self._average.config = resolve(self.config, self._average.engine.world_size)
+            self._average.configs = _for_average(self.config, self._average.engine.world_size)
             self._average.engine.plans.clear()
         if self._scatter is not None:
-            self._scatter.config = _for_scatter(self.config, self._replica)
+            self._scatter.configs = _for_scatter(self.config, self._replica)
             self._scatter.engine.plans.clear()
         self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
 
@@ -335,11 +341,12 @@ class GQSGDFSDPState:
         if self._scatter is not None and self._sharded.world_size > 1:
             ways.append(f"reduce-scattered over {self._sharded.world_size} shards")
         if self._average is not None and self._average.engine.world_size > 1:
-            name, replicas = self._average.config.reducer, self._average.engine.world_size
-            ways.append(f"averaged over {replicas} replicas by {name}")
+            names = dict.fromkeys(config.reducer for config in self._average.configs)
+            ways.append(f"averaged over {self._average.engine.world_size} replicas by {' and '.join(names)}")
         if not ways:
             return "gqsgd: one process on the way that is compressed, nothing to reduce"
-        if not REDUCERS.get(self.config.reducer, REDUCERS["two_shot"]).compresses:
+        widths = self.config.by_bits().values()
+        if not any(REDUCERS.get(config.reducer, REDUCERS["two_shot"]).compresses for config in widths):
             return f"gqsgd: gradients are {ways[0]}, nothing compressed (reducer={self.config.reducer!r})"
         values = sum(p.numel for p in every) - sum(p.numel for p in raw)
         if not values:
@@ -443,55 +450,24 @@ def register_gqsgd_fsdp(
     return state
 
 
-def _for_scatter(config: GQSGDConfig, replica: int) -> GQSGDConfig:
-    """The configuration of a replica's reduce-scatters. With a seed of its own: their dither has to be independent of
-    that of other replicas, and of the mean over replicas, which rounds their results."""
+def _for_average(config: GQSGDConfig, replicas: int) -> list[GQSGDConfig]:
+    """The configurations of means over replicas, in the order of their bits in ``bits``."""
+    return list(resolve_each(config, replicas).values())
+
+
+def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
+    """The configurations of a replica's reduce-scatters, in the order of their bits in ``bits``.
+
+    They have a seed of their own: their dither has to be independent of that of other replicas, and of the mean over
+    replicas, which rounds their results.
+    """
     text = f"{config.seed} reduce-scatter {replica}".encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest(), "little") >> 1
-    return replace(config, reducer="two_shot", memory_down="none", seed=seed)
+    return [
+        replace(one_width, reducer="two_shot", memory_down="none", seed=seed) for one_width in config.by_bits().values()
+    ]
 
 
 def _divisor(group: ShardedGroup) -> float | None:
     """What the user wants sums to be divided by, instead of the number of ranks; torch 2.7 has no such thing."""
     return getattr(group.inner, "gradient_divide_factor", None)
-
-
-def _check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, reduce_scatter: bool) -> None:
-    if config.chooses_bits:
-        name = "auto=True" if config.auto else 'bits="auto"'
-        raise ConfigError(f"{name} is for DistributedDataParallel (register_gqsgd); with FSDP2, give bits as a number")
-    if replicate is None and not reduce_scatter:
-        raise ConfigError(
-            "nothing would be compressed: give replicate= (the group of ranks that hold the same shards), "
-            "reduce_scatter=True, or both"
-        )
-    if reduce_scatter:
-        if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
-            raise ConfigError(
-                f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which reduce_scatter=True "
-                "needs; the first that has it is torch 2.9"
-            )
-        if config.reducer not in ("auto", "two_shot"):
-            raise ConfigError(
-                f"reduce_scatter=True does not go with reducer={config.reducer!r}: take 'auto' or 'two_shot', or drop "
-                "reduce_scatter to leave reduce-scatters to torch"
-            )
-    if config.up is not None or config.down is not None:
-        raise ConfigError(
-            "what sharded gradients lose is not remembered: give memory='none' and memory_down='none' (with a biased "
-            "codec that is a bias), or train with DistributedDataParallel (register_gqsgd)"
-        )
-
-
-def _check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None) -> None:
-    for group in groups:
-        if replicate is not None and group.replicas is not None:
-            raise ConfigError(
-                f"module {group.name!r} is sharded over a mesh of two dimensions, so that torch averages over replicas "
-                "itself, uncompressed: apply fully_shard to mesh['shard'] only, and give replicate=mesh['replicate']"
-            )
-        if group.has_hook:
-            raise ConfigError(
-                f"module {group.name!r} already has an all-reduce hook or a custom reduce-scatter, and FSDP takes one "
-                "of each: remove the other registration"
-            )

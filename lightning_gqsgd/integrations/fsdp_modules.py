@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class ShardedParameter:
         numel: coordinates of the whole parameter.
         share: coordinates of one shard, padding included; the same on every rank.
         raw: True if its gradient travels uncompressed.
+        bits: the bits that ``bits`` by name gives it; None: it has those of the configuration.
     """
 
     number: int
@@ -43,6 +44,7 @@ class ShardedParameter:
     numel: int
     share: int
     raw: bool
+    bits: int | None = None
 
 
 class ShardedGroup:
@@ -119,7 +121,7 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
     whole = {name: param.sharded_param for name, param in parameters.items()}
     sharded = {
         id(parameters[entry.name]): ShardedParameter(
-            *entry[:3], parameters[entry.name].padded_sharded_param_size.numel(), raw=entry.raw
+            *entry[:3], parameters[entry.name].padded_sharded_param_size.numel(), raw=entry.raw, bits=entry.bits
         )
         for entry in number_parameters(whole, config)
     }
@@ -129,12 +131,20 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
     ]
 
 
-def row(parameters: list[ShardedParameter], shard: int, shards: int) -> list[Segment]:
+def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Mapping[int, int]) -> list[Segment]:
     """The flat tensor of one rank's shards.
 
     Shards of a parameter are numbered apart, so that no two coordinates of a model have the same dither.
+
+    Args:
+        parameters: in order.
+        shard: number of the rank among those that parameters are divided among.
+        shards: number of those ranks.
+        choices: number of the configuration by its bits, see `layout.Segment`.
     """
-    return [Segment(p.number * shards + shard, p.share, p.raw) for p in parameters]
+    return [
+        Segment(p.number * shards + shard, p.share, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters
+    ]
 
 
 def digest(groups: list[ShardedGroup]) -> str:

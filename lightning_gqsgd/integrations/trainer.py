@@ -61,7 +61,7 @@ class TrainerMixin(_Base):
         preset: str | GQSGDConfig | None = None,
         *,
         codec: str | None = None,
-        bits: int | Literal["auto"] | None = None,
+        bits: int | Literal["auto"] | dict[str, int] | None = None,
         levels: int | None = None,
         mantissa: int | None = None,
         density: float | None = None,

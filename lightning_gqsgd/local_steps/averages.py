@@ -250,7 +250,7 @@ class LocalAverages(Course[Average]):
         """One line that says what is averaged how often, and how it is compressed."""
         options = self.options
         every = "a varying number of" if callable(options.every) else options.every
-        text = report(self.requested, self.config, self._facts, self.world_size, self.averages, "value")
+        text = report(self.requested, [self.config], self._facts, self.world_size, self.averages, "value")
         text += f"; changes are averaged every {every} steps"
         if options.fragments > 1:
             text += f" in {options.fragments} fragments"

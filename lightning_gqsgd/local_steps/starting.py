@@ -101,7 +101,9 @@ def numbered(
     """
     all_parameters = number_parameters(dict(model.named_parameters()), config)
     facts = [parameter for parameter in all_parameters if parameter.name in trained]
-    parameters = [Entry(Segment(number, numel, raw), name, trained[name], False) for number, name, numel, raw in facts]
+    parameters = [
+        Entry(Segment(fact.number, fact.numel, fact.raw), fact.name, trained[fact.name], False) for fact in facts
+    ]
     floating = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
     buffers = [
         Entry(Segment(len(all_parameters) + place, buffer.numel(), True), name, buffer, True)

@@ -318,16 +318,21 @@ def codec_of_bits(bits: int) -> str:
 def _gamma(device: torch.device, bits: int) -> Gamma:
     """Seconds of a codec's kernels for each coordinate."""
     numel = CODEC_NUMEL[device.type]
-    codec = _Codec(device, bits, numel)
+    codec = CodecCase(device, GQSGDConfig(bits=bits), numel)
     encode_s, decode_s = _seconds(codec.encode, device), _seconds(codec.decode, device)
     return Gamma(encode_s / numel, decode_s / numel, _seconds(codec.add, device) / _SOURCES / numel)
 
 
-class _Codec:
-    """A tensor, messages of several sources, and what is done with them."""
+class CodecCase:
+    """A tensor, messages of several sources, and what is done with them.
 
-    def __init__(self, device: torch.device, bits: int, numel: int) -> None:
-        config = GQSGDConfig(bits=bits)
+    Args:
+        device: where they are.
+        config: its codec and its block size count.
+        numel: coordinates of the tensor, fp32.
+    """
+
+    def __init__(self, device: torch.device, config: GQSGDConfig, numel: int) -> None:
         self._q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
         self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
         table = cut([Segment(0, numel, raw=False)], config.block_size)
@@ -356,7 +361,7 @@ def _copying(device: torch.device) -> tuple[float, float]:
     """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
     x = torch.zeros(1 << 22, device=device)
     y, config = torch.empty_like(x), GQSGDConfig()
-    launch_s = _seconds(_Codec(device, config.num_bits, config.block_size).encode, device)
+    launch_s = _seconds(CodecCase(device, config, config.block_size).encode, device)
     return max(0.0, _seconds(lambda: y.copy_(x), device) - launch_s) / (2 * x.nbytes), launch_s
 
 

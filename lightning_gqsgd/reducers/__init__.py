@@ -47,6 +47,7 @@ __all__ = [
     "new_store",
     "reduced",
     "resolve",
+    "resolve_each",
     "run_virtual",
     "setting_for",
     "stages",
@@ -91,8 +92,8 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     A field ``scale`` that only repeats what the reducer always has becomes "auto".
 
     Raises:
-        ConfigError: bits are to be chosen while training; see also `choose_reducer`, `hierarchical.level_or_levels` and
-            `memory.resolve_memory`.
+        ConfigError: bits are to be chosen while training, or given by name (see `resolve_each`); see also
+            `choose_reducer`, `hierarchical.level_or_levels` and `memory.resolve_memory`.
 
     Warns:
         StabilityWarning: see `memory.resolve_memory`.
@@ -105,6 +106,11 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
             else 'bits="auto" chooses bits by the noise of the gradients'
         )
         raise ConfigError(f"{how} of a DDP training; here, give one of bits={allowed}")
+    if config.bits_by_name is not None:
+        raise ConfigError(
+            f"bits={config.bits!r} are for the parameters of DistributedDataParallel and FSDP2, which have names; "
+            "here, give bits as a number"
+        )
     config = level_or_levels(config, ranks)
     if config.reducer == "hierarchical":
         return config
@@ -115,6 +121,11 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
         # The way back has the same reference, where there is a way back that is encoded.
         config = replace(config, memory_down=config.up) if "memory_down" in REDUCERS[reducer].memories else config
     return resolve_memory(config)
+
+
+def resolve_each(config: GQSGDConfig, ranks: int) -> dict[int, GQSGDConfig]:
+    """`resolve` of each configuration that parameters have, by their bits; the first is that of the first pattern."""
+    return {bits: resolve(one_width, ranks) for bits, one_width in config.by_bits().items()}
 
 
 def stages(config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:

@@ -73,7 +73,7 @@ class SparseGradients:
         Returns:
             A future that completes with a coalesced sparse gradient with the same bits on every rank.
         """
-        outcome = _Outcome()
+        request, outcome = request.alone(), _Outcome()
         start = partial(self._steps, gradient, request, outcome)
         job = self._engine.run(gradient._values(), request, start)
 
@@ -91,7 +91,7 @@ class SparseGradients:
 
     def _mean(self, gradient: Tensor, request: Request, counters: BucketCounters) -> Mean:
         engine, config = self._engine, request.config
-        ((number, numel, raw),) = request.segments
+        ((number, numel, raw, _),) = request.segments
         height = gradient.shape[0]
         table = Table(number, height, numel // height if height else 0, raw)
         touched = touched_rows(gradient, table.width)

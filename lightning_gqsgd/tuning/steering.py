@@ -26,10 +26,11 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.transport.agreement import Agreed, digest_of
 from lightning_gqsgd.tuning.clock import StepClock
+from lightning_gqsgd.tuning.decisions import Decision
 from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.tuning.prediction import StepPredictor
 from lightning_gqsgd.tuning.sampling import GradientSampler, Taken
-from lightning_gqsgd.tuning.trials import Decision, Trials
+from lightning_gqsgd.tuning.trials import Trials
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class Steering:
         trials: what has been tried and decided; None without ``auto``.
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
+        is_countable: whether this rank can count its steps without the hook; set by `plain.PlainPath`.
+        leaves_hook: whether all ranks let plain DDP take the hook's place after the step under way.
 
     Raises:
         ConfigError: a candidate cannot work with so many ranks.
@@ -81,6 +84,11 @@ class Steering:
         self._measuring: int | None = None  # the step that is measured, until its sums are sent
         self._clock = StepClock()
         self._exposed_s: float | None = None
+        self.is_countable = False
+        self.leaves_hook = False
+        self._obstacle: str | None = None  # why the hook stays at 32 bits; empty: nothing prevents that it is left
+        self._all_countable = False
+        self._is_plain = False
         self._total_bits, self._total_steps = 0, 0
         self._permit(0)
 
@@ -128,11 +136,13 @@ class Steering:
         for compared_in in sorted(number for number in self._inbox if number <= step - 2):
             self._use(compared_in, self._inbox.pop(compared_in), step)
         self.bits = self._fewest() if self.trials is None else self.trials.choose(step)
-        self._total_bits, self._total_steps = self._total_bits + self.bits, self._total_steps + 1
+        self.leaves_hook = self.rests and self._obstacle == "" and self._all_countable
+        self._count_step()
         if logs:
             for decision in self.decisions[known:]:
                 logger.info("gqsgd: %s", describe(decision))
-        numbers = (*self._waits(exposed_s), *self._sums(step))
+        told = (int(self.is_countable),) if self.gauge is None else self._sums(step)
+        numbers = (*self._waits(exposed_s), *told)
         self._clock.skip(time.perf_counter() - begun)  # a prediction takes a while, once per trial
         return Begun(self.config, period_us, numbers)
 
@@ -153,11 +163,11 @@ class Steering:
         return self._sampler
 
     def choice(self) -> dict[str, float]:
-        """The latest step in numbers, for telemetry: ``bits``; ``trying``, with ``auto``; ``noise_scale``, in batches
-        of one rank, and ``predicted_step_s`` of these bits, where they are known."""
+        """The latest step in numbers, for telemetry: ``bits``; ``trying`` and ``plain``, with ``auto``;
+        ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, where they are known."""
         values: dict[str, float] = {"bits": self.bits}
         if self.trials is not None:
-            values["trying"] = float(self.trials.is_trying)
+            values |= {"trying": float(self.trials.is_trying), "plain": float(self._is_plain)}
         if self.gauge is not None and self.gauge.count:
             values["noise_scale"] = self.gauge.noise_scale
         predicted = self.decisions[-1].predicted.get(self.bits) if self.decisions else None
@@ -176,6 +186,7 @@ class Steering:
             backward_s = _seconds(max((row[1] for row in waits), default=0))
             period_s = agreed.period_us * 1e-6 if agreed.period_us else None
             self.trials.observe(compared_in - 1, period_s, exposed_s, backward_s)
+            self._all_countable = bool(sums) and all(map(any, sums))
         if self.gauge is not None and sums and all(map(any, sums)):
             self.gauge.observe([_sums_of(row) for row in sums])
             self._permit(step)
@@ -214,6 +225,61 @@ class Steering:
         numbers = (sums.square, sums.inner, *sums.errors)
         return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
 
+    # --- steps without the hook --------------------------------------------------------------------------------------
+
+    @property
+    def rests(self) -> bool:
+        """Whether 32 bits were kept by time alone, so that nothing needs the hook until the length of steps changes."""
+        return self.trials is not None and self.gauge is None and self.trials.is_resting
+
+    def permit_plain(self, obstacle: str) -> None:
+        """Say whether plain DDP can take the hook's place; ``obstacle``: why not, empty if it can."""
+        self._obstacle = obstacle
+        self._say_what_follows()
+
+    def begin_plain(self) -> None:
+        """Plain DDP has taken the hook's place. What was measured of the hook's steps does not count any more."""
+        assert self.trials is not None
+        self.trials.begin_rest()
+        self._is_plain, self.leaves_hook, self._all_countable = True, False, False
+        self._inbox.clear()
+        self._clock.interrupt()
+
+    def end_plain(self) -> None:
+        """The hook is in its place again."""
+        self._is_plain = False
+        self._clock.interrupt()
+
+    def count_plain_step(self) -> None:
+        """Count a step that plain DDP has carried."""
+        self._count_step()
+
+    def time_plain_step(self) -> int:
+        """End a step that plain DDP has carried, and begin the next; see `clock.StepClock.begin_step`."""
+        return self._clock.begin_step()
+
+    def watch_plain(self, steps: int, period_us: int) -> None:
+        """Take what all ranks know of steps that plain DDP has carried; afterwards, `rests` is False if it has to end.
+
+        Args:
+            steps: their number since the last call.
+            period_us: their median length, the longest over ranks, in microseconds; 0: it is not known.
+        """
+        if self.trials is not None:
+            self.trials.rest(steps, period_us * 1e-6 if period_us else None)
+
+    def plain_digest(self, digest: int) -> int:
+        """What ranks compare while plain DDP has the hook's place; ``digest``: of all other facts."""
+        return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
+
+    def _count_step(self) -> None:
+        self._total_bits, self._total_steps = self._total_bits + self.bits, self._total_steps + 1
+
+    def _say_what_follows(self) -> None:
+        if self.trials is not None and self._obstacle is not None:
+            follows = f"the hook stays, because of {self._obstacle}" if self._obstacle else "plain DDP takes over"
+            self.trials.after_native = f"; {follows}"
+
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def reseed(self, seed: int) -> None:
@@ -245,6 +311,7 @@ class Steering:
             ConfigError: ``state`` is no such state.
         """
         self._clock.interrupt()
+        self.leaves_hook, self._all_countable = False, False
         self._sampler.drop()
         self._measuring, self._exposed_s = None, None
         self._inbox, self._changes = {}, []
@@ -273,6 +340,7 @@ class Steering:
         else:
             self.trials = Trials.resumed(allow, state, is_same_world=is_same_world, predictor=self._predictor)
         self.bits = self.trials.bits
+        self._say_what_follows()
         self._permit(0)
 
     def _read(self, state: Mapping[str, Any], is_same_world: bool) -> None:
@@ -307,6 +375,8 @@ class Steering:
         text = f"gqsgd: auto over {ranks} ranks: bits of {allowed}, {', '.join(rules)}"
         if self._total_steps:
             text += f"; {self.average_bits:.3g} bits on average over {self._total_steps} steps"
+        if self._is_plain:
+            text += "; plain DDP carries the gradients at present"
         if self.decisions:
             return f"{text}; {describe(self.decisions[-1])}"
         return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"

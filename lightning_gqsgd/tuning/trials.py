@@ -18,6 +18,9 @@ Stay: all steps use the candidate that was kept.
 Watch: where the median of the latest steps differs from that of the decision by more than 15 %, there is a new trial.
 Trials cost steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has to be paid for.
 
+Rest: where 32 bits were kept, plain DDP may take the hook's place. Steps are then not chosen one by one. Every tenth
+step, ranks say how long their latest steps took, and the watch goes on with that.
+
 Permit: something else, such as the noise of gradients, may forbid candidates for a while. The widest candidate is never
 forbidden. A candidate that is forbidden is left at once, and one that becomes permitted asks for a trial.
 """
@@ -27,91 +30,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
 from lightning_gqsgd.tuning.prediction import Measured
 
 #: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
 Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
-
-#: Steps between a step and the first choice that knows its length: the length is known when the next step begins, ranks
-#: exchange it in that step, and over NCCL the host reads what was exchanged in the step after that.
-LAG = 3
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The numbers of the state machine.
-
-    Attributes:
-        settling: steps before the first trial. DDP builds its buckets anew after its first step.
-        rounds: how often each candidate has its turn in a trial.
-        block: steps of one turn, of which the first one does not count.
-        tie: candidates whose medians differ by less, relatively, are equal.
-        widest_tie: the same, at most, where the errors of the medians are larger than ``tie``.
-        hopeless: a candidate has no further turn once its shortest step is this many times the shortest median.
-        window: number of steps whose median is watched.
-        drift: relative difference of that median, and of the decision's, that starts a new trial.
-        doubt: the relative error of a prediction that is reckoned with, once the costs of the codec are known.
-        share: what each step adds to the credit of steps for trials.
-        most_trials: how many trials of full length the credit is enough for, at most. It begins with so many.
-    """
-
-    settling: int = 5
-    rounds: int = 3
-    block: int = 4
-    tie: float = 0.02
-    widest_tie: float = 0.05
-    hopeless: float = 2.0
-    window: int = 50
-    drift: float = 0.15
-    doubt: float = 0.2
-    share: float = 0.05
-    most_trials: int = 3
-
-    def longest_trial(self, candidates: int) -> int:
-        """The most steps of a trial: one round more than usual, if steps could not be measured."""
-        return (self.rounds + 1) * self.block * candidates + LAG
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The end of a trial, or another change of bits.
-
-    Attributes:
-        step: the first step that knows of it.
-        bits: the candidate that is kept.
-        seconds: what was measured: the median length of the steps of each candidate that was tried, by its bits.
-        reason: why there was a trial, or a change, and why this candidate is kept.
-        predicted: what was predicted for each candidate before it was measured, in seconds; None: nothing was.
-    """
-
-    step: int
-    bits: int
-    seconds: Mapping[int, float]
-    reason: str
-    predicted: Mapping[int, float | None] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
-        return {**asdict(self), "seconds": dict(self.seconds), "predicted": dict(self.predicted)}
-
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> Decision:
-        """The decision of `to_dict`; keys may have become text in JSON.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is no such row.
-        """
-        seconds = {int(bits): float(value) for bits, value in row["seconds"].items()}
-        # Versions before predictions wrote none.
-        predictions = row.get("predicted", {}).items()
-        predicted = {int(bits): None if value is None else float(value) for bits, value in predictions}
-        return cls(int(row["step"]), int(row["bits"]), seconds, str(row["reason"]), predicted)
 
 
 @dataclass
@@ -169,6 +98,7 @@ class Trials:
         permitted: those of them that may be used at present.
         bits: the candidate of the latest step, at first the widest.
         decisions: the ends of all trials and all other changes of bits, in order.
+        after_native: what the reason of a decision for 32 bits says about the hook's place; may be empty.
     """
 
     def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
@@ -178,6 +108,7 @@ class Trials:
         self._predictor = predictor
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []
+        self.after_native = ""
         self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
         self._credit = float(self.rules.most_trials * self._cost)
         self._trial: _Trial | None = None
@@ -193,6 +124,13 @@ class Trials:
     def is_trying(self) -> bool:
         """Whether a trial is under way."""
         return self._trial is not None
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether 32 bits were measured and kept, and nothing else is to be tried at present."""
+        if self._trial is not None or self._asked is not None or self._waiting is not None or not self.decisions:
+            return False
+        return REDUCER_OF_BITS.get(self.bits) == "native" and self.bits in self.decisions[-1].seconds
 
     def observe(
         self, step: int, seconds: float | None, exposed_s: float = math.nan, backward_s: float = math.nan
@@ -251,6 +189,24 @@ class Trials:
         for old in [old for old in self._counted if old < step - 2 * LAG]:
             del self._counted[old]
         return self.bits
+
+    def begin_rest(self) -> None:
+        """Forget the lengths of the steps in which the hook carried gradients: the hook's place is taken now."""
+        self._window.clear()
+        self._counted.clear()
+        self._is_refined = False
+
+    def rest(self, steps: int, seconds: float | None) -> None:
+        """Let steps pass for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun.
+
+        Args:
+            steps: their number since the last call.
+            seconds: the median length of the latest steps, the longest over all ranks; None: it is not known.
+        """
+        self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
+        if seconds is not None and self.is_resting:
+            # The steps of the trial had the cost of the hook in them, so the first median may be shorter.
+            self._compare(seconds, expects_shorter=not self._is_refined)
 
     def _begin_if_due(self) -> None:
         """Begin a trial if one was asked for, or if the length of steps has changed, and if the credit is enough."""
@@ -346,6 +302,7 @@ class Trials:
             reason = f"{trial.why}; {reason}"
         skipped = ", ".join(map(str, sorted(trial.skipped, reverse=True)))
         reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
+        reason += self.after_native if REDUCER_OF_BITS.get(self.bits) == "native" else ""
         predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
         self.decisions.append(Decision(step, self.bits, medians, reason, predicted))
         self._reference_s, self._is_refined = medians.get(self.bits), False
@@ -402,17 +359,28 @@ class Trials:
 
     def _watch(self) -> None:
         """Begin a trial if the length of steps has changed and the credit is enough."""
-        if len(self._window) < self.rules.window:
-            return
-        now = median(self._window)
+        if len(self._window) == self.rules.window:
+            self._compare(median(self._window))
+
+    def _compare(self, now: float, *, expects_shorter: bool = False) -> None:
+        """Begin a trial if a median length of steps differs from the decision's, and if the credit is enough.
+
+        Args:
+            now: the median length of the latest steps, in seconds.
+            expects_shorter: whether steps that are shorter than the decision's are no reason for a trial.
+        """
         if self._reference_s is None:
             self._reference_s = now
         change = now / self._reference_s - 1
-        if abs(change) <= self.rules.drift:
+        if abs(change) <= self.rules.drift or (expects_shorter and change < 0):
             if not self._is_refined:
                 self._reference_s, self._is_refined = now, True
         elif self._credit >= self._cost:
             self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
+
+    def describe_rest(self) -> str:
+        """What ranks must have in common to find the next trial due at the same step."""
+        return f"{len(self.decisions)} {self.bits} {self._reference_s} {self._credit} {self._is_refined}"
 
     def state(self) -> dict[str, Any]:
         """What a resumed run begins with: plain values."""

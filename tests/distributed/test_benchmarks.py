@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy, kernels, report
-from benchmarks.timing import in_turns, ratio
+from lightning_gqsgd.performance.turns import in_turns, ratio
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from lightning_gqsgd.cli import doctor
+from lightning_gqsgd.cli import benching, doctor
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.performance import predict
+from lightning_gqsgd.performance import bench, predict
 from lightning_gqsgd.performance.costs import KINDS
 from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.recording import Recorder
@@ -140,3 +141,37 @@ def test_the_doctor_fails_where_a_question_fails(monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 1
     assert "FAIL  CPU kernels" in result.stdout
     assert "OSError: no kernels today" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_bench_of_two_processes_times_kernels_and_all_reduces(tmp_path: Path) -> None:
+    done = _gqsgd(tmp_path, "bench", "--megabytes", "1", "--rounds", "3", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads(done.stdout)
+    assert (made["ranks"], made["backend"], made["numel"]) == (2, "gloo", 2**18)
+    assert [(kernel["codec"], kernel["bits"]) for kernel in made["kernels"]] == list(bench.KERNELS)
+    assert all(kernel["times_copy"] > 0 for kernel in made["kernels"])
+    ways = {way["name"].split(",")[0]: way for way in made["all_reduces"]}
+    sent = {name: way["sent_mb"] / ways["fp32"]["sent_mb"] for name, way in ways.items()}
+    assert sent["bf16"] == 0.5
+    assert 0.25 < sent["8 bits"] < 0.27
+    assert 0.125 < sent["4 bits"] < 0.145
+
+
+def test_a_bench_is_a_table_of_kernels_and_one_of_all_reduces() -> None:
+    kernels = (bench.KernelTime("companded", 8, 2.0, 1.0, 1.3, 3.1),)
+    ways = (bench.ReduceTime("fp32", 26.2, 30, 1, 1, 1), bench.ReduceTime("8 bits, gather", 6.7, 20, 1.5, 1.4, 1.6))
+    made = bench.Bench("CPU", "gloo", 2, 6_553_600, 15, kernels, ways)
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(*benching.tables(made), benching.note(made))
+    text = captured.get()
+    assert "All-reduce of 25 MiB over 2 local ranks by gloo" in text
+    assert "1.50×" in text
+    assert "8 bits, gather is fastest" in text
+
+
+def test_a_bench_of_one_process_is_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "--procs", "1"])
+    assert result.exit_code == 2
+    assert "--procs 1 is out of range: 2 to 64" in result.output

@@ -87,9 +87,8 @@ SENTENCES = {
     ],
 }
 
-#: Numbers with a unit that are settings, or the output of a command that another test runs.
+#: Numbers with a unit that are settings.
 SETTINGS = (
-    r"Take bits=4, predicted to take 317 ms.*?exposed\.",
     r"images of 64×64 per host",
     r"--backward 200ms",
 )

@@ -83,7 +83,9 @@ def _leaves(nav: Any) -> Iterator[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     listed = list(_leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert sorted(listed) == sorted(page.removeprefix("docs/") for page in PAGES if page != "README.md")
+    pages = [page.removeprefix("docs/") for page in PAGES if page != "README.md"]
+    notebooks = [path.with_suffix(".md").name for path in (ROOT / "docs").glob("*.ipynb")]
+    assert sorted(listed) == sorted([*pages, *notebooks])
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,30 @@ def test_what_is_excluded_travels_as_it_is(tmp_path: Path) -> None:
     run(_excluded, 4, tmp_path)
 
 
+def _bits_by_name(rank: int) -> None:
+    on = mesh(2)
+
+    def reduced(bits: object, hooks: dict[str, Any]) -> dict[str, torch.Tensor]:
+        model = padded()
+        fully_shard(model, mesh=on["shard"])  # all parameters in one flat tensor
+        state = register_gqsgd_fsdp(model, replicate=on["replicate"], bits=bits, min_numel=50, **hooks)
+        once(model, rank)
+        assert isinstance(bits, int) or "'*': 4 bits" in state.report()
+        state.close()
+        return gradients(model)
+
+    for hooks in ({}, {"reduce_scatter": True}, {"reduce_scatter": True, "warmup_steps": 1}):
+        four, eight = reduced(4, hooks), reduced(8, hooks)
+        mixed = reduced({"*": 4, "2.*": 8}, hooks)
+        for name, gradient in mixed.items():
+            assert torch.equal(gradient, (eight if name.startswith("2.") else four)[name]), (name, hooks)
+
+
+@pytest.mark.slow
+def test_each_sharded_parameter_is_reduced_as_if_all_had_its_bits(tmp_path: Path) -> None:
+    run(_bits_by_name, 4, tmp_path)
+
+
 def accumulate(method: str) -> Backward:
     """Three backward passes, of which the last communicates all."""
 
@@ -417,6 +441,8 @@ def _refused(rank: int) -> None:
     refuses("scale='global' does not fit reducer='two_shot'", scale="global", reduce_scatter=True, **replicas)
     refuses("unknown field 'bit'; did you mean 'bits'", bit=4, **replicas)
     refuses("exclude patterns .* match no parameter", exclude=("*.wait",), **replicas)
+    refuses("bits patterns .* match no parameter", bits={"*": 8, "*.wait": 4}, **replicas)
+    refuses("does not go with reducer='bf16'.*no 16 or 32 bits", bits={"*": 8, "0.*": 16}, reduce_scatter=True)
     model, _ = quantised(on, {})
     refuses("module 'the root' already has an all-reduce hook", model, **replicas)
     model = sharded(on["shard"])

@@ -54,6 +54,9 @@ def test_an_object_from_the_command_line() -> None:
     noise = ("--trainer.strategy.bits=auto", "--trainer.strategy.max_slowdown=0.1")
     strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", *noise)
     assert strategy.gqsgd_config == GQSGDConfig(bits="auto", max_slowdown=0.1)
+    by_name = '--trainer.strategy.bits={"*": 4, "*.head.*": 8}'
+    strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", by_name)
+    assert strategy.gqsgd_config == GQSGDConfig(bits={"*": 4, "*.head.*": 8})
     strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", "--trainer.strategy.preset=dore")
     assert strategy.gqsgd_config.codec == "linear"
     assert strategy.gqsgd_config.memory_down != "none"

@@ -14,8 +14,8 @@ from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
 from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning.clock import StepClock
+from lightning_gqsgd.tuning.decisions import LAG
 from lightning_gqsgd.tuning.steering import Steering, describe
-from lightning_gqsgd.tuning.trials import LAG
 
 
 def test_candidates_are_the_configurations_that_bits_alone_would_give() -> None:
@@ -126,11 +126,11 @@ def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> 
     assert steering.decisions[-1].seconds == {32: pytest.approx(0.04), 4: pytest.approx(0.01)}
     assert "auto=False, bits=4" in describe(steering.decisions[-1])
     assert "auto takes 4 bits" in steering.report(2)
-    assert steering.choice() == {"bits": 4, "trying": 0}  # nothing was predicted
+    assert steering.choice() == {"bits": 4, "trying": 0, "plain": 0}  # nothing was predicted
     assert steering.trials is not None
     row = steering.decisions[-1]
     steering.trials.decisions.append(replace(row, predicted={32: None, 4: 0.011}))
-    assert steering.choice() == {"bits": 4, "trying": 0, "predicted_step_s": 0.011}
+    assert steering.choice() == {"bits": 4, "trying": 0, "plain": 0, "predicted_step_s": 0.011}
     assert "4 bits 10 ms (predicted 11 ms)" in describe(steering.decisions[-1])
     steering.trials.decisions.pop()
     again = Steering(GQSGDConfig(auto=True, allow=(32, 4)), 2)

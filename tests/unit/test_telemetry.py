@@ -111,6 +111,21 @@ def test_exposed_time_on_a_gpu_is_booked_when_it_has_passed(cuda: FakeCuda) -> N
     assert meter.read()["gqsgd/exposed_s"] == (3 + MAX_MEASURING) / 2  # the oldest were dropped
 
 
+def test_steps_of_plain_ddp_are_counted_and_leave_times_out() -> None:
+    telemetry = Telemetry()
+    meter = Meter(telemetry)
+    telemetry.add_plain_step(100, 400, 300)
+    values = meter.read()
+    assert values["gqsgd/bytes_sent"] == 300
+    assert values["gqsgd/bits_per_coordinate"] == 32
+    assert "gqsgd/exposed_s" not in values
+    telemetry.add_plain_step(100, 400, 300)
+    telemetry.expose(0.0, 0.5)
+    telemetry.end_step()
+    assert meter.read()["gqsgd/exposed_s"] == 0.5  # of the one step that was timed
+    assert telemetry.totals()["steps"] == 3
+
+
 @pytest.mark.parametrize("value", [0, torch.tensor(0)])
 def test_an_empty_count_is_zero(value: int | torch.Tensor) -> None:
     counters = BucketCounters()

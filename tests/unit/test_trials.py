@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
 from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
 from lightning_gqsgd.tuning.steering import describe
-from lightning_gqsgd.tuning.trials import LAG, Decision, Rules, Trials
+from lightning_gqsgd.tuning.trials import Trials
 
 ALLOW = (32, 16, 8, 4)
 Length = Callable[[int, int], float | None]  # of a step, by its number and its bits
@@ -281,3 +282,54 @@ def test_a_candidate_that_is_forbidden_during_its_turn_has_no_further_step() -> 
     trials.permit((32, 16, 8), 19, "noise")
     assert 4 not in run(trials, range(19, 100), lengths)
     assert len(trials.decisions) == 1
+
+
+def _resting(native_s: float) -> Trials:
+    """Trials that have kept 32 bits, whose hook has been left."""
+    trials = Trials(ALLOW)
+    trials.after_native = "; plain DDP takes over"
+    run(trials, range(100), constant({32: native_s, 16: 2.0, 8: 2.0, 4: 2.0}))
+    assert trials.is_resting
+    assert trials.decisions[-1].reason.endswith("plain DDP takes over")
+    trials.begin_rest()
+    return trials
+
+
+def test_without_the_hook_steps_may_become_shorter_at_first_and_a_later_change_begins_a_trial() -> None:
+    trials = _resting(1.0)
+    trials.rest(10, None)
+    trials.rest(10, 0.5)  # the trial's steps had the cost of the hook in them
+    assert trials.is_resting
+    trials.rest(10, 0.55)
+    assert trials.is_resting
+    trials.rest(10, 0.7)
+    assert not trials.is_resting
+    assert trials.is_trying
+    run(trials, range(200, 300), constant({32: 3.0, 16: 2.0, 8: 2.0, 4: 1.0}))
+    assert "steps became 40% longer" in trials.decisions[-1].reason
+    assert trials.bits == 4
+    assert not trials.is_resting
+    assert "plain DDP" not in trials.decisions[-1].reason
+
+
+def test_without_the_hook_longer_steps_begin_a_trial_at_once_if_the_credit_of_steps_is_enough() -> None:
+    trials = _resting(1.0)
+    trials._credit = 0.0
+    trials.rest(10, 1.5)
+    assert trials.is_resting
+    trials.rest(20 * Rules().longest_trial(len(ALLOW)), None)
+    trials.rest(10, 1.5)
+    assert not trials.is_resting
+
+
+def test_nothing_rests_before_a_decision_for_measured_steps_of_32_bits() -> None:
+    trials = Trials(ALLOW)
+    assert not trials.is_resting
+    saved = {"bits": 32, "reference_s": None, "credit": 0.0}
+    measured, unmeasured = (Decision(3, 32, seconds, "first trial").to_dict() for seconds in ({32: 1.0}, {}))
+    assert Trials.resumed(ALLOW, {**saved, "decisions": [measured]}, is_same_world=True).is_resting
+    assert not Trials.resumed(ALLOW, {**saved, "decisions": [measured]}, is_same_world=False).is_resting
+    assert not Trials.resumed(ALLOW, {**saved, "decisions": [unmeasured]}, is_same_world=True).is_resting
+    quicker = Trials(ALLOW)
+    run(quicker, range(100), constant({32: 4.0, 16: 2.0, 8: 2.0, 4: 1.0}))
+    assert not quicker.is_resting

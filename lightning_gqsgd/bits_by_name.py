@@ -1,0 +1,126 @@
+"""Bits per coordinate by patterns of parameter names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_gqsgd.errors import ConfigError
+
+_EXAMPLE = 'bits={"*": 4, "head.*": 8}'
+
+
+class BitsByName(Mapping[str, int]):
+    """Bits per coordinate by shell-style patterns of parameter names, in order.
+
+    The last pattern that matches a name decides, as in a .gitignore file. The order is what a user sees, and there is
+    no common measure of how specific a pattern is. Equal objects have the same patterns in the same order.
+
+    Args:
+        patterns: bits by pattern, or pairs of a pattern and its bits.
+
+    Raises:
+        ConfigError: no pattern at all, a pattern that is no text, or bits that are no integer.
+    """
+
+    def __init__(self, patterns: Mapping[str, int] | Iterable[Sequence[Any]]) -> None:
+        pairs = list(patterns.items() if isinstance(patterns, Mapping) else map(tuple, patterns))
+        if not pairs or not all(len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int for pair in pairs):
+            raise ConfigError(f"bits={dict(pairs)!r} must give each pattern a number of bits, e.g. {_EXAMPLE}")
+        self._pairs = tuple(pairs)
+        self._bits = dict(self._pairs)
+        if len(self._bits) < len(self._pairs):
+            raise ConfigError(f"bits={list(self._pairs)!r} has a pattern twice; give each pattern once")
+
+    def __getitem__(self, pattern: str) -> int:
+        return self._bits[pattern]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bits)
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BitsByName) and self._pairs == other._pairs
+
+    def __hash__(self) -> int:
+        return hash(self._pairs)
+
+    def __repr__(self) -> str:
+        return repr(self._bits)
+
+    def __reduce__(self) -> Any:
+        return BitsByName, (self._pairs,)
+
+    @property
+    def first(self) -> int:
+        """The bits of the first pattern, which is usually ``"*"``."""
+        return self._pairs[0][1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of bits, each once, in the order of the patterns."""
+        return tuple(dict.fromkeys(self._bits.values()))
+
+    def pairs(self) -> list[list[Any]]:
+        """The patterns and their bits as plain values, which keep their order in JSON."""
+        return [list(pair) for pair in self._pairs]
+
+    def bits_of(self, name: str) -> int | None:
+        """The bits of a parameter; None: no pattern matches its name."""
+        pattern = self._deciding(name)
+        return None if pattern is None else self._bits[pattern]
+
+    def check(self, names: Sequence[str], raw: Iterable[str]) -> None:
+        """Check the patterns against a model.
+
+        Args:
+            names: the names of all parameters.
+            raw: the names of those that travel uncompressed, which need no bits.
+
+        Raises:
+            ConfigError: a pattern decides for no parameter, or no pattern matches a parameter that needs bits.
+        """
+        check_matched("bits", self, names)
+        deciding = {self._deciding(name) for name in names}
+        for pattern in self:
+            if pattern not in deciding:
+                raise ConfigError(
+                    f"bits: the pattern {pattern!r} decides for no parameter, because the last pattern that matches a "
+                    f"name wins, and later ones match the same names; put general patterns first, e.g. {_EXAMPLE}"
+                )
+        uncompressed = set(raw)
+        missing = [name for name in names if self._deciding(name) is None and name not in uncompressed]
+        if missing:
+            raise ConfigError(
+                f"bits: no pattern matches parameter {missing[0]!r} ({len(missing)} of {len(names)} have none); begin "
+                f'with a pattern for all, e.g. bits={{"*": 8, {next(iter(self))!r}: {self.first}}}'
+            )
+
+    def _deciding(self, name: str) -> str | None:
+        """The last pattern that matches a name."""
+        return next((pattern for pattern, _ in reversed(self._pairs) if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def check_matched(field: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Check that each pattern matches a name.
+
+    Args:
+        field: the name of the configuration's field, for the message.
+        patterns: shell-style patterns.
+        names: the names of all parameters of the model.
+
+    Raises:
+        ConfigError: a pattern matches no name; the message has the nearest names.
+    """
+    unmatched = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
+    if unmatched:
+        plain = unmatched[0].strip("*.?!")
+        near = difflib.get_close_matches(plain, names, n=3, cutoff=0.5) or list(names)[:3]
+        inside = [name for name in names if plain and plain in name][:3]
+        raise ConfigError(
+            f"{field} patterns {unmatched} match no parameter; names look like {', '.join(inside or near)}"
+        )

@@ -1,0 +1,87 @@
+"""The numbers by which `trials` decides, and what it has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: Steps between a step and the first choice that knows its length: the length is known when the next step begins, ranks
+#: exchange it in that step, and over NCCL the host reads what was exchanged in the step after that.
+LAG = 3
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of the state machine.
+
+    Attributes:
+        settling: steps before the first trial. DDP builds its buckets anew after its first step.
+        rounds: how often each candidate has its turn in a trial.
+        block: steps of one turn, of which the first one does not count.
+        tie: candidates whose medians differ by less, relatively, are equal.
+        widest_tie: the same, at most, where the errors of the medians are larger than ``tie``.
+        hopeless: a candidate has no further turn once its shortest step is this many times the shortest median.
+        window: number of steps whose median is watched.
+        drift: relative difference of that median, and of the decision's, that starts a new trial.
+        doubt: the relative error of a prediction that is reckoned with, once the costs of the codec are known.
+        share: what each step adds to the credit of steps for trials.
+        most_trials: how many trials of full length the credit is enough for, at most. It begins with so many.
+        matches: steps in a row whose backward passes were counted correctly without the hook, before plain DDP may
+            take the hook's place.
+        compare_every: while plain DDP has the hook's place, steps from one comparison between ranks to the next.
+    """
+
+    settling: int = 5
+    rounds: int = 3
+    block: int = 4
+    tie: float = 0.02
+    widest_tie: float = 0.05
+    hopeless: float = 2.0
+    window: int = 50
+    drift: float = 0.15
+    doubt: float = 0.2
+    share: float = 0.05
+    most_trials: int = 3
+    matches: int = 5
+    compare_every: int = 10
+
+    def longest_trial(self, candidates: int) -> int:
+        """The most steps of a trial: one round more than usual, if steps could not be measured."""
+        return (self.rounds + 1) * self.block * candidates + LAG
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The end of a trial, or another change of bits.
+
+    Attributes:
+        step: the first step that knows of it.
+        bits: the candidate that is kept.
+        seconds: what was measured: the median length of the steps of each candidate that was tried, by its bits.
+        reason: why there was a trial, or a change, and why this candidate is kept.
+        predicted: what was predicted for each candidate before it was measured, in seconds; None: nothing was.
+    """
+
+    step: int
+    bits: int
+    seconds: Mapping[int, float]
+    reason: str
+    predicted: Mapping[int, float | None] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {**asdict(self), "seconds": dict(self.seconds), "predicted": dict(self.predicted)}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Decision:
+        """The decision of `to_dict`; keys may have become text in JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is no such row.
+        """
+        seconds = {int(bits): float(value) for bits, value in row["seconds"].items()}
+        # Versions before predictions wrote none.
+        predictions = row.get("predicted", {}).items()
+        predicted = {int(bits): None if value is None else float(value) for bits, value in predictions}
+        return cls(int(row["step"]), int(row["bits"]), seconds, str(row["reason"]), predicted)

@@ -1,0 +1,460 @@
+"""Plain DDP in the place of the hook: who carries the gradients, and that nothing else changes, on real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.telemetry import Meter
+from lightning_gqsgd.tuning import plain as plain_module
+from lightning_gqsgd.tuning.decisions import Decision
+from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
+from tests.distributed.ranks import run
+
+#: Steps of the hook before plain DDP takes its place, where a decision for 32 bits was loaded.
+LEAVES_AFTER = 8
+SMALL_BUCKETS = {"bucket_cap_mb": 0.03}
+
+
+def decided(state: GQSGDState, bits: int = 32) -> None:
+    """Load a state that has decided for some bits, as after a resume."""
+    saved = state.state_dict()
+    rows = [Decision(3, bits, {32: 0.1, bits: 0.1}, "made up").to_dict()]
+    saved["auto"] |= {"bits": bits, "reference_s": None, "decisions": rows}
+    state.load_state_dict(saved)
+
+
+def carrier(model: DistributedDataParallel) -> str:
+    """The hook that DDP's own Reducer knows."""
+    return model._get_ddp_logging_data().get("comm_hook") or "plain"
+
+
+def auto(ddp: dict[str, Any], module: nn.Module | None = None, **fields: Any):
+    """A DDP model whose hook has decided for 32 bits."""
+    model, state = wrapped(ddp, {"preset": "gqsgd_auto", "sample_every": 0, **fields}, module)
+    decided(state)
+    return model, state
+
+
+def on_plain(rank: int, ddp: dict[str, Any], module: nn.Module | None = None):
+    """The same, after so many steps that plain DDP carries the gradients."""
+    model, state = auto(ddp, module)
+    train(model, rank, range(LEAVES_AFTER + 2))
+    assert carrier(model) == "plain"
+    return model, state
+
+
+def asks_for_a_trial(state: GQSGDState) -> None:
+    """Let the watch find at the next comparison that steps have become longer."""
+    assert state._steering is not None
+    trials, path = state._steering.trials, state._plain
+    assert trials is not None
+    assert path is not None
+    trials._reference_s, trials._is_refined = 1e-6, True
+    path._lengths.extend([10_000] * 50)
+
+
+def _there_and_back(rank: int) -> dict[str, Any]:
+    model, state = auto(SMALL_BUCKETS)
+    meter, carriers, steps = Meter(state.telemetry), [], []
+    for step in range(LEAVES_AFTER + 26):
+        if step == LEAVES_AFTER + 12:
+            asks_for_a_trial(state)
+            values, report = meter.read(), state.report()
+        train(model, rank, range(step, step + 1))
+        carriers.append(carrier(model))
+        steps.append(state.step)
+    facts = {"bits": fingerprint(model), "carriers": carriers, "steps": steps, "values": values, "report": report}
+    state.close()
+    return facts
+
+
+def test_plain_ddp_takes_the_hooks_place_and_the_hook_comes_back_for_a_trial_on_all_ranks_at_once(
+    tmp_path: Path,
+) -> None:
+    first, second = run(_there_and_back, 2, tmp_path)
+    assert first["bits"] == second["bits"]
+    assert first["carriers"] == second["carriers"]
+    back = LEAVES_AFTER + 21  # compared in the 20th step of plain DDP, and known in the next one
+    assert first["carriers"] == (
+        ["gqsgd_hook"] * LEAVES_AFTER + ["plain"] * (back - LEAVES_AFTER) + ["gqsgd_hook"] * (LEAVES_AFTER + 26 - back)
+    )
+    assert first["steps"] == list(range(1, LEAVES_AFTER + 27))
+    assert first["values"]["gqsgd/plain"] == 1
+    assert first["values"]["gqsgd/bits"] == 32
+    assert first["values"]["gqsgd/bits_per_coordinate"] == 32
+    assert "plain DDP carries the gradients at present" in first["report"]
+
+
+def _accumulating(model: nn.Module, rank: int, steps: int, *, to_none: bool, at: dict[int, Callable[[], None]]) -> str:
+    """Train with two micro-batches a step and momentum; ``at``: what is done before a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        at.get(step, lambda: None)()
+        for number, context in enumerate((model.no_sync(), contextlib.nullcontext())):
+            x, y = batch(rank, 2 * step + number)
+            with context:
+                nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+    return fingerprint(model)
+
+
+def _like_ddp(rank: int) -> list[tuple[str, str, str, int]]:
+    results, back = [], LEAVES_AFTER + 11
+    for view in (False, True):
+        for to_none in (False, True):
+            ddp = {**SMALL_BUCKETS, "gradient_as_bucket_view": view}
+            model, state = auto(ddp)
+            seen: list[str] = []
+
+            def look(model: DistributedDataParallel = model, seen: list[str] = seen) -> None:
+                seen.append(carrier(model))
+
+            # The first steps of a trial are those of 32 bits, so results stay those of DDP.
+            at = {10: look, 12: lambda state=state: asks_for_a_trial(state), back + 1: look}
+            mine = _accumulating(model, rank, back + 3, to_none=to_none, at=at)
+            assert seen == ["plain", "gqsgd_hook"], seen
+            count = state.step
+            state.close()
+            theirs = DistributedDataParallel(mlp(), **ddp)
+            results.append((mine, _accumulating(theirs, rank, back + 3, to_none=to_none, at={}), str(ddp), count))
+    return results
+
+
+@pytest.mark.slow
+def test_bits_are_those_of_ddp_with_accumulation_momentum_and_gradients_that_are_views_of_buckets(
+    tmp_path: Path,
+) -> None:
+    for results in run(_like_ddp, 2, tmp_path):
+        for mine, ddp, options, count in results:
+            assert mine == ddp, options
+            assert count == LEAVES_AFTER + 14
+
+
+def _saved_while_plain(rank: int, path: Path) -> dict[str, Any]:
+    model, state = on_plain(rank, {})
+    train(model, rank, range(LEAVES_AFTER + 2, 15))
+    if rank == 0:
+        torch.save({"model": model.module.state_dict(), "gqsgd": state.state_dict()}, path)
+    dist.barrier()
+    train(model, rank, range(15, 20))
+    whole = fingerprint(model)
+    state.close()
+    checkpoint = torch.load(path, weights_only=True)
+    again = mlp()
+    again.load_state_dict(checkpoint["model"])
+    resumed, state = wrapped({}, {"preset": "gqsgd_auto", "sample_every": 0}, again)
+    state.load_state_dict(checkpoint["gqsgd"])
+    begun, bits = state.step, state.config.num_bits
+    train(resumed, rank, range(15, 20))
+    early = carrier(resumed)
+    now = fingerprint(resumed)
+    train(resumed, rank, range(20, 26))
+    facts = {"whole": whole, "resumed": now, "step": begun, "bits": bits, "carriers": (early, carrier(resumed))}
+    state.load_state_dict(checkpoint["gqsgd"])  # plain DDP stays in place, and the decision is the same
+    train(resumed, rank, range(26, 40))
+    facts["loaded"] = (state.step, carrier(resumed))
+    decided(state, 8)  # another decision: the hook is back after the next comparison
+    train(resumed, rank, range(40, 52))
+    facts["at 8 bits"] = (carrier(resumed), state.config.num_bits)
+    facts["bits"] = fingerprint(resumed)
+    state.close()
+    return facts
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_plain_ddps_steps_resumes_with_the_decision_and_states_can_be_loaded_meanwhile(
+    tmp_path: Path,
+) -> None:
+    first, second = run(_saved_while_plain, 2, tmp_path, tmp_path / "checkpoint.pt")
+    assert first == second
+    assert first["resumed"] == first["whole"]
+    assert (first["step"], first["carriers"]) == (15, ("gqsgd_hook", "plain"))
+    assert first["loaded"] == (15 + 14, "plain")
+    assert first["at 8 bits"] == ("gqsgd_hook", 8)
+
+
+def _loaded_on_one_rank(rank: int) -> str:
+    model, state = on_plain(rank, {})
+    if rank == 1:
+        state.step = 400
+    try:
+        train(model, rank, range(20, 33))
+    except ConfigError as error:
+        return f"{error}, with {carrier(model)}"
+    finally:
+        state.close()
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_state_of_one_rank_only_is_an_error_on_all_at_the_next_comparison(tmp_path: Path) -> None:
+    for answer in run(_loaded_on_one_rank, 2, tmp_path, timeout=60):
+        assert "do not agree: step" in answer
+        assert answer.endswith("with plain")
+
+
+def _copied_and_closed(rank: int) -> dict[str, Any]:
+    model, state = on_plain(rank, {})
+    again = copy.deepcopy(model)
+    known = state.step
+    train(again, rank, range(20, 23))
+    facts: dict[str, Any] = {"copy counts": state.step - known, "copy": fingerprint(again)}
+    try:
+        register_gqsgd(model, bits=8)
+    except ConfigError as error:
+        facts["second hook"] = str(error)
+    x, y = batch(rank, 30)
+    if rank == 1:
+        model(x)  # a forward pass for a look at outputs, on one rank only
+    train(model, rank, range(30, 45))
+    facts["steps"] = state.step
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        try:
+            nn.functional.cross_entropy(model(x), y).backward()
+        except RuntimeError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    facts["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    dist.barrier()
+    state.close()
+    with torch.no_grad():
+        model(x)
+    try:
+        nn.functional.cross_entropy(model(x), y).backward()
+    except RuntimeError as error:
+        facts["closed"] = str(error)
+    module = model.module
+    del model
+    gc.collect()
+    nn.functional.cross_entropy(module(x), y).backward()  # without DDP
+    return facts
+
+
+@pytest.mark.slow
+def test_copies_forks_second_hooks_and_the_end_of_the_hook_are_the_same_while_plain_ddp_carries_gradients(
+    tmp_path: Path,
+) -> None:
+    first, second = run(_copied_and_closed, 2, tmp_path)
+    assert first == second
+    assert first["copy counts"] == 0
+    assert "already has the communication hook 'gqsgd_hook'" in first["second hook"]
+    assert first["steps"] == LEAVES_AFTER + 2 + 15
+    assert first["child"] == 7
+    assert "the hook was closed" in first["closed"]
+
+
+def _stays(rank: int) -> list[tuple[str, str, str]]:
+    results = []
+    for options in ({"static_graph": True}, {}):
+        if not options:
+            plain_module._NEEDED = ("no_such_name",)
+        model, state = auto(options)
+        train(model, rank, range(LEAVES_AFTER + 4))
+        assert state._steering is not None
+        assert state._steering.trials is not None
+        results.append((carrier(model), state._steering.trials.after_native, fingerprint(model)))
+        state.close()
+    return results
+
+
+@pytest.mark.slow
+def test_the_hook_stays_where_plain_ddp_cannot_take_its_place_and_the_decision_says_why(tmp_path: Path) -> None:
+    first, second = run(_stays, 2, tmp_path)
+    assert first == second
+    for (name, why, _), reason in zip(first, ("static_graph=True", "no_such_name"), strict=True):
+        assert name == "gqsgd_hook"
+        assert "the hook stays, because of " in why
+        assert reason in why
+
+
+def _unused(rank: int) -> dict[str, Any]:
+    """Each rank uses other parameters in each step."""
+    ddp = {"find_unused_parameters": True}
+    results = []
+    for model, state in (auto(ddp, Branches()), (DistributedDataParallel(Branches(), **ddp), None)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(30):
+            x, y = batch(rank, step)
+            nn.functional.cross_entropy(model(x, (step // 2 + rank) % 2), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(fingerprint(model))
+        if state is not None:
+            results += [carrier(model), state.step]
+            state.close()
+    mine, carried_by, steps, ddps = results
+    return {"mine": mine, "ddp": ddps, "carrier": carried_by, "steps": steps}
+
+
+@pytest.mark.slow
+def test_plain_ddp_takes_over_where_parameters_are_unused(tmp_path: Path) -> None:
+    first, second = run(_unused, 2, tmp_path)
+    assert first == second
+    assert first["mine"] == first["ddp"]
+    assert (first["carrier"], first["steps"]) == ("plain", 30)
+
+
+def _failing(whole: Callable[..., None], *, is_built: bool) -> Callable[..., None]:
+    """A method that builds DDP's Reducer, or not, and raises."""
+
+    def fail(*arguments: Any) -> None:
+        if is_built:
+            whole(*arguments)
+        raise MemoryError("no room for buckets")
+
+    return fail
+
+
+def _fails(rank: int) -> list[tuple[str, str, str]]:
+    results = []
+    for is_built in (False, True):
+        model, state = auto({**SMALL_BUCKETS, "gradient_as_bucket_view": True})
+        whole, said = model._ddp_init_helper, []
+        for step in range(LEAVES_AFTER + 6):
+            model._ddp_init_helper = _failing(whole, is_built=is_built) if step == LEAVES_AFTER else whole
+            try:
+                train(model, rank, range(step, step + 1))
+            except MemoryError:
+                said.append(carrier(model))
+                model._ddp_init_helper = whole
+                state._steering.leaves_hook = step > LEAVES_AFTER  # the hook carries another step
+                train(model, rank, range(step, step + 1))
+                said.append(carrier(model))
+        said.append(carrier(model))
+        count = state.step
+        state.close()
+        theirs = DistributedDataParallel(mlp(), **SMALL_BUCKETS)
+        train(theirs, rank, range(LEAVES_AFTER + 6))
+        assert fingerprint(theirs) == fingerprint(model)
+        results.append((" ".join(said), str(count), fingerprint(model)))
+    return results
+
+
+@pytest.mark.slow
+def test_an_exception_while_the_reducer_is_built_leaves_the_hook_whole(tmp_path: Path) -> None:
+    first, second = run(_fails, 2, tmp_path)
+    assert first == second
+    for said, count, _ in first:
+        assert said == "gqsgd_hook gqsgd_hook plain"
+        assert count == str(LEAVES_AFTER + 6)
+
+
+def _joins(rank: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for before in (LEAVES_AFTER - 1, LEAVES_AFTER + 3):
+        model, state = auto({})
+        train(model, rank, range(before))
+        for first in (20, 60):  # the number of steps differs, and some ranks make no forward passes
+            with Join([model]):
+                train(model, rank, range(first, first + 6 + 8 * rank))
+        train(model, rank, range(100, 115))
+        facts[f"after {before} steps"] = (carrier(model), fingerprint(model), state.step)
+        state.close()
+    return facts
+
+
+@pytest.mark.slow
+def test_uneven_inputs_under_join_keep_ranks_equal_and_who_carries_the_gradients(tmp_path: Path) -> None:
+    first, second = run(_joins, 2, tmp_path)
+    assert first == second
+    assert [name for name, _, _ in first.values()] == ["gqsgd_hook", "plain"]
+
+
+def _rewrapped(rank: int) -> dict[str, Any]:
+    module = mlp()
+    module[0].weight.requires_grad_(False)
+    model, state = on_plain(rank, {}, module)
+    module[0].weight.requires_grad_(True)
+    try:
+        train(model, rank, range(20, 22))
+    except ConfigError as error:
+        said = str(error)
+    model = state.rewrap(DistributedDataParallel)
+    steps, carriers = [state.step], [carrier(model)]
+    train(model, rank, range(30, 42))
+    steps.append(state.step)
+    carriers.append(carrier(model))
+    facts = {"said": said, "steps": steps, "carriers": carriers, "bits": fingerprint(model)}
+    state.close()
+    return facts
+
+
+@pytest.mark.slow
+def test_a_new_wrapping_begins_with_the_hook_and_unfrozen_parameters_are_noticed(tmp_path: Path) -> None:
+    first, second = run(_rewrapped, 2, tmp_path)
+    assert first == second
+    assert "requires a gradient, but did not when" in first["said"]
+    assert first["carriers"] == ["gqsgd_hook", "plain"]
+    assert first["steps"][1] == first["steps"][0] + 12
+
+
+def _two_reductions(rank: int) -> tuple[str, int, str]:
+    """As Lightning's manual optimisation with two optimizers: one forward pass, and DDP is prepared twice."""
+    model, state = auto({})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        x, y = batch(rank, step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        for _ in range(2 if step else 1):  # DDP itself allows for one before it has built its buckets anew
+            model.reducer.prepare_for_backward([])
+            loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    result = carrier(model), state.step, fingerprint(model)
+    state.close()
+    return result
+
+
+@pytest.mark.slow
+def test_the_hook_stays_where_steps_cannot_be_counted_without_it(tmp_path: Path) -> None:
+    first, second = run(_two_reductions, 2, tmp_path)
+    assert first == second
+    assert first[:2] == ("gqsgd_hook", 39)
+
+
+def _slower(rank: int) -> dict[str, Any]:
+    """A whole run: a trial, plain DDP, steps that become longer, and another trial."""
+    model, state = wrapped({}, {"auto": True, "allow": (32, 16)})
+    pause = {"s": 0.004}
+    model.module.register_forward_pre_hook(lambda *_: time.sleep(pause["s"]))
+    carriers, decisions = [], []
+    for step in range(240):
+        if step == 120:
+            pause["s"] = 0.03
+        train(model, rank, range(step, step + 1))
+        carriers.append(carrier(model))
+        decisions.append(len(state.decisions))
+    facts = {"carriers": carriers, "decisions": decisions, "reasons": [row.reason for row in state.decisions]}
+    state.close()
+    return {**facts, "bits": fingerprint(model)}
+
+
+@pytest.mark.slow
+def test_ranks_go_there_and_back_together_when_steps_become_longer(tmp_path: Path) -> None:
+    results = run(_slower, 3, tmp_path)
+    assert results[0] == results[1] == results[2]
+    reasons = results[0]["reasons"]
+    if "plain" in results[0]["carriers"][:120]:  # 32 bits were kept, as they nearly always are here
+        assert "plain DDP takes over" in reasons[0]
+        assert len(reasons) > 1
+        assert "longer" in reasons[1]
+        assert results[0]["carriers"].index("gqsgd_hook", results[0]["carriers"].index("plain")) <= 120 + 60

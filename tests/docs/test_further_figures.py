@@ -1,0 +1,110 @@
+"""Measured figures on further pages of the documentation are those of the tables that the pages link to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.docs.tables import RESULTS, cell
+from tests.docs.test_figures import auto, prediction, rounded
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def speed_of_auto(rate: str) -> str:
+    return cell("auto", "best fixed / step", case="gqsgd_auto", rate=rate)
+
+
+def speed_of_32_bits(rate: str) -> str:
+    return cell("auto", "ddp / step", case="32 bits (best fixed)", rate=rate)
+
+
+def errors(rate: str | None = None) -> list[float]:
+    """Percent by which predictions are off, without signs, as they were before the table rounded them."""
+    saved = json.loads((RESULTS / "prediction.json").read_text())
+    place = {name: number for number, name in enumerate(saved["columns"])}
+    return [abs(row[place["error (%)"]]) for row in saved["rows"] if rate in (None, row[place["rate"]])]
+
+
+def time_of(case: str) -> str:
+    """Milliseconds on two hosts of two ranks at 100 Mbit/s."""
+    return cell("reducers_netlab_2_ranks_per_host", "time (ms)", case=case, hosts="2", rate="100mbit")
+
+
+#: The page and the sentence, and what the tables say.
+SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
+    (
+        "performance.md",
+        r"Over (\d+) settings, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+) %; (\d+) are",
+    ): [
+        lambda: prediction(1),
+        lambda: prediction(2),
+        lambda: prediction(3),
+        lambda: str(sum(error <= 10 for error in errors())),
+    ],
+    ("performance.md", r"The medians by rate are ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) %"): [
+        lambda: str(median(errors("50mbit"))),
+        lambda: str(median(errors("200mbit"))),
+        lambda: str(median(errors("1gbit"))),
+        lambda: str(median(errors("none"))),
+    ],
+    (
+        "performance.md",
+        r"steps were ([\d.]+) and ([\d.]+) times shorter\s+than plain DDP's, at ([\d.]+) and ([\d.]+) times the speed",
+    ): [
+        lambda: auto("100mbit"),
+        lambda: auto("1gbit"),
+        lambda: speed_of_auto("100mbit"),
+        lambda: speed_of_auto("1gbit"),
+    ],
+    ("performance.md", r"had ([\d.]+) times the speed of plain DDP's, as .*? had, and fixed 32 bits had ([\d.]+)\. "): [
+        lambda: auto("none"),
+        lambda: speed_of_32_bits("none"),
+    ],
+    ("method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
+        lambda: time_of("fp32"),
+        lambda: time_of("two_shot, 4 bit"),
+        lambda: time_of("hierarchical, 4 bit"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("page", "pattern"), SENTENCES)
+def test_sentences_of_further_pages_say_what_the_tables_say(page: str, pattern: str) -> None:
+    match = re.search(pattern, (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert match, "the sentence is gone: take its pattern out, too"
+    values = [value() for value in SENTENCES[page, pattern]]
+    assert list(match.groups()) == [rounded(value, said) for value, said in zip(values, match.groups(), strict=True)]
+
+
+_LOCAL = re.compile(r"^\| ([^|]+) \| ([\d.]+) MB \| (\d+) s \| (\d+) s \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_local_steps_took_what_their_table_says() -> None:
+    rows = _LOCAL.findall((ROOT / "docs" / "local_steps.md").read_text())
+    assert len(rows) == 7
+    for name, *said in rows:
+        case = name.strip("`").replace("DiLoCo", "diloco").replace("FedPAQ", "fedpaq").replace("H = ", "H=")
+        expected = [
+            cell("local_steps", "sent (MB)", case=case, rate="100mbit"),
+            cell("local_steps", "training (s)", case=case, rate="100mbit"),
+            cell("local_steps", "training (s)", case=f"{case} *", rate="10mbit"),
+            cell("local_steps", "loss at the end", case=case, rate="100mbit"),
+        ]
+        assert said == [rounded(value, like) for value, like in zip(expected, said, strict=True)], name
+
+
+_SPARSE = re.compile(r"^\| (`\w+`)[^|]* \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_bytes_of_dense_gradients_of_tables_are_those_of_the_recipes() -> None:
+    rows = _SPARSE.findall((ROOT / "docs" / "sparse.md").read_text())
+    assert [name for name, *_ in rows] == ["`ddp`", "`gqsgd`", "`gqsgd_4bit`"]
+    recipes = (ROOT / "recipes" / "README.md").read_text()
+    for name, dense, _ in rows:
+        assert re.search(rf"^\| {name} \| [^|]+ \| {dense} \|$", recipes, re.MULTILINE), name
