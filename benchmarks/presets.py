@@ -316,7 +316,8 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
         "100 % is worse than no gradient at all, but without bias it averages out over steps.",
         "Presets with a memory: one step is their first, with an empty memory, so its error is the compressor's and "
         f"not what training sees. The mean of {REPEATS} steps on the same gradients (up to {REPEATED_RANKS} ranks) has "
-        "the error that is left when the memory works; roundings without bias or memory would leave a quarter.",
+        "the error that is left when the memory works; roundings without bias or memory would leave a quarter. "
+        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing.md, Memory.",
     ]
 
 

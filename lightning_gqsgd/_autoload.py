@@ -57,6 +57,7 @@ STRATEGY_PRESETS = (
     "diana",
     "artemis",
     "dore",
+    "wyner_ziv",
     "dq_psgd",
     "drive",
     "eden",

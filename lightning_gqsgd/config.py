@@ -96,9 +96,10 @@ class GQSGDConfig:
             (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
         node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: LOCAL_WORLD_SIZE, which
             torchrun sets.
-        memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, a `Memory` or its three
-            numbers by name; ``"auto"``: none, where the codec is unbiased.
-        memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``.
+        memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, ``"shared"``, a `Memory`
+            or its numbers by name; ``"auto"``: none, where the codec is unbiased.
+        memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``; ``"auto"``: none, but a
+            shared memory, which is of both ways.
         min_numel: parameters with fewer elements travel uncompressed inside the same messages. 16 bits round all.
         exclude: shell-style patterns of parameter names that travel uncompressed, e.g. ``("*.embedding.*",)``.
         warmup_steps: number of first steps in which everything travels uncompressed.
@@ -243,8 +244,9 @@ class GQSGDConfig:
             what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
         for way, memory in (("", self.up), (" on the way back", self.down)):
             if memory is not None:
-                numbers = ", ".join(f"{name} {value:.3g}" for name, value in asdict(memory).items() if value)
-                what.append(f"memory{way}: {numbers}")
+                numbers = memories.plain(memory)
+                named = [f"{name} {numbers[name]:.3g}" for name in ("alpha", "beta", "rho") if numbers[name]]
+                what.append(f"{'shared ' if memory.shared else ''}memory{way}: {', '.join(named)}")
         return f"{bits} bits ({', '.join(what)})"
 
     @classmethod
@@ -265,7 +267,8 @@ class GQSGDConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, safe in checkpoints and messages."""
         bits = self.bits if self.bits_by_name is None else self.bits_by_name.pairs()
-        return {**asdict(self), "bits": bits, "exclude": list(self.exclude), "allow": list(self.allow)}
+        memory = {name: memories.plain(getattr(self, name)) for name in ("memory", "memory_down")}
+        return {**asdict(self), **memory, "bits": bits, "exclude": list(self.exclude), "allow": list(self.allow)}
 
     def dither_key(self, step: int, stream: int) -> tuple[int, int]:
         """Two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).

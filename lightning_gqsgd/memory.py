@@ -37,18 +37,33 @@ class Memory:
 
         u = x + alpha e - h;   e <- beta e + (x - h - Q(u));   h <- h + rho Q(u);   the receiver takes Q(u) + h.
 
+    A shared reference is side information: all ranks have the same h, whose state is one number for each coordinate.
+    There is no error then, and with the reduced gradient m that all ranks end with:
+
+        u = x - h;   h <- beta h + rho m;   the receiver takes Q(u) + h.
+
     Attributes:
         alpha: weight of remembered error in what is sent; None: 1/(1 + ω), the best one (ECQ-SGD, arXiv 1806.08054).
-        beta: how much of the old error is kept.
+        beta: how much of the old error is kept, or of a shared reference.
         rho: step of the reference; None: 1/(2 (1 + ω)) (DIANA; Artemis, arXiv 2006.14591). 0: there is none.
+        shared: whether the reference is one of all ranks, and not a rank's own.
+
+    Raises:
+        ConfigError: a number out of its range, or a shared reference beside an error.
     """
 
     alpha: float | None
     beta: float
     rho: float | None
+    shared: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        if not isinstance(self.shared, bool):
+            raise ConfigError(f"memory shared={self.shared!r} must be True or False")
+        if self.shared and self.alpha != 0:
+            raise ConfigError(f"memory shared=True keeps no error; give alpha=0, not {self.alpha!r}")
+        for name in ("alpha", "beta", "rho"):
+            value = getattr(self, name)
             if value is None and name != "beta":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -65,13 +80,18 @@ class Memory:
         return self.rho != 0
 
 
-#: Names for usual memories: classic error feedback; ECQ-SGD; DIANA and Artemis; EF21, which is Markov compression.
+#: A shared reference whose numbers are left out: a running mean of about 19 steps.
+_SHARED = Memory(0.0, 0.9, 0.1, shared=True)
+
+#: Names for usual memories: classic error feedback; ECQ-SGD; DIANA and Artemis; EF21, which is Markov compression; a
+#: running mean of the reduced gradients.
 MEMORIES: dict[str, Memory | None] = {
     "none": None,
     "ef": Memory(1.0, 1.0, 0.0),
     "ecq": Memory(None, 1.0, 0.0),
     "diana": Memory(0.0, 0.0, None),
     "ef21": Memory(0.0, 0.0, 1.0),
+    "shared": _SHARED,
 }
 
 
@@ -85,12 +105,21 @@ def parse(name: str, value: Any) -> str | Memory:
         return value
     if value is None:
         return "none"
-    if isinstance(value, Mapping) and set(value) <= {"alpha", "beta", "rho"}:
-        return Memory(**{"alpha": None, "beta": 1.0, "rho": 0.0, **value})
+    if isinstance(value, Mapping) and set(value) <= {"alpha", "beta", "rho", "shared"}:
+        usual = {"alpha": None, "beta": 1.0, "rho": 0.0}
+        return Memory(**{**(asdict(_SHARED) if value.get("shared") else usual), **value})
     raise ConfigError(
         f"{name}={value!r} is not one of 'auto', {', '.join(map(repr, MEMORIES))}, a Memory, or its numbers by name, "
         "e.g. {'alpha': 0.2, 'beta': 1, 'rho': 0}"
     )
+
+
+def plain(value: str | Memory) -> Any:
+    """A memory as a plain value, which `parse` reads."""
+    if isinstance(value, str):
+        return value
+    numbers = asdict(value)
+    return numbers if value.shared else {name: numbers[name] for name in ("alpha", "beta", "rho")}
 
 
 def named(value: str | Memory) -> Memory | None:
@@ -112,6 +141,11 @@ def check(config: GQSGDConfig) -> None:
             f"{biased_by} is biased, so training needs a memory of what was lost: memory='ef', or 'ef21'; "
             "memory='none' if you mean to do without"
         )
+    if config.down is not None and config.down.shared and config.down != config.up:
+        raise ConfigError(
+            f"memory_down={_described(config.down)} is the reference that ranks share on both ways, so it needs the "
+            "same memory; leave memory_down out, and give memory='shared'"
+        )
 
 
 class Keeps(str, Enum):
@@ -119,7 +153,7 @@ class Keeps(str, Enum):
 
     UP_ERROR and UP_REFERENCE are this rank's e and h. UP_MEAN is the mean of all ranks' h, kept where messages are
     averaged. DOWN_ERROR is the e of the way back, kept there as well. DOWN_REFERENCE is the h of the way back, which is
-    equal on all ranks.
+    equal on all ranks. SHARED is the one h of both ways.
     """
 
     UP_ERROR = "up_error"
@@ -127,6 +161,7 @@ class Keeps(str, Enum):
     UP_MEAN = "up_mean"
     DOWN_ERROR = "down_error"
     DOWN_REFERENCE = "down_reference"
+    SHARED = "shared_reference"
 
 
 #: What is kept where messages are averaged: by the owner of a shard, if each shard has one.
@@ -151,12 +186,16 @@ class Direction(NamedTuple):
         """The memory of this direction."""
         return config.up if self is UP else config.down
 
+    def references(self, memory: Memory | None) -> tuple[Keeps, Keeps]:
+        """Which reference a sender has, and which one is kept where messages arrive."""
+        return (Keeps.SHARED, Keeps.SHARED) if memory is not None and memory.shared else (self.sent, self.received)
+
     def kinds(self, memory: Memory | None) -> list[Keeps]:
         """What is kept for a memory of this direction, in a fixed order."""
         if memory is None:
             return []
         kept = [self.error] if memory.keeps_error else []
-        return [*kept, *dict.fromkeys((self.sent, self.received))] if memory.keeps_reference else kept
+        return [*kept, *dict.fromkeys(self.references(memory))] if memory.keeps_reference else kept
 
 
 UP = Direction(Keeps.UP_ERROR, Keeps.UP_REFERENCE, Keeps.UP_MEAN)
@@ -165,7 +204,8 @@ DOWN = Direction(Keeps.DOWN_ERROR, Keeps.DOWN_REFERENCE, Keeps.DOWN_REFERENCE)
 
 def kinds(config: GQSGDConfig) -> list[Keeps]:
     """What a configuration keeps, in a fixed order."""
-    return [kind for direction in (UP, DOWN) for kind in direction.kinds(direction.memory_of(config))]
+    every = [kind for direction in (UP, DOWN) for kind in direction.kinds(direction.memory_of(config))]
+    return list(dict.fromkeys(every))
 
 
 class MemoryStore:
@@ -267,7 +307,8 @@ def resolve_memory(config: GQSGDConfig) -> GQSGDConfig:
         ConfigError: the codec has no ω to compute them from.
 
     Warns:
-        StabilityWarning: an error memory with λ >= 1, or a reference with ρ (1 + ω) >= 2, for the codec's bound ω.
+        StabilityWarning: an error memory with λ >= 1, a reference with ρ (1 + ω) >= 2, or a shared reference with
+            β² + ρ² ω >= 1, for the codec's bound ω.
     """
     given: dict[str, Any] = {}
     for name, memory in (("memory", config.up), ("memory_down", config.down)):
@@ -299,15 +340,24 @@ def _resolved(config: GQSGDConfig, name: str, memory: Memory) -> Memory:
             StabilityWarning,
             stacklevel=3,
         )
-    if rho * (1 + omega) >= 2:
+    if memory.shared and memory.beta**2 + rho**2 * omega >= 1:
+        warnings.warn(
+            f"{name} with beta={memory.beta:g}, rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, so "
+            f"beta² + rho² ω is up to {memory.beta**2 + rho**2 * omega:.3g} >= 1, and the shared reference amplifies "
+            "its own noise; take a smaller rho, or more bits",
+            StabilityWarning,
+            stacklevel=3,
+        )
+    elif rho * (1 + omega) >= 2 and not memory.shared:
         warnings.warn(
             f"{name} with rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, and from rho (1 + ω) = 2 on "
             f"the reference moves away from what it follows; rho={1 / (1 + omega):.3g} works ('diana' takes half)",
             StabilityWarning,
             stacklevel=3,
         )
-    return Memory(alpha, memory.beta, rho)
+    return replace(memory, alpha=alpha, rho=rho)
 
 
 def _described(memory: Memory) -> str:
-    return f"(alpha={memory.alpha}, beta={memory.beta}, rho={memory.rho})"
+    shared = ", shared=True" if memory.shared else ""
+    return f"(alpha={memory.alpha}, beta={memory.beta}, rho={memory.rho}{shared})"

@@ -126,6 +126,11 @@ PRESETS: dict[str, Preset] = {
         "Artemis with errors fed back on the way back",
         optimizer="SGD",
     ),
+    "wyner_ziv": Preset(
+        {"bits": 3, "memory": "shared"},
+        "Liang et al. 2021, arXiv 2111.08277",
+        "differences to a running mean that all ranks share",
+    ),
     "dq_psgd": Preset(
         _stochastic(bits=4, rotation=True),
         "Saha et al. 2021, arXiv 2103.07578",

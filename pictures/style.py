@@ -25,6 +25,7 @@ COLOURS = {
     "terngrad": "#b2182b",
     "natural_compression": "#1b7837",
     "natural_dithering": "#7fae2f",
+    "wyner_ziv": "#5e4b8b",
     "dq_psgd": "#e0268a",
     "drive": "#c7522a",
     "eden": "#3d405b",

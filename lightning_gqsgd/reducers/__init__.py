@@ -116,7 +116,11 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
         return config
     reducer = choose_reducer(config, ranks)
     kept = config.scale if config.scale in REDUCERS[reducer].scales[1:] else "auto"
-    return resolve_memory(replace(config, reducer=reducer, scale=kept))
+    config = replace(config, reducer=reducer, scale=kept)
+    if config.up is not None and config.up.shared and config.memory_down == "auto":
+        # The way back has the same reference, where there is a way back that is encoded.
+        config = replace(config, memory_down=config.up) if "memory_down" in REDUCERS[reducer].memories else config
+    return resolve_memory(config)
 
 
 def resolve_each(config: GQSGDConfig, ranks: int) -> dict[int, GQSGDConfig]:

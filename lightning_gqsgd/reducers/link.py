@@ -1,7 +1,8 @@
 """One direction of a reducer: rotation, scales and codes, and what its two ends remember.
 
 A sender with input x, error memory e and reference h sends the codes of u = x + α e - h; a receiver adds its mean of
-the senders' references to what it decodes. Memories change only where the reduced gradient turns out to be finite, so a
+the senders' references to what it decodes. A reference that all ranks share moves by the reduced gradient, which all of
+them have at the end. Memories change only where the reduced gradient turns out to be finite, so a
 step that overflows on one rank leaves no trace on any.
 """
 
@@ -18,7 +19,7 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
 from lightning_gqsgd.layout import Part
-from lightning_gqsgd.memory import Direction, Memory, MemoryStore
+from lightning_gqsgd.memory import UP, Direction, Keeps, Memory, MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
@@ -30,13 +31,14 @@ class Recursion(NamedTuple):
     alpha: float
     beta: float
     rho: float
+    shared: bool
 
     @classmethod
     def of(cls, memory: Memory) -> Recursion:
         """Those of a memory whose numbers are all given, as `memory.resolve_memory` leaves it."""
         if memory.alpha is None or memory.rho is None:
             raise RuntimeError(f"the numbers of {memory} have to be resolved first")
-        return cls(memory.alpha, memory.beta, memory.rho)
+        return cls(memory.alpha, memory.beta, memory.rho, memory.shared)
 
 
 class Link:
@@ -55,6 +57,7 @@ class Link:
         self.config, self.quantiser, self.direction, self.scales_travel = config, quantiser, direction, scales_travel
         memory = direction.memory_of(config)
         self.recursion = None if memory is None else Recursion.of(memory)
+        self.sent, self.received = direction.references(memory)
         self.kernels_find_scales = kernels_find_scales(config)
 
     @property
@@ -66,6 +69,11 @@ class Link:
     def remembers(self) -> bool:
         """Whether a sender remembers what its messages lose."""
         return self.recursion is not None
+
+    @property
+    def shares(self) -> bool:
+        """Whether the reference is one that all ranks share, so that no message leaves anything to be remembered."""
+        return self.recursion is not None and self.recursion.shared
 
     @property
     def fuses(self) -> bool:
@@ -117,7 +125,11 @@ class Link:
                 message is not. A sender that remembers takes its message all the same, because its memory holds what
                 the message has lost. None: no source's.
         """
-        turn, own = (rotation if self.fuses else None), (None if self.remembers else own)
+        turn = rotation if self.fuses else None
+        if self.remembers and not self.shares:
+            own = None
+        if own is not None and self.shares:  # messages stand for differences, and so has what is exact
+            x -= store.load(self.received, part.runs, x)
         bad = kernels_for(x.device).decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
@@ -129,10 +141,13 @@ class Link:
         recursion = self.recursion
         if recursion is None or not recursion.rho:
             return
-        reference = store.load(self.direction.received, part.runs, decoded)
+        reference = store.load(self.received, part.runs, decoded)
+        if recursion.shared:
+            decoded += reference
+            return
         moved = torch.add(reference, decoded, alpha=recursion.rho)
         decoded += reference
-        store.store(self.direction.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
+        store.store(self.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
 
     def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
@@ -194,7 +209,7 @@ class _Remembering(Outgoing):
     ) -> None:
         self.recursion, self.store, self.runs = recursion, store, part.runs
         self.target = x.clone()  # x - h
-        self.reference = store.load(link.direction.sent, part.runs, x) if recursion.rho else None
+        self.reference = store.load(link.sent, part.runs, x) if recursion.rho else None
         self.error = store.load(link.direction.error, part.runs, x) if recursion.alpha else None
         if self.reference is not None:
             self.target -= self.reference
@@ -206,6 +221,8 @@ class _Remembering(Outgoing):
     def encode(self, wire: Tensor, key: Key) -> Trace:
         """See `Outgoing.encode`. It decodes the message as well: what it lost is what there is to remember."""
         super().encode(wire, key)
+        if self.recursion.shared:
+            return _Result(self) if self._link.direction is UP else NO_TRACE
         link, blocks, decoded = self._link, self._part.blocks, torch.zeros_like(self._input)
         kernels = kernels_for(wire.device)
         if link.quantiser.summable:
@@ -214,6 +231,25 @@ class _Remembering(Outgoing):
             kernels.decode(wire.view(1, -1), blocks, decoded, link.quantiser, (key,))
         link.turn_back(decoded, blocks, self._rotation)
         return _Lost(self, link.direction, decoded)
+
+
+class _Result:
+    """The reduced gradient, by which a shared reference moves; the way back has the same reference, and moves nothing.
+
+    Args:
+        sender: who sent the message on the way up.
+    """
+
+    def __init__(self, sender: _Remembering) -> None:
+        self._sender = sender
+
+    def commit(self, result: Tensor) -> None:
+        """See `Trace.commit`."""
+        sender, (_, beta, rho, _) = self._sender, self._sender.recursion
+        if sender.reference is None:
+            return
+        moved = (sender.reference * beta).add_(result.to(sender.reference.dtype), alpha=rho)
+        sender.store.store(Keeps.SHARED, sender.runs, torch.where(result.isfinite(), moved, sender.reference))
 
 
 class _Lost:

@@ -353,9 +353,23 @@ class DigitsMLP:
 
 
 def _generator(*numbers: int) -> torch.Generator:
-    """A generator of its own for each tuple of a seed, a use and perhaps a step."""
+    """A generator of its own for each tuple of a seed, a use and perhaps a step.
+
+    Torch's generator on the CPU is seeded by the low 32 bits of a number only, so all of the tuple has to reach them:
+    the tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). Seed 0 is not hashed. It has the step
+    as its number, so its uses share their random numbers in a step.
+    """
     seed, use, step = (*numbers, 0)[:3]
-    return torch.Generator().manual_seed(((seed * 8 + use) << 32) + step)
+    number = ((seed * 8 + use) << 32) + step
+    return torch.Generator().manual_seed(_hashed(number) if seed else step)
+
+
+def _hashed(number: int) -> int:
+    """64 bits, each of which depends on all bits of a number modulo 2⁶⁴."""
+    mask = 2**64 - 1
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & mask
+    return number ^ number >> 31
 
 
 def _dealt(rows: int, workers: int) -> Tensor:

@@ -58,6 +58,40 @@ def test_systems_that_are_more_than_a_preset_have_a_second_table() -> None:
     assert [entry["name"] for entry in _json()] == [*PRESETS, *LOCAL_PRESETS, *SYSTEMS]
 
 
+#: The systems of the literature that the package is made to have, and under which names.
+LITERATURE = {
+    "QSGD": ["qsgd", "qsgd_elias"],
+    "TernGrad": ["terngrad"],
+    "natural compression and dithering": ["natural_compression", "natural_dithering"],
+    "ECQ-SGD": ["ecq_sgd"],
+    "compressed AMSGrad": ["cd_adam", "comp_ams"],
+    "Adagrad": ["adagrad"],
+    "QCMD and QRDA Adagrad": ["qcmd_adagrad", "qrda_adagrad"],
+    "censoring heavy ball": ["gqsgd_chb"],
+    "FedPAQ": ["gqsgd_fedpaq"],
+    "GenQSGD": ["gqsgd_genqsgd"],
+    "predictive coding": ["gqsgd_predictive"],
+    "Wyner-Ziv coding": ["wyner_ziv"],
+    "FastSGD": ["fastsgd"],
+    "S2 Reducer": ["s2_reducer"],
+    "democratic coding": ["dgd_def", "dq_psgd"],
+    "FedVote": ["fedvote"],
+    "Artemis": ["artemis", "diana", "dore"],
+    "MCM": ["gqsgd_mcm"],
+    "NEOLITHIC": ["gqsgd_neolithic"],
+    "DPSVRG": ["dpsvrg"],
+}
+
+
+def test_every_system_of_the_literature_has_a_row_in_the_terminal_and_on_the_page() -> None:
+    listed = {entry["name"] for entry in _json()}
+    page = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
+    for system, names in LITERATURE.items():
+        for name in names:
+            assert name in listed, system
+            assert f"\n| {name} |" in page, system
+
+
 def test_systems_of_local_steps_have_a_table_of_their_own() -> None:
     lines = _run().stdout.splitlines()
     start = lines.index("Local steps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def test_presets_remember_what_their_papers_say() -> None:
         "diana": ["up_reference", "up_mean"],
         "artemis": ["up_reference", "up_mean"],
         "dore": ["up_reference", "up_mean", "down_error"],
+        "wyner_ziv": ["shared_reference"],
         "signsgd_ef": ["up_error", "down_error"],
         "topk_ef": ["up_error"],
     }
@@ -157,7 +159,7 @@ def test_a_step_with_a_bad_value_on_one_rank_leaves_no_trace_there(preset: str, 
     result = hit.average(broken, 1)[0]
     blocks = ~result.isfinite()
     assert blocks[100]
-    assert blocks[:256].all()
+    assert blocks[: hit.config.block_size].all()
     after = [ranks.average(gradients(3, 2), 2)[0] for ranks in (hit, spared)]
     assert torch.equal(after[0][blocks], after[1][blocks])
     assert after[0].isfinite().all()
@@ -202,3 +204,54 @@ def test_numbers_that_are_left_out_come_from_the_codec() -> None:
         resolve(GQSGDConfig(codec="sign", bits=1, memory="ecq", reducer="gather"), 4)
     with pytest.raises(ConfigError, match="depends on the parameter"):
         resolve(GQSGDConfig(dither="stochastic", scale_per="parameter", memory="ecq", reducer="gather"), 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reducer": "gather"}, {"reducer": "two_shot"}, {"reducer": "sum", "bits": 8}, {"memory_down": "none"}],
+    ids=["gather", "two_shot", "sum", "no way back"],
+)
+def test_a_shared_reference_is_the_running_mean_of_what_all_ranks_end_with(fields: dict) -> None:
+    ranks = VirtualRanks(3, SEGMENTS, preset="wyner_ziv", **fields)
+    expected = torch.zeros(NUMEL)
+    for step in range(6):
+        results = ranks.average(gradients(3, step), step)
+        expected = 0.9 * expected + 0.1 * results[0]
+        for store in ranks.stores:
+            assert torch.allclose(remembered(store, "shared_reference"), expected[CODED], atol=1e-6)
+            assert torch.equal(*(remembered(each, "shared_reference") for each in (store, ranks.stores[0])))
+
+
+def test_the_way_back_has_the_shared_reference_of_the_way_up() -> None:
+    config = resolve(PRESETS["wyner_ziv"].config, 4)
+    assert config.down == config.up == Memory(0.0, 0.9, 0.1, shared=True)
+    assert kinds(config) == ["shared_reference"]
+    assert "shared memory on the way back: beta 0.9, rho 0.1" in config.describe()
+    assert resolve(PRESETS["wyner_ziv"].config, 2).down is None  # a gather has no way back
+
+
+def test_a_shared_reference_as_plain_values() -> None:
+    config = GQSGDConfig(memory={"shared": True, "rho": 0.2, "beta": 0.8})
+    assert config.up == Memory(0.0, 0.8, 0.2, shared=True)
+    assert GQSGDConfig(**config.to_dict()) == config
+    assert GQSGDConfig(memory={"shared": True}).up == GQSGDConfig(memory="shared").up
+    assert GQSGDConfig(memory={"alpha": 0.5}).to_dict()["memory"] == {"alpha": 0.5, "beta": 1.0, "rho": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Memory(1.0, 1.0, 0.1, shared=True), "keeps no error; give alpha=0, not 1.0"),
+        (lambda: Memory(0.0, 1.0, 0.1, shared=1), "shared=1 must be True or False"),  # type: ignore[arg-type]
+        (lambda: GQSGDConfig(memory_down="shared"), "leave memory_down out, and give memory='shared'"),
+        (lambda: GQSGDConfig(memory="diana", memory_down="shared"), "needs the same memory"),
+    ],
+)
+def test_shared_references_that_cannot_work(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_a_shared_reference_that_may_amplify_its_noise_comes_with_a_warning() -> None:
+    with pytest.warns(StabilityWarning, match=r"beta² \+ rho² ω is up to .* >= 1"):
+        resolve(GQSGDConfig(codec="linear", bits=1, memory="shared"), 4)

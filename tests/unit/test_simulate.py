@@ -17,7 +17,14 @@ import torch
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
-from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem, Quadratic
+from lightning_gqsgd.simulation.problems import (
+    DigitsMLP,
+    LeastSquares,
+    LogisticRegression,
+    Problem,
+    Quadratic,
+    _generator,
+)
 from lightning_gqsgd.simulation.record import Record
 
 
@@ -80,6 +87,33 @@ def test_gradients_of_problems_average_to_the_slope_of_the_loss(problem: Problem
             low, high = (precise.loss((x + sign * 1e-5 * direction).detach()) for sign in (-1, 1))
             assert float(gradients.mean(0) @ direction) == pytest.approx((high - low) / 2e-5, rel=1e-5)
             assert problem.metrics(x.detach())["gradient_norm"] == pytest.approx(float(gradients.mean(0).norm()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: Quadratic(50, noise=1.0, spread=1.0, seed=seed),
+        lambda seed: LeastSquares(dimension=8, rows=40, batch=2, seed=seed),
+    ],
+)
+def test_a_seed_gives_one_set_of_data_and_batches_and_another_seed_gives_another(
+    make: Callable[[int], Problem],
+) -> None:
+    seeds = (0, 1, 2, 2**40 + 1)
+    first, again = ([make(seed) for seed in seeds] for _ in range(2))
+    x = torch.full_like(first[0].start(), 0.01)
+    for step in (0, 3):
+        gradients = [problem.gradients(x, step, 2) for problem in first]
+        for problem, gradient in zip(again, gradients, strict=True):
+            assert torch.equal(problem.gradients(x, step, 2), gradient)
+        for number, gradient in enumerate(gradients):
+            assert not any(torch.equal(gradient, other) for other in gradients[:number])
+
+
+def test_uses_and_steps_of_a_seed_have_random_numbers_of_their_own() -> None:
+    draws = {float(torch.rand(1, generator=_generator(7, use, step))) for use in range(3) for step in range(20)}
+    assert len(draws) == 60
+    assert float(torch.rand(1, generator=_generator(0, 2, 5))) == float(torch.rand(1, generator=_generator(0, 1, 5)))
 
 
 def test_batches_average_to_the_full_gradient_and_depend_on_the_step_only() -> None:
