@@ -89,7 +89,10 @@ class Timeline:
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
             "update_s": self.update_s,
-            "buckets": [[bucket.ready_s, [list(segment) for segment in bucket.segments]] for bucket in self.buckets],
+            # Without the segments' choices, because a step has one configuration here.
+            "buckets": [
+                [bucket.ready_s, [list(segment[:3]) for segment in bucket.segments]] for bucket in self.buckets
+            ],
         }
 
     @classmethod

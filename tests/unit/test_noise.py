@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.integrations.fsdp import _check_request
+from lightning_gqsgd.integrations.fsdp_starting import check_request
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
@@ -356,4 +356,4 @@ def test_a_configuration_with_noise_can_be_written_and_is_refused_where_no_ddp_i
     with pytest.raises(ConfigError, match="noise of the gradients of a DDP training; here, give one of bits=32"):
         resolve(config, 2)
     with pytest.raises(ConfigError, match="with FSDP2, give bits as a number"):
-        _check_request(config, None, True)
+        check_request(config, None, True)
