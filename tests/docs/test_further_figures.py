@@ -62,7 +62,7 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: speed_of_auto("100mbit"),
         lambda: speed_of_auto("1gbit"),
     ],
-    ("performance.md", r"had ([\d.]+) times the speed of plain DDP's, as .*? had, and fixed 32 bits had ([\d.]+)\. "): [
+    ("performance.md", r"had ([\d.]+) times the speed of plain DDP's, which .*?, had ([\d.]+)\. "): [
         lambda: auto("none"),
         lambda: speed_of_32_bits("none"),
     ],
