@@ -29,7 +29,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         f"tests/integrations/test_{part}.py": ("lightning_gqsgd/hook", "lightning_gqsgd/integrations/")
         for part in ("finetuning", "loops", "precision", "resume")
     },
-    "tests/integrations/test_fsdp.py": ("lightning_gqsgd/integrations/fsdp", "lightning_gqsgd/engine"),
+    "tests/integrations/test_fsdp": ("lightning_gqsgd/integrations/fsdp", "lightning_gqsgd/engine"),
     "tests/integrations/test_transformers.py": ("lightning_gqsgd/integrations/transformers", "lightning_gqsgd/hook"),
     "tests/integrations/test_lightning": ("lightning_gqsgd/_autoload", "lightning_gqsgd/integrations/"),
     "tests/integrations/test_fabric.py": ("lightning_gqsgd/integrations/fabric",),

@@ -249,7 +249,7 @@ class PlainPath:
         if self.is_on:
             self._engine.check_open()
             self.passed += 1
-            self._steering.count_plain_step()
+            self._steering.count_step()
             sent = ring_bytes(self._bytes, self._engine.world_size)
             self._engine.telemetry.add_plain_step(self._numel, self._bytes, sent)
 

@@ -137,7 +137,7 @@ class Steering:
             self._use(compared_in, self._inbox.pop(compared_in), step)
         self.bits = self._fewest() if self.trials is None else self.trials.choose(step)
         self.leaves_hook = self.rests and self._obstacle == "" and self._all_countable
-        self._count_step()
+        self.count_step()
         if logs:
             for decision in self.decisions[known:]:
                 logger.info("gqsgd: %s", describe(decision))
@@ -250,9 +250,9 @@ class Steering:
         self._is_plain = False
         self._clock.interrupt()
 
-    def count_plain_step(self) -> None:
-        """Count a step that plain DDP has carried."""
-        self._count_step()
+    def count_step(self) -> None:
+        """Count a step at the present bits, for their average."""
+        self._total_bits, self._total_steps = self._total_bits + self.bits, self._total_steps + 1
 
     def time_plain_step(self) -> int:
         """End a step that plain DDP has carried, and begin the next; see `clock.StepClock.begin_step`."""
@@ -271,9 +271,6 @@ class Steering:
     def plain_digest(self, digest: int) -> int:
         """What ranks compare while plain DDP has the hook's place; ``digest``: of all other facts."""
         return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
-
-    def _count_step(self) -> None:
-        self._total_bits, self._total_steps = self._total_bits + self.bits, self._total_steps + 1
 
     def _say_what_follows(self) -> None:
         if self.trials is not None and self._obstacle is not None:

@@ -1,4 +1,4 @@
-"""Models that FSDP2 shards, on meshes of CPU ranks, for `test_fsdp`."""
+"""Models that FSDP2 shards, on meshes of CPU ranks, for `test_fsdp` and `test_fsdp_faults`."""
 
 from __future__ import annotations
 
@@ -70,3 +70,7 @@ def bits(tensors: Iterable[Tensor]) -> str:
 def weight_bits(model: nn.Module) -> str:
     """Of all parameters."""
     return bits(p.full_tensor() for p in model.parameters())
+
+
+def once(model: nn.Module, rank: int) -> None:
+    loss_of(model, rank, 0).backward()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
-import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
-from lightning_gqsgd.transport.communicator import CollectiveError
 from tests.distributed.models import batch, mlp, train
 from tests.distributed.ranks import run
 from tests.integrations.fsdp_models import (
@@ -34,6 +30,7 @@ from tests.integrations.fsdp_models import (
     gradients,
     loss_of,
     mesh,
+    once,
     padded,
     quantised,
     relative_errors,
@@ -95,10 +92,6 @@ def test_hybrid_sharding_trains_like_torch(tmp_path: Path) -> None:
 
 
 Backward = Callable[[nn.Module, int], None]
-
-
-def once(model: nn.Module, rank: int) -> None:
-    loss_of(model, rank, 0).backward()
 
 
 def against_torch(
@@ -385,82 +378,6 @@ def test_non_finite_values_of_one_rank_reach_all(tmp_path: Path) -> None:
         assert all(bias[6:])  # the other shard's
 
 
-def _errors(rank: int) -> list[str]:
-    on = mesh(2)
-    texts = []
-
-    def fails(call: Callable[[], Any]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            call()
-        texts.append(str(caught.value))
-
-    for odd in range(4):  # whoever differs, all hear of it
-        fails(lambda odd=odd: quantised(on, {"bits": 4 if rank == odd else 8}))
-    fails(lambda: quantised(on, {"seed": rank // 2}))
-    fails(lambda: quantised(on, {"reduce_scatter": rank == 1}))
-    fails(lambda: quantised(on, {}, mlp(width=128 if rank < 2 else 64)))
-    shards = sharded(on["shard"])
-    fails(lambda: register_gqsgd_fsdp(shards, replicate=on["shard"]))
-    for odd in range(4):
-        model = mlp()
-        with torch.no_grad():
-            model[2].bias[::2] += rank == odd  # shards are halves: of one of them, its replica differs
-        model, _ = quantised(on, {}, model)
-        fails(lambda model=model: once(model, rank))
-    return texts
-
-
-def test_ranks_that_do_not_agree_all_raise(tmp_path: Path) -> None:
-    ranks = run(_errors, 4, tmp_path)
-    assert all("do not agree" in text for texts in ranks for text in texts)
-    texts = ranks[0]
-    assert "bits: 4 != 8" in texts[0]
-    assert "seed: 0 != 1" in texts[4]
-    assert "reduce_scatter: false != true" in texts[5]
-    assert "parameters: " in texts[6]
-    assert "place among replicas: 0 != 1" in texts[7]
-    assert all("values of parameters (replicas have to start alike)" in text for text in texts[8:])
-
-
-def _refused(rank: int) -> None:
-    on = mesh(2)
-
-    def refuses(text: str, model: nn.Module | None = None, **arguments: Any) -> None:
-        model = model or sharded(on["shard"])
-        with pytest.raises(ConfigError, match=text):
-            register_gqsgd_fsdp(model, **arguments)
-
-    replicas = {"replicate": on["replicate"]}
-    refuses("no module of this Sequential is sharded; apply fully_shard first", mlp(), **replicas)
-    refuses("nothing would be compressed: give replicate=")
-    refuses("mesh of 2 dimensions; give the one of replicas", replicate=on)
-    refuses("torch averages over replicas itself, uncompressed: apply fully_shard to mesh", sharded(on), **replicas)
-    refuses("not remembered: give memory='none'", preset="signsgd_ef", **replicas)
-    refuses("does not go with reducer='sum': take 'auto'", reducer="sum", reduce_scatter=True)
-    refuses("does not go with reducer='native'", reducer="native", reduce_scatter=True)
-    refuses("scale='global' does not fit reducer='two_shot'", scale="global", reduce_scatter=True, **replicas)
-    refuses("unknown field 'bit'; did you mean 'bits'", bit=4, **replicas)
-    refuses("exclude patterns .* match no parameter", exclude=("*.wait",), **replicas)
-    refuses("bits patterns .* match no parameter", bits={"*": 8, "*.wait": 4}, **replicas)
-    refuses("does not go with reducer='bf16'.*no 16 or 32 bits", bits={"*": 8, "0.*": 16}, reduce_scatter=True)
-    model, _ = quantised(on, {})
-    refuses("module 'the root' already has an all-reduce hook", model, **replicas)
-    model = sharded(on["shard"])
-    register_gqsgd_fsdp(model, reduce_scatter=True)
-    refuses("module 'the root' already has an all-reduce hook or a custom reduce-scatter", model, reduce_scatter=True)
-    apart = mlp()
-    fully_shard(apart[0], mesh=on["shard"])
-    fully_shard(apart, mesh=on["replicate"])
-    refuses("sharded over several process groups", apart, reduce_scatter=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(FSDPModule, "set_custom_reduce_scatter")
-        refuses("has no FSDPModule.set_custom_reduce_scatter, .* torch 2.9", reduce_scatter=True)
-
-
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    run(_refused, 4, tmp_path)
-
-
 def _interrupted(rank: int) -> None:
     on = mesh(2)
     for hooks in ({"warmup_steps": 2}, {"reduce_scatter": True, "bits": 4, "seed": 3}):
@@ -530,41 +447,6 @@ def test_parameters_without_a_gradient(tmp_path: Path) -> None:
         assert exact
         assert log.count("some parameters of the root got no gradient") == 1
         assert "does not reduce the gradients of 2 parameters, so they are not averaged here either: 1.weight" in log
-
-
-def _dies(rank: int) -> tuple[str, bool]:
-    model, state = quantised(mesh(2), {})
-    once(model, rank)
-    if rank == 1:
-        os._exit(7)
-    buffer = torch.ones(100)
-    try:
-        for _ in range(3):
-            state.average(state._groups[0], buffer)
-    except CollectiveError as error:
-        return str(error), bool(buffer.isnan().all())
-    return "no error", False
-
-
-@pytest.mark.slow
-def test_a_replica_that_dies_is_an_error(tmp_path: Path) -> None:
-    (text, nan), _ = run(_dies, 2, tmp_path, dies=(1,), collective_timeout=10)
-    assert "all-reduce of the root, number" in text
-    assert "failed on rank 0 of 2" in text
-    assert nan
-
-
-def _collected(rank: int) -> bool:
-    model, state = quantised(mesh(2), {"reduce_scatter": True})
-    train(model, rank, range(2))
-    del model, state
-    gc.collect()
-    return "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.slow
-def test_threads_end_with_the_model(tmp_path: Path) -> None:
-    assert run(_collected, 4, tmp_path) == [True] * 4
 
 
 def _lightning(_: int, folder: Path) -> dict[str, Any]:
