@@ -26,9 +26,12 @@ class BitsByName(Mapping[str, int]):
     """
 
     def __init__(self, patterns: Mapping[str, int] | Iterable[Sequence[Any]]) -> None:
-        pairs = list(patterns.items() if isinstance(patterns, Mapping) else map(tuple, patterns))
+        try:
+            pairs = list(patterns.items() if isinstance(patterns, Mapping) else map(tuple, patterns))
+        except TypeError:  # no pairs, so no patterns
+            pairs = []
         if not pairs or not all(len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int for pair in pairs):
-            raise ConfigError(f"bits={dict(pairs)!r} must give each pattern a number of bits, e.g. {_EXAMPLE}")
+            raise ConfigError(f"bits={patterns!r} must give each pattern a number of bits, e.g. {_EXAMPLE}")
         self._pairs = tuple(pairs)
         self._bits = dict(self._pairs)
         if len(self._bits) < len(self._pairs):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -35,13 +36,16 @@ def test_the_last_pattern_that_matches_decides() -> None:
         ({"*": 4, "head.*": 9}, {}, ["bits=9", "1 to 8"]),
         ({"*": 4.5}, {}, ["'*': 4.5", "number of bits"]),
         ({}, {}, ["bits={}", "number of bits"]),
+        ([4], {}, ["bits=[4]", "number of bits"]),
+        (["head"], {}, ["bits=['head']", "number of bits"]),
+        (b"", {}, ["bits=b''", "number of bits"]),
         ({"*": 4}, {"auto": True}, ["auto", "leave one out"]),
         ({"*": 4}, {"max_slowdown": 0.1}, ["max_slowdown", "leave one out"]),
         ({"*": 4}, {"memory": "ef"}, ["leave memory and memory_down out"]),
         ({"*": 4}, {"block_size": 100}, ["block_size=100", "multiple of 8"]),
     ],
 )
-def test_what_cannot_work_names_the_value_and_the_remedy(patterns: dict, fields: dict, words: list[str]) -> None:
+def test_what_cannot_work_names_the_value_and_the_remedy(patterns: Any, fields: dict, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         bits_of(patterns, **fields)
     assert all(word in str(error.value) for word in words), str(error.value)
