@@ -1,12 +1,14 @@
-"""Settings that have to be made before anything is imported, and options of slow tests."""
+"""Settings that have to be made before anything is imported, options of slow tests, and what processes share."""
 
 import os
 
 # Tests run in as many processes as there are cores, and most of them start more: threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
+from tests.distributed.server import SharedServer
 from tests.touched import (  # noqa: F401
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -22,3 +24,9 @@ if not torch.cuda.is_available():
 def pytest_xdist_auto_num_workers() -> int:
     """A worker more than cores: many tests wait for processes of their own, and for timeouts."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let pytest-xdist's processes share the server that ranks are forked from."""
+    if session.config.pluginmanager.hasplugin("dsession"):  # in the main process only
+        session.config.pluginmanager.register(SharedServer())

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.server import fork_context
 from tests.ports import free_port
 
-#: Forked from a server that has imported everything, and has no threads: 10 ms instead of 3 s per process.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
 #: New processes, which take seconds each: for a GPU, which a process cannot use if the one that it was forked from did.
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -38,14 +36,16 @@ def run(
     dies: tuple[int, ...] = (),
     initialise: bool = True,
     torchrun: bool = True,
-    context: Any = _CONTEXT,
+    context: Any = None,
 ) -> list[Any]:
     """Results of ``function(rank, *args)`` by rank; None for the ranks that are expected to die.
 
     The process group is initialised before, and destroyed after; ``collective_timeout`` is its timeout in seconds.
     Without ``initialise``, ranks find torchrun's environment instead; without ``torchrun``, they do not find it either,
-    as in a process that no launcher started. ``context``: how processes are started.
+    as in a process that no launcher started. ``context``: how processes are started. None: they are forked from a
+    server that has imported everything and has no threads, which takes 10 ms instead of 3 s per process.
     """
+    context = context or fork_context()
     group = None
     if initialise:
         store = f"file://{tmp_path}/store-{time.monotonic_ns()}"

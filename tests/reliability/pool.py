@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.preload"])
+from tests.distributed.server import fork_context
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,12 @@ class Pool:
     """
 
     def __init__(self, make: Callable[..., Any], ranks: int, folder: Path, timeout_s: float) -> None:
+        context = fork_context()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(ranks):
-            mine, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(make, rank, ranks, folder, timeout_s, theirs))
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(make, rank, ranks, folder, timeout_s, theirs))
             process.start()
             theirs.close()
             self._pipes.append(mine)

@@ -14,7 +14,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ import psutil
 import pytest
 import torch
 
+from tests.distributed.server import fork_context
 from tests.reliability.chaos import SAVED_EVERY, STEPS, TIMEOUT_S, launch
 from tests.reliability.knobs import CHAOS_SECONDS, chance
 
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.preload", "torch.distributed.launcher.api"])
 RANKS = 2
 #: Restarts that torchrun may make. Its processes do not always find each other at the first attempt on a busy machine.
 RESTARTS = 8
@@ -42,7 +40,7 @@ class Training:
     def __init__(self, folder: Path, restarts: int, fault: dict[str, Any]) -> None:
         folder.mkdir()
         self.folder = folder
-        self._launcher = _CONTEXT.Process(target=launch, args=(folder, RANKS, restarts, fault))
+        self._launcher = fork_context().Process(target=launch, args=(folder, RANKS, restarts, fault))
         self._launcher.start()
 
     def until_step(self, step: int) -> None:
