@@ -122,4 +122,4 @@ def test_a_forked_child_leaves_the_hook_alone(tmp_path: Path) -> None:
     assert first[2:] == second[2:]
     for code, seconds in [*first[:2], *second[:2]]:
         assert code == 0
-        assert seconds < 5  # of a collection of garbage, on a busy machine; nothing is waited for
+        assert seconds < 30  # nothing is waited for: a child that waits for its parents' ranks ends after 60
