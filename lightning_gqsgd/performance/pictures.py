@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance.advice import Cluster, break_even, over_nodes, over_rates
@@ -78,8 +78,13 @@ def draw_sweeps(cluster: Cluster, file: Path) -> None:
     _save(figure, file, plt)
 
 
-def draw_steps(predictions: dict[str, Prediction], file: Path) -> None:
+def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], width: float = 9.6) -> None:
     """Draw what each resource does in a step, one row of resources for each prediction, on one scale of time.
+
+    Args:
+        predictions: by name.
+        file: a path, or an open file, which gets an SVG.
+        width: of the picture, in inches.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -90,7 +95,7 @@ def draw_steps(predictions: dict[str, Prediction], file: Path) -> None:
     figure, several = plt.subplots(
         len(predictions),
         1,
-        figsize=(9.6, 0.5 + 0.38 * sum(heights) + 0.35 * len(predictions)),
+        figsize=(width, 0.5 + 0.38 * sum(heights) + 0.35 * len(predictions)),
         layout="constrained",
         sharex=True,
         squeeze=False,
@@ -104,6 +109,7 @@ def draw_steps(predictions: dict[str, Prediction], file: Path) -> None:
             light = 0.55 if event.bucket % 2 else 1.0
             axes.barh(place, length, left=1e3 * event.start_s, color=colour, alpha=light, height=0.72, lw=0)
         axes.set_yticks(range(len(names)), names[::-1], fontsize=8)
+        axes.grid(visible=False, axis="y")
         axes.axvline(1e3 * made.step_s, color="#b2182b", lw=0.9)
         axes.set_title(f"{name}: {1e3 * made.step_s:.0f} ms", loc="left", fontsize=9)
         for side in ("top", "right"):
@@ -128,7 +134,11 @@ def _pyplot() -> Any:
     return plt
 
 
-def _save(figure: Any, file: Path, plt: Any) -> None:
+def _save(figure: Any, file: Path | IO[bytes], plt: Any) -> None:
+    if not isinstance(file, Path):
+        figure.savefig(file, format="svg", metadata={"Date": None})  # the same prediction gives the same file
+        plt.close(figure)
+        return
     formats: Sequence[str] = figure.canvas.get_supported_filetypes()
     if file.suffix.lstrip(".") not in formats:
         raise ConfigError(f"{file} has no suffix of a picture; write e.g. {file.with_suffix('.png')}")

@@ -5,12 +5,18 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO
+
+import matplotlib
 
 from lightning_gqsgd.errors import counted
+from lightning_gqsgd.performance.model import Prediction
+from lightning_gqsgd.performance.pictures import draw_steps
+from pictures.style import STYLE as PICTURE_STYLE
 from pictures.style import colours
 from recipes.comparison.embedding import on_dark, picture
 from recipes.comparison.page_style import STYLE
@@ -23,6 +29,14 @@ AXES: tuple[Axis, ...] = ("time", "epoch", "mb_sent")
 SIZES = ((8.6, 4.3), (4.2, 3.9))
 #: Widths of the parts of a step in inches, on wide screens and on narrow ones.
 STEP_WIDTHS = (6.0, 4.2)
+#: Widths of predicted steps in inches, on wide screens and on narrow ones.
+TIMELINE_WIDTHS = (8.6, 4.4)
+PREDICTION_NOTE = (
+    "Grey: computation. Orange: the codec. Blue: the link. Shades: DDP's buckets in turns. The model of gqsgd advise "
+    "runs the reducers on a virtual clock. It knows the network, the rate of the links, the measured computation of "
+    "plain DDP's step, and an estimate of a processor's speed in encoding. "
+    "It knows nothing of hosts that share processors."
+)
 TABS: dict[Axis, str] = {"time": "against time", "epoch": "against epochs", "mb_sent": "against MB sent"}
 
 
@@ -38,6 +52,7 @@ class Section:
         target: value of the metric whose time is reported; NaN if there is none.
         elsewhere: predictions for slower links, which stand in the place of the headline: on one machine, the headline
             would say how long codecs take.
+        predicted: predictions of the steps that were measured, by variant; empty where there are none.
     """
 
     title: str
@@ -46,6 +61,7 @@ class Section:
     lines: list[Line]
     target: float
     elsewhere: Elsewhere | None = None
+    predicted: Mapping[str, Prediction] = field(default_factory=dict)
 
 
 def write_page(sections: Sequence[Section], title: str, command: str, file: Path) -> None:
@@ -148,14 +164,17 @@ def _section(number: int, section: Section, titled: bool) -> str:
         f'<div class="{_tone(value)}"><b>{html.escape(value)}</b>{html.escape(text)}</div>'
         for value, text in headlines(section.lines, section.target, variants=section.variants)
     )
-    saves = [partial(save_step_times, section.variants, "", width=width) for width in STEP_WIDTHS]
-    bars = picture(saves, f"Parts of a step: {_in_words(section, 'step (ms)')}")
+    steps = partial(save_step_times, section.variants, "", predicted=section.predicted)
+    bars = picture(
+        [partial(steps, width=width) for width in STEP_WIDTHS], f"Parts of a step: {_in_words(section, 'step (ms)')}"
+    )
     parts = [
         "<section>",
         f"<h2>{html.escape(section.title)}</h2>" if titled else "",
         _elsewhere(section.elsewhere) if section.elsewhere else f"<div class=tiles>{tiles}</div>" if tiles else "",
         _tabs(number, section),
         f"<h3>Parts of a step</h3><figure class=bars>{bars}</figure>",
+        _predictions(section.predicted) if section.predicted else "",
         f"<h3>Table</h3>{_table(section)}",
         "</section>",
     ]
@@ -184,6 +203,21 @@ def _elsewhere(links: Elsewhere) -> str:
         for first, *rest in rows
     )
     return f"<p>{html.escape(links.words)}</p>{_scrolled(titles, body)}"
+
+
+def _predictions(predicted: Mapping[str, Prediction]) -> str:
+    """What each resource does in a step as it is predicted, in a picture and in words."""
+    words = ", ".join(f"{variant} {1e3 * made.step_s:.1f} ms" for variant, made in predicted.items())
+    saves = [partial(_save_timeline, predicted, width) for width in TIMELINE_WIDTHS]
+    return (
+        f"<h3>A step as it is predicted</h3><figure class=bars>{picture(saves, f'Predicted steps: {words}')}</figure>"
+        f"<p>{html.escape(PREDICTION_NOTE)}</p>"
+    )
+
+
+def _save_timeline(predicted: Mapping[str, Prediction], width: float, file: IO[bytes]) -> None:
+    with matplotlib.rc_context(PICTURE_STYLE):
+        draw_steps(predicted, file, width)
 
 
 def _tabs(number: int, section: Section) -> str:

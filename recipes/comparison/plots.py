@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
 from typing import IO, Any, Literal
 
 import matplotlib
@@ -19,6 +20,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
+from lightning_gqsgd.performance.model import Prediction
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.theory import bits_at
 from pictures.style import DPI, STYLE, colours
@@ -40,6 +42,17 @@ MARKERS, MARKS = ("o", "s", "^", "D", "v", "P", "X", "*"), 9
 LEAST_FAMILY = 3
 
 SIZE = (6.0, 3.8)
+
+#: How the end of a predicted step is marked.
+PREDICTED: dict[str, Any] = {
+    "marker": "D",
+    "ls": "",
+    "mfc": "white",
+    "mec": "#222222",
+    "mew": 1.2,
+    "ms": 6,
+    "zorder": 4,
+}
 
 #: Number of characters that fit into a line of a title: over curves, over the family, and over step times.
 CURVES_TITLE, FAMILY_TITLE, STEPS_TITLE = 66, 100, 54
@@ -263,11 +276,23 @@ def _has_memory(variant: str) -> bool:
     return preset is not None and preset.config.remembers
 
 
-def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[bytes], width: float = SIZE[0]) -> None:
+def save_step_times(
+    variants: dict[str, list[Run]],
+    title: str,
+    file: Path | IO[bytes],
+    width: float = SIZE[0],
+    predicted: Mapping[str, Prediction] = MappingProxyType({}),
+) -> None:
     """Draw the median step of every variant: the communication that backward did not hide, and the rest.
 
-    The rest is computation, and all that runs beside it. The arguments are those of `save_curves`; ``width`` is that of
-    the picture in inches.
+    The rest is computation, and all that runs beside it.
+
+    Args:
+        variants: the runs of each variant.
+        title: heading of the picture.
+        file: a path, or an open file, which gets an SVG.
+        width: of the picture, in inches.
+        predicted: predictions of variants, whose steps are marked.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, 1.5 + 0.42 * len(variants)), layout="constrained")
@@ -289,7 +314,10 @@ def save_step_times(variants: dict[str, list[Run]], title: str, file: Path | IO[
         for place, seconds in zip(places, codec, strict=True):
             if not math.isnan(seconds):
                 axes.plot([0, seconds], [place + 0.38] * 2, color="#222222", lw=2.5, solid_capstyle="butt")
-        _step_legend(figure, bool(np.isfinite(codec).any()), columns=3 if width >= SIZE[0] else 1)
+        marks = {place: 1e3 * predicted[name].step_s for place, name in enumerate(variants) if name in predicted}
+        axes.plot(list(marks.values()), [place - 0.36 for place in marks], **PREDICTED)  # above the words
+        widest = max(widest, *marks.values(), 0.0)
+        _step_legend(figure, bool(np.isfinite(codec).any()), bool(marks), columns=3 if width >= SIZE[0] else 1)
         axes.set_yticks(places, list(variants), color="#222222")
         axes.set_ylim(len(variants) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
@@ -319,13 +347,15 @@ def _step_parts(runs: list[Run]) -> tuple[float, float, float]:
     return 1000 * float(step), 1000 * float(exposed), 1000 * float(np.mean([run.codec_s for run in runs]))
 
 
-def _step_legend(figure: Figure, with_codec: bool, columns: int) -> None:
+def _step_legend(figure: Figure, with_codec: bool, with_predictions: bool, columns: int) -> None:
     handles: list[Patch | Line2D] = [
         Patch(facecolor="#888888", label="step without exposed communication"),
         Patch(facecolor="white", edgecolor="#888888", hatch="//////", label="exposed communication"),
     ]
     if with_codec:
         handles.append(Line2D([], [], color="#222222", lw=2.5, label="encode + decode, in any thread"))
+    if with_predictions:
+        handles.append(Line2D([], [], label="predicted step", **PREDICTED))
     figure.legend(
         handles=handles, loc="outside lower left", ncols=columns, fontsize=7.5, handlelength=1.6, columnspacing=1.2
     )

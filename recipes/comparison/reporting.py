@@ -12,6 +12,7 @@ from rich.table import Table
 from recipes.comparison.page import AXES, Section, write_page
 from recipes.comparison.plan import Plan
 from recipes.comparison.plots import save_curves, save_family, save_step_times
+from recipes.comparison.predictions import beside_measured
 from recipes.comparison.results import (
     BOUND_NOTE,
     Run,
@@ -89,8 +90,10 @@ def _section(plan: Plan, link: str | None, variants: dict[str, list[Run]]) -> Se
     given = plan.settings.target
     target = common_target(variants) if given is None else given
     folder = plan.folder / link if link else plan.folder
-    slower = None if link else elsewhere([cell.config for cell in plan.cells], variants)
-    return Section(_title(plan, variants, link), folder, variants, compare(variants, target), target, slower)
+    configs = [cell.config for cell in plan.cells]
+    slower = None if link else elsewhere(configs, variants)
+    predicted = beside_measured(configs, link, variants)
+    return Section(_title(plan, variants, link), folder, variants, compare(variants, target), target, slower, predicted)
 
 
 def _show_table(section: Section, console: Console) -> None:
@@ -115,7 +118,7 @@ def _write(section: Section) -> list[Path]:
         target = section.target if axis == "time" else float("nan")
         save_curves(variants, axis, section.title, files[-1], target)
     files.append(folder / "step_time.png")
-    save_step_times(variants, section.title, files[-1])
+    save_step_times(variants, section.title, files[-1], predicted=section.predicted)
     family = folder / "family.png"
     if save_family(section.lines, section.title, family):
         files.append(family)

@@ -6,20 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.comparison.predictions import CANDIDATES, computation, predicted_steps
 from recipes.comparison.results import Run
 
 #: Links that are predicted: as `gqsgd advise --link` takes them, and as people write them.
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s"}
-LATENCY_S = 50e-6
-#: Candidates of the model by the strategies that they are: plain DDP, torch's bf16 hook, and the package's own codec.
-CANDIDATES = {
-    "ddp": "fp32",
-    "ddp_bf16": "bf16",
-    "gqsgd": "8 bit",
-    "gqsgd_4bit": "4 bit",
-    "gqsgd_3bit": "3 bit",
-    "gqsgd_2bit": "2 bit",
-}
 
 
 @dataclass(frozen=True)
@@ -83,42 +74,15 @@ def elsewhere(configs: Sequence[Mapping[str, Any]], variants: Mapping[str, Seque
     facts = known["ddp"][0].facts if "ddp" in known else {}
     if not on_cpu or not {*known} - {"ddp", "ddp_bf16"} or facts.get("processes", 1) < 2:
         return None
-    compute_s = max(facts["step_s"]["median"] - facts["exposed_s"].get("median", 0.0), 1e-6)
+    compute_s, ranks = computation(known["ddp"][0]), facts["processes"]
     config = next(config for config in configs if config["strategy"]["name"] == "ddp")
+    steps = {link: predicted_steps(config, compute_s, ranks, link, list(known)) for link in LINKS}
     return Elsewhere(
         compute_s,
         {variant: runs[0].facts["step_s"]["median"] for variant, runs in known.items()},
-        _predictions(config, compute_s, facts["processes"], list(known)),
-        facts["processes"],
+        {link: {variant: made.step_s for variant, made in row.items()} for link, row in steps.items()},
+        ranks,
     )
-
-
-def _predictions(
-    config: Mapping[str, Any], compute_s: float, ranks: int, variants: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Seconds of a step by link and variant."""
-    # Here, not above: torch takes seconds to import, and a comparison that predicts nothing needs none.
-    import torch
-    from omegaconf import OmegaConf
-
-    from lightning_gqsgd.performance.advice import Cluster, candidates, over_links
-    from lightning_gqsgd.performance.costs import ESTIMATES, Link
-    from lightning_gqsgd.performance.timeline import estimated
-    from lightning_gqsgd.performance.units import bytes_per_second
-    from recipes.training.building import build
-
-    with torch.device("meta"):
-        network = build(OmegaConf.create(dict(config["model"])), leave_out=("name",))
-    # A backward pass has twice the operations of a forward pass.
-    timeline = estimated(network, compute_s * 2 / 3)
-    predicted: dict[str, dict[str, float]] = {}
-    for link in LINKS:
-        between = Link(bytes_per_second(link, "link"), LATENCY_S)
-        costs_at = over_links(ESTIMATES["cpu"].costs, 1, between, between)
-        choices = candidates(Cluster(timeline, costs_at, ranks, 1, config["data"]["batch_size"], between.bytes_per_s))
-        steps = {candidate.name: candidate.prediction.step_s for candidate in choices}
-        predicted[link] = {variant: steps[CANDIDATES[variant]] for variant in variants}
-    return predicted
 
 
 def _cell(row: Mapping[str, float], variant: str) -> str:

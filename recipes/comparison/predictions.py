@@ -1,0 +1,88 @@
+"""Steps of a comparison as the performance model of `gqsgd advise` predicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from recipes.comparison.results import Run
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.performance.model import Prediction
+
+LATENCY_S = 50e-6
+#: Candidates of the model by the strategies that they are: plain DDP, torch's bf16 hook, and the package's own codec.
+CANDIDATES = {
+    "ddp": "fp32",
+    "ddp_bf16": "bf16",
+    "gqsgd": "8 bit",
+    "gqsgd_4bit": "4 bit",
+    "gqsgd_3bit": "3 bit",
+    "gqsgd_2bit": "2 bit",
+}
+#: Names of the profile of links that are shaped, and of a link that is not.
+_SHAPED, _UNLIMITED = "netlab", "none"
+
+
+def computation(run: Run) -> float:
+    """Seconds of a step that waits for nothing: the median step, less the communication that backward did not hide."""
+    return max(run.facts["step_s"]["median"] - run.facts["exposed_s"].get("median", 0.0), 1e-6)
+
+
+def predicted_steps(
+    config: Mapping[str, Any], compute_s: float, hosts: int, rate: str, variants: Sequence[str]
+) -> dict[str, Prediction]:
+    """A step of each variant that the model knows, on hosts with one process each.
+
+    The codec's costs are the model's estimate for processors, and not a measurement.
+
+    Args:
+        config: configuration of a run of the comparison: its network is what counts.
+        compute_s: seconds of a step that waits for nothing.
+        hosts: number of hosts.
+        rate: of each host's link, e.g. ``"100mbit"``.
+        variants: names of strategies; those that are not in `CANDIDATES` are left out.
+    """
+    # Here, not above: torch takes seconds to import, and a comparison that predicts nothing needs none.
+    import torch
+    from omegaconf import OmegaConf
+
+    from lightning_gqsgd.performance.advice import Cluster, candidates, over_links
+    from lightning_gqsgd.performance.costs import ESTIMATES, Link
+    from lightning_gqsgd.performance.timeline import estimated
+    from lightning_gqsgd.performance.units import bytes_per_second
+    from recipes.training.building import build
+
+    with torch.device("meta"):
+        network = build(OmegaConf.create(dict(config["model"])), leave_out=("name",))
+    # A backward pass has twice the operations of a forward pass.
+    timeline = estimated(network, compute_s * 2 / 3)
+    link = Link(bytes_per_second(rate, "link"), LATENCY_S)
+    costs_at = over_links(ESTIMATES["cpu"].costs, 1, link, link)
+    choices = candidates(Cluster(timeline, costs_at, hosts, 1, config["data"]["batch_size"], link.bytes_per_s))
+    made = {candidate.name: candidate.prediction for candidate in choices}
+    return {variant: made[CANDIDATES[variant]] for variant in variants if variant in CANDIDATES}
+
+
+def beside_measured(
+    configs: Sequence[Mapping[str, Any]], link: str | None, variants: Mapping[str, Sequence[Run]]
+) -> dict[str, Prediction]:
+    """Predictions for the steps that were measured on shaped links; empty where the model has no ground to stand on.
+
+    It needs the rate of the links, the computation of plain DDP's step, one process on each host, and a network whose
+    gradients are dense.
+
+    Args:
+        configs: configurations of all trainings.
+        link: the rate at which steps were measured; None: that of the configurations.
+        variants: the finished runs of each variant.
+    """
+    config = configs[0]
+    hardware = [each["hardware"] for each in configs]
+    rate = link or hardware[0].get("rate", _UNLIMITED)
+    same = all(each["name"] == _SHAPED and each["devices"] == 1 for each in hardware)
+    alike = len({(each.get("rate"), each.get("nodes")) for each in hardware}) == 1
+    models = len({repr(each["model"]) for each in configs}) == 1
+    if not (same and alike and models) or rate == _UNLIMITED or "ddp" not in variants or config["model"].get("sparse"):
+        return {}
+    return predicted_steps(config, computation(variants["ddp"][0]), hardware[0]["nodes"], rate, list(variants))
