@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from lightning_gqsgd.cli.app import app
-from pictures.terminal import draw, shortened
+from pictures.terminal import LONGEST_S, WIDTH, draw, shortened
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "advise.svg"
@@ -21,7 +22,7 @@ def test_the_picture_shows_what_the_command_prints(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, COMMAND.split()[1:])
     assert result.exit_code == 0, result.output
     drawn = tmp_path / "advise.svg"
-    draw(shortened(result.output, ROOT), COMMAND, drawn)
+    draw([line for _, line in shortened(result.output.splitlines(), ROOT)], COMMAND, drawn)
     assert drawn.read_text() == PICTURE.read_text()
 
 
@@ -33,6 +34,17 @@ def test_pictures_of_terminals_are_small_name_no_folder_and_load_nothing() -> No
 
 
 def test_lines_of_progress_are_left_out_between_the_first_and_the_last_of_a_row() -> None:
-    text = "begins\nstep 1/9 (11 %)\nstep 2/9 (22 %)\nstep 9/9 (100 %)\nin /some/folder/outputs, 40 %\n"
-    kept = ["begins", "step 1/9 (11 %)", "step 9/9 (100 %)", "in outputs, 40 %"]
-    assert shortened(text, Path("/some/folder")) == kept
+    lines = ["begins", "step 1/9 (11 %)", "step 2/9 (22 %)", "step 9/9 (100 %)", "in /some/folder/outputs, 40 %"]
+    kept = [(0, "begins"), (1, "step 1/9 (11 %)"), (3, "step 9/9 (100 %)"), (4, "in outputs, 40 %")]
+    assert shortened(lines, Path("/some/folder")) == kept
+
+
+def test_lines_of_a_recording_appear_in_their_order_and_pauses_have_an_end(tmp_path: Path) -> None:
+    draw(["first", "x" * (WIDTH + 1), "last"], "a <command>", tmp_path / "recording.svg", [6.0, 12.0, 1e4])
+    root = ElementTree.parse(tmp_path / "recording.svg").getroot()  # noqa: S314 - a file of this test
+    style = next(root.iter("{http://www.w3.org/2000/svg}style")).text or ""
+    delays = [float(delay) for delay in re.findall(r"1ms ([\d.]+)s", style)]
+    assert delays == pytest.approx([1.5, 2.5, 2.5 + LONGEST_S])
+    rules = re.findall(r"terminal-line-(\d+)", style)
+    assert rules == ["1", "2", "3", "4"]  # the command is there from the start, and the long line has two rows
+    assert "prefers-reduced-motion:no-preference" in style
