@@ -122,7 +122,8 @@ def _draw_panels(variants: dict[str, list[Run]], axis: Axis, title: str, target:
     grid = figure.subplots(rows, PANELS_PER_ROW, sharex=True, sharey=True, squeeze=False)
     chosen, metric = colours(list(variants)), _metric(variants)
     means = [
-        _on_common_grid([getattr(run, axis) for run in runs], [run.value for run in runs]) for runs in variants.values()
+        on_common_points([getattr(run, axis) for run in runs], [run.value for run in runs])
+        for runs in variants.values()
     ]
     for axes, (variant, runs) in zip(grid.flat, variants.items(), strict=False):
         for x, curves in means:
@@ -160,7 +161,7 @@ def _draw_curve(
     axes: Axes, runs: Sequence[Run], axis: Axis, colour: str, label: str, marker: str | None = None
 ) -> None:
     """Draw one variant; without a marker, points are marked where there are few."""
-    x, curves = _on_common_grid([getattr(run, axis) for run in runs], [run.value for run in runs])
+    x, curves = on_common_points([getattr(run, axis) for run in runs], [run.value for run in runs])
     if not x.size:
         return
     few = x.size <= 30 and len(runs) == 1
@@ -361,8 +362,8 @@ def _step_legend(figure: Figure, with_codec: bool, with_predictions: bool, colum
     )
 
 
-def _on_common_grid(xs: Sequence[Curve], ys: Sequence[Curve]) -> tuple[Curve, Curve]:
-    """Curves (seed, point) by linear interpolation.
+def on_common_points(xs: Sequence[Curve], ys: Sequence[Curve]) -> tuple[Curve, Curve]:
+    """Points (point,), and curves (seed, point) by linear interpolation.
 
     The points are those of the first seed that lie in the range of all seeds.
     """

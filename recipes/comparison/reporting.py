@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recipes.comparison.headline import save_headline
 from recipes.comparison.page import AXES, Section, write_page
 from recipes.comparison.plan import Plan
 from recipes.comparison.plots import save_curves, save_family, save_step_times
@@ -119,11 +120,16 @@ def _write(section: Section) -> list[Path]:
         save_curves(variants, axis, section.title, files[-1], target)
     files.append(folder / "step_time.png")
     save_step_times(variants, section.title, files[-1], predicted=section.predicted)
-    family = folder / "family.png"
-    if save_family(section.lines, section.title, family):
-        files.append(family)
-    else:
-        family.unlink(missing_ok=True)  # an earlier comparison with more variants has left it
+    headline, family = folder / "headline.png", folder / "family.png"
+    drawn = {
+        headline: save_headline(variants, section.lines, section.target, section.title, headline),
+        family: save_family(section.lines, section.title, family),
+    }
+    for file, there in drawn.items():
+        if there:
+            files.append(file)
+        else:
+            file.unlink(missing_ok=True)  # an earlier comparison of other variants has left it
     return files
 
 
