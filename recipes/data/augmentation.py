@@ -1,4 +1,4 @@
-"""Random shifts and mirror images of whole batches.
+"""Random shifts, mirror images and hidden squares of whole batches.
 
 The randomness of an image is a hash of (seed, epoch, index of the image). It depends neither on the batch, nor on the
 process, nor on the number of processes, and a resumed run draws the same numbers.
@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+#: A further key of the hash, so that squares do not depend on shifts.
+_CUTOUT = 1
+#: What hides pixels: close to the mean of natural images.
+_GREY = 128
 
-def augment(images: Tensor, indices: Tensor, *, seed: int, epoch: int, shift: int, flip: bool) -> Tensor:
-    """Shift every image by up to ``shift`` pixels in each direction, and mirror half of the images.
 
-    Black pixels come in at the edges.
+def augment(
+    images: Tensor, indices: Tensor, *, seed: int, epoch: int, shift: int, flip: bool, cutout: int = 0
+) -> Tensor:
+    """Shift every image by up to ``shift`` pixels in each direction, mirror half of the images, and hide a square.
+
+    Black pixels come in at the edges. A hidden square is grey, and its centre is any pixel of the image, so that some
+    of it may lie outside (DeVries and Taylor, arXiv 1708.04552).
 
     Args:
         images: uint8 (N, H, W, C).
@@ -23,6 +31,7 @@ def augment(images: Tensor, indices: Tensor, *, seed: int, epoch: int, shift: in
         epoch: number of the epoch.
         shift: largest shift in pixels.
         flip: whether images are mirrored.
+        cutout: edge of the hidden square in pixels; 0: none.
 
     Returns:
         uint8 (N, H, W, C), a new tensor.
@@ -38,7 +47,20 @@ def augment(images: Tensor, indices: Tensor, *, seed: int, epoch: int, shift: in
     columns = columns + left[:, None]
     padded = F.pad(images, (0, 0, shift, shift, shift, shift))
     batch = torch.arange(n, device=images.device)
-    return padded[batch[:, None, None], rows[:, :, None], columns[:, None, :]]
+    augmented = padded[batch[:, None, None], rows[:, :, None], columns[:, None, :]]
+    if cutout:
+        places = hashed(indices, seed, epoch, _CUTOUT)
+        down = _covered(places % height, height, cutout)
+        across = _covered((places >> 24) % width, width, cutout)
+        augmented[down[:, :, None] & across[:, None, :]] = _GREY
+    return augmented
+
+
+def _covered(centres: Tensor, length: int, size: int) -> Tensor:
+    """Which pixels of an axis a square of edge ``size`` covers: bool (N, length)."""
+    begin = (centres - size // 2)[:, None]
+    pixels = torch.arange(length, device=centres.device)
+    return (pixels >= begin) & (pixels < begin + size)
 
 
 def hashed(indices: Tensor, *keys: int) -> Tensor:

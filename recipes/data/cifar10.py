@@ -78,7 +78,7 @@ class Cifar10Data(ImageDataModule):
             return from_torchvision(self._cache, self.data_name)
         if not self._fallback:
             raise DataError(f"there is no CIFAR-10 in {self._cache}; {REMEDY}")
-        self._flip = False  # the mirror image of a digit is another sign
+        self._augment["flip"] = False  # the mirror image of a digit is another sign
         return load_digits(self.fallback_name, self.image_size, self.channels)
 
     @property

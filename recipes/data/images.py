@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class ImageDataModule(TaskData):
         train_samples, test_samples: number of images of a stratified part of each split; None: all.
         val_samples: number of training images that validation has and training does not, a stratified part; None:
             validation has the test split, and nothing may be chosen by it.
-        shift, flip, seed: see `augmentation.augment`.
+        shift, flip, cutout, seed: see `augmentation.augment`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ImageDataModule(TaskData):
         val_samples: int | None = None,
         shift: int = 0,
         flip: bool = False,
+        cutout: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__(name, batch_size)
@@ -72,7 +74,9 @@ class ImageDataModule(TaskData):
         self.image_size, self.channels = image_size, channels
         self._train_samples, self._test_samples = train_samples, test_samples
         self._val_samples = val_samples
-        self._shift, self._flip, self._seed = shift, flip, seed
+        if not 0 <= cutout <= image_size:
+            raise DataError(f"data.cutout={cutout} is out of range: 0 (none) to data.image_size={image_size}")
+        self._augment: dict[str, Any] = {"seed": seed, "shift": shift, "flip": flip, "cutout": cutout}
         self._set: ImageSet | None = None
         self._kept: tuple[Images, Labels] | None = None
 
@@ -135,8 +139,7 @@ class ImageDataModule(TaskData):
         """Float images (N, C, H, W) in channels-last memory, and labels; augmented in training."""
         images, labels, indices = batch
         if self.trainer is not None and self.trainer.training:
-            epoch = self.trainer.current_epoch
-            images = augment(images, indices, seed=self._seed, epoch=epoch, shift=self._shift, flip=self._flip)
+            images = augment(images, indices, epoch=self.trainer.current_epoch, **self._augment)
         scaled = (images.float() - self._mean.to(images.device)) / self._std.to(images.device)
         return scaled.permute(0, 3, 1, 2), labels
 

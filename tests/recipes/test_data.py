@@ -167,6 +167,26 @@ def test_augmentation_shifts_and_mirrors() -> None:
     assert 900 < int(mirrored[:, 2, 0, 0].sum()) < 1100
 
 
+def test_a_square_is_hidden_at_any_place_and_may_lie_outside_in_part() -> None:
+    images = torch.zeros(2000, 8, 8, 1, dtype=torch.uint8)
+    options: dict[str, Any] = {"seed": 0, "shift": 0, "flip": False}
+    hidden = augment(images, torch.arange(2000), epoch=0, cutout=4, **options)[..., 0] > 0
+    areas = hidden.sum((1, 2))
+    assert int(areas.max()) == 16
+    assert int(areas.min()) == 4  # a corner
+    share = hidden.float().mean(0)
+    assert 0.2 < share[4, 4] < 0.3  # 16 of 64 centres
+    assert 0.04 < share[0, 0] < 0.15  # 6 of 64
+    other = augment(images, torch.arange(2000), epoch=1, cutout=4, **options)[..., 0] > 0
+    assert not torch.equal(hidden, other)
+    assert torch.equal(augment(images[5:6], torch.tensor([5]), epoch=0, cutout=4, **options)[0, ..., 0] > 0, hidden[5])
+
+
+def test_a_square_that_is_larger_than_the_image_is_refused() -> None:
+    with pytest.raises(DataError, match=r"data.cutout=9 is out of range: 0 \(none\) to data.image_size=8"):
+        DigitsData("digits", 32, 8, 1, 10, cutout=9)
+
+
 def test_augmentation_without_shift_and_flip_changes_nothing() -> None:
     images = torch.randint(0, 256, (4, 5, 7, 3), dtype=torch.uint8)
     assert torch.equal(augment(images, torch.arange(4), seed=3, epoch=9, shift=0, flip=False), images)
@@ -310,7 +330,7 @@ def test_processes_that_did_not_prepare_find_the_fallback_too(tmp_path: Path) ->
 def test_digits_are_not_mirrored(tmp_path: Path) -> None:
     data = _cifar(tmp_path, num_classes=10, flip=True)
     _ready(data)
-    assert data._flip is False
+    assert data._augment["flip"] is False
 
 
 def test_without_fallback_absence_is_an_error(tmp_path: Path) -> None:
