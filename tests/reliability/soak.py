@@ -34,6 +34,8 @@ HOOKS: list[dict[str, Any]] = [
     {"auto": True},
     {"codec": "float"},
 ]
+#: What tensors are reduced with.
+REDUCTIONS: list[dict[str, Any]] = [{}, {"bits": 4}, {"reducer": "sum"}]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 #: Steps of a model, before it is replaced by another one with other buckets and another hook.
 LIFE_STEPS = 50
@@ -46,6 +48,20 @@ class SoakRank:
         self.rank, self.ranks = rank, ranks
         self._models: deque[tuple[DistributedDataParallel, GQSGDState]] = deque()
         self._made = 0
+
+    def warm_up(self) -> None:
+        """Use every hook with every dtype once, so that later steps compile no kernels."""
+        for fields in HOOKS:
+            for dtype in DTYPES:
+                model = DistributedDataParallel(mlp(64).to(dtype))
+                state = register_gqsgd(model, sample_every=1, **fields)
+                for step in range(2):
+                    self._train(model, step, random.Random(0))  # noqa: S311
+                state.close()
+                del model, state
+        for fields in REDUCTIONS:
+            for dtype in DTYPES:
+                all_reduce(torch.ones(1500, dtype=dtype), **fields)
 
     def soak(self, seed: int, first: int, steps: int) -> dict[str, Any]:
         """Do some steps; returns a hash of all parameters, and what the process holds.
@@ -97,7 +113,7 @@ class SoakRank:
                 parameter -= 0.01 * parameter.grad  # type: ignore[operator]
 
     def _reduce(self, shared: random.Random) -> None:
-        fields = shared.choice([{}, {"bits": 4}, {"reducer": "sum"}])
+        fields = shared.choice(REDUCTIONS)
         tensors = [
             torch.randn(shared.choice([0, 1, 1500, 40_000])).to(shared.choice(DTYPES))
             for _ in range(shared.randrange(1, 5))

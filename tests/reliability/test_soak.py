@@ -44,6 +44,9 @@ def soaked(pool: Pool, steps: int, compared_every: int) -> dict[str, list[float]
 @pytest.mark.reliability
 @pytest.mark.timeout(24 * 3600)
 def test_a_long_run_keeps_bits_equal_and_holds_no_more_than_before(pool: Pool) -> None:
+    for answer in pool.call([("warm_up", {})] * RANKS, within_s=900):
+        assert answer is not None
+        assert not answer.error, answer.trace
     held = soaked(pool, SOAK_STEPS, COMPARED_EVERY)
     for name, values in held.items():
         half = np.array(values[len(values) // 2 :])
