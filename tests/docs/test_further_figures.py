@@ -108,3 +108,16 @@ def test_bytes_of_dense_gradients_of_tables_are_those_of_the_recipes() -> None:
     recipes = (ROOT / "recipes" / "README.md").read_text()
     for name, dense, _ in rows:
         assert re.search(rf"^\| {name} \| [^|]+ \| {dense} \|$", recipes, re.MULTILINE), name
+
+
+_TABLES = re.compile(r"^\| `(\w+)` \| (dense|sparse) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
+
+
+def test_trainings_of_sparse_tables_are_those_of_the_table() -> None:
+    rows = _TABLES.findall((ROOT / "docs" / "sparse.md").read_text())
+    assert len(rows) == 4
+    for strategy, kind, auc, *steps in rows:
+        row = {"strategy": strategy, "table's gradients": kind}
+        assert auc == cell("deeplight_criteo_sparse", "AUC", heading="100 Mbit/s", **row)
+        links = ("100 Mbit/s", "1 Gbit/s")
+        assert steps == [cell("deeplight_criteo_sparse", "step (ms)", heading=link, **row) for link in links]
