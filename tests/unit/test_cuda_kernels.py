@@ -26,6 +26,7 @@ from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store, resolve
 from tests.unit import test_kernels as plain
+from tests.unit import test_kernels_of_codecs as of_codecs
 from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
 
 if torch.cuda.is_available():
@@ -201,7 +202,7 @@ def test_moments_and_rotations(number: int) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_combined_codes(bits: int) -> None:
-    plain.check_combined(bits, bits, 301 - bits, PAIR)
+    of_codecs.check_combined(bits, bits, 301 - bits, PAIR)
 
 
 @pytest.mark.slow
@@ -235,7 +236,7 @@ def test_sums_moments_and_rotations_of_random_cases(case: dict) -> None:
 @random_cases
 @given(st.integers(0, 2**32), st.integers(2, 8), st.integers(1, 300))
 def test_combined_codes_of_random_cases(seed: int, bits: int, numel: int) -> None:
-    plain.check_combined(seed, bits, numel, PAIR)
+    of_codecs.check_combined(seed, bits, numel, PAIR)
 
 
 NOT_FINITE = [LinearCodec(4, "adaptive").quantiser(64), *plain.other_codecs()[:4]]
