@@ -63,6 +63,10 @@ def moved(dtype: torch.dtype) -> float:
     return sum(stage_bytes(layouts, dtype.itemsize, 8).values()) / NUMEL
 
 
+def convnet(column: str, strategy: str = "gqsgd_4bit", link: str = "20 Mbit/s") -> str:
+    return cell("convnet_cifar_links", column, heading=f"2 hosts, {link}", strategy=strategy)
+
+
 #: Sentences with figures: what the sentence says, and what the tables say.
 SENTENCES = {
     r"([\d.]+) times faster than plain DDP at 100 Mbit/s, ([\d.]+) times at\s1 Gbit/s, and ([\d.]+) times on one": [
@@ -81,6 +85,10 @@ SENTENCES = {
         lambda: gaussian_error("gqsgd_3bit"),
         lambda: gaussian_error("gqsgd_2bit"),
     ],
+    r"reaches 87\.3 % accuracy ([\d.]+) times sooner than ddp, and ([\d.]+) times sooner than ddp_bf16": [
+        lambda: convnet("times sooner than ddp"),
+        lambda: convnet("than the best baseline"),
+    ],
     r"move ([\d.]+) bytes per fp32 value and ([\d.]+) per bf16 value": [
         lambda: moved(torch.float32),
         lambda: moved(torch.bfloat16),
@@ -89,6 +97,7 @@ SENTENCES = {
 
 #: Numbers with a unit that are settings.
 SETTINGS = (
+    r"to 87\.3 % of the validation images",
     r"images of 64×64 per host",
     r"--backward 200ms",
 )
@@ -192,6 +201,18 @@ def test_qualities_over_three_seeds_are_those_of_the_tables() -> None:
         for said, strategy in zip(match[1].split(" | "), ("ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"), strict=True):
             measured = cell(page, column, strategy=strategy, **row).split(" ± ")
             assert said == " ± ".join(rounded(value, "0.0") for value in measured), (begin, strategy)
+
+
+CONVNET = re.compile(r"^\| (\d+ [MG]bit/s) \| ([\d.]+), ([\d.]+), ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_figures_of_the_small_network_are_those_of_the_table() -> None:
+    rows = CONVNET.findall((ROOT / "docs/benchmarks.md").read_text())
+    assert len(rows) == 3
+    for link, *said in rows:
+        accuracies = [convnet("accuracy (%)", strategy, link) for strategy in ("ddp", "ddp_bf16", "gqsgd_4bit")]
+        ratios = [convnet(column, link=link) for column in ("times sooner than ddp", "than the best baseline")]
+        assert said == accuracies + ratios, link
 
 
 def test_no_other_figure_is_quoted() -> None:
