@@ -31,7 +31,7 @@ from rich.text import Text
 #: Characters in a line.
 WIDTH = 114
 #: How many times as fast as it was a recording is played, and the longest pause in it, in seconds.
-SPEED, LONGEST_S = 6.0, 2.0
+SPEED, LONGEST_S = 3.0, 3.0
 
 #: Light text on a dark ground, with a contrast of more than 7 to 1 for each colour.
 _THEME = TerminalTheme(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_gqsgd.cli.app import app
-from pictures.terminal import LONGEST_S, WIDTH, draw, shortened
+from pictures.terminal import LONGEST_S, SPEED, WIDTH, draw, shortened
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "advise.svg"
@@ -26,11 +26,17 @@ def test_the_picture_shows_what_the_command_prints(tmp_path: Path) -> None:
     assert drawn.read_text() == PICTURE.read_text()
 
 
-def test_pictures_of_terminals_are_small_name_no_folder_and_load_nothing() -> None:
-    text = PICTURE.read_text()
+@pytest.mark.parametrize("name", ["advise.svg", "quickstart.svg"])
+def test_pictures_of_terminals_are_small_name_no_folder_and_load_nothing(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
     assert len(text) < 60_000
     assert not re.search(r"/(home|root|tmp|work|Users)/", text)
     assert set(re.findall(r"https?://[^\s\"'<>]+", text)) <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}
+
+
+def test_the_recording_is_of_readmes_first_command() -> None:
+    (command,) = re.findall(r"uv run (python recipes/compare.py \S+)", (ROOT / "README.md").read_text())
+    assert f"Terminal: {command}, and what it prints" in (ROOT / "docs" / "quickstart.svg").read_text()
 
 
 def test_lines_of_progress_are_left_out_between_the_first_and_the_last_of_a_row() -> None:
@@ -44,7 +50,8 @@ def test_lines_of_a_recording_appear_in_their_order_and_pauses_have_an_end(tmp_p
     root = ElementTree.parse(tmp_path / "recording.svg").getroot()  # noqa: S314 - a file of this test
     style = next(root.iter("{http://www.w3.org/2000/svg}style")).text or ""
     delays = [float(delay) for delay in re.findall(r"1ms ([\d.]+)s", style)]
-    assert delays == pytest.approx([1.5, 2.5, 2.5 + LONGEST_S])
+    begin = 0.5  # the command stands alone
+    assert delays == pytest.approx([begin + 6 / SPEED, begin + 12 / SPEED, begin + 12 / SPEED + LONGEST_S])
     rules = re.findall(r"terminal-line-(\d+)", style)
     assert rules == ["1", "2", "3", "4"]  # the command is there from the start, and the long line has two rows
     assert "prefers-reduced-motion:no-preference" in style
