@@ -169,6 +169,14 @@ class NetLab:
             _signal_session(process, signal.SIGKILL)
         self._processes.clear()
 
+    def cut(self, host: int) -> None:
+        """Lose everything that a host sends and receives, as if somebody had pulled its cable, until `mend`."""
+        _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", "down")
+
+    def mend(self, host: int) -> None:
+        """Undo `cut`. Connections go on where both ends still wait; TCP tries again less and less often."""
+        _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", "up")
+
     def measure(self, nbytes: int = 20_000_000) -> float:
         """Bits per second of goodput of one TCP connection from host 1 to host 0, which sends ``nbytes`` bytes."""
         receive = (

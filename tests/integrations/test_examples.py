@@ -25,8 +25,9 @@ def command_of(example: Path) -> list[str]:
     """The last line of the docstring, with this interpreter."""
     docstring = ast.get_docstring(ast.parse(example.read_text()))
     assert docstring, f"{example} has no docstring"
-    program, *arguments = shlex.split(docstring.splitlines()[-1])
-    return [*PROGRAMS[program], *arguments]
+    words = shlex.split(docstring.splitlines()[-1])
+    start = next(number for number, word in enumerate(words) if word in PROGRAMS)  # behind environment variables
+    return ["env", *words[:start], *PROGRAMS[words[start]], *words[start + 1 :]]
 
 
 def test_examples_are_short() -> None:

@@ -1,37 +1,40 @@
-"""A training with checkpoints under torchrun's agent, to which faults happen."""
+"""One training under torchrun's agent, or on the hosts of a lab; see `trainings`."""
 
 from __future__ import annotations
 
 import os
-import resource
+import signal
+import subprocess
+import sys
 import time
 import traceback
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
+import psutil
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
-from tests.distributed.models import batch, fingerprint, mlp
+from netlab.lab import NetLab
+from tests.distributed.server import fork_context
+from tests.reliability.trainings import WAYS, Run, Way, train
 
-#: The hook's timeout in seconds, and that of the process group, which is made while the other rank is being started.
-TIMEOUT_S, GROUP_TIMEOUT_S = 8.0, 60.0
-#: Steps of a training, and between two checkpoints.
-STEPS, SAVED_EVERY = 40, 8
-#: Bytes of a file at most, where the disk is to be full: less than a checkpoint has.
-FULL_DISK_BYTES = 2000
+RANKS = 2
+#: Seconds beyond the timeout in which an event is to be over.
+BEYOND_S = 10.0
+#: Seconds that a whole run takes at most on a busy machine, with a restart.
+RUN_S = 300.0
 
 
-def launch(folder: Path, ranks: int, restarts: int, fault: dict[str, int | str]) -> None:
-    """Train under torchrun's agent, in this process and its children; see `train`."""
+def launch(folder: Path, way: str, restarts: int, fault: dict[str, int | str]) -> None:
+    """Train under torchrun's agent, in this process and its children."""
+    # Without it, ranks that torchrun has started again find the addresses of those that have ended, and wait for them:
+    # the agent keeps one store for all attempts (https://github.com/pytorch/pytorch/issues/135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=ranks,
+        nproc_per_node=RANKS,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         run_id=folder.name,
@@ -40,78 +43,141 @@ def launch(folder: Path, ranks: int, restarts: int, fault: dict[str, int | str])
         start_method="fork",
     )
     try:
-        elastic_launch(config, train)(folder, fault)
+        elastic_launch(config, _under_agent)(folder, way, fault)
     except BaseException:
         (folder / "launcher-error").write_text(traceback.format_exc())
         raise
 
 
-def train(folder: Path, fault: dict[str, int | str]) -> None:
-    """Train on one rank, from the latest checkpoint on, and write what became of it.
+def _under_agent(folder: Path, way: str, fault: dict[str, int | str]) -> None:
+    train(way, Run.of_environment(folder, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), fault))
+
+
+class Training:
+    """A training, and what the files in its folder say about it.
 
     Args:
-        folder: where the files go: process numbers, progress, checkpoints, errors, and a hash of the result.
-        fault: what happens by itself in the first attempt: its ``kind``, the ``rank`` and the ``step``. Kinds:
-            ``"raise"``, ``"slow"``, ``"full disk"`` and ``""``.
+        folder: folder of the files.
+        way: see `trainings.WAYS`.
     """
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+
+    def __init__(self, folder: Path, way: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.way_name = folder, way
+
+    @property
+    def way(self) -> Way:
+        """How it trains."""
+        return WAYS[self.way_name]
+
+    def until_step(self, step: int) -> None:
+        """Wait until rank 0 has done so many steps."""
+        self.wait(lambda: self._number("progress-0") >= step, RUN_S, f"step {step}")
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank of the first attempt."""
+        os.kill(self._number(f"pid-0-{rank}"), number)
+
+    def until_error(self, rank: int, within_s: float, attempt: int = 0) -> str:
+        """The error that a rank of an attempt ends with."""
+        file = self.folder / f"error-{attempt}-{rank}"
+        self.wait(lambda: file.exists() and bool(file.read_text()), within_s, f"the error of rank {rank}")
+        return file.read_text()
+
+    def results(self) -> list[str]:
+        """The results of all ranks; empty where a rank has none."""
+        files = [self.folder / f"result-{rank}" for rank in range(RANKS)]
+        return [file.read_text() if file.exists() else "" for file in files]
+
+    def orphans(self) -> list[int]:
+        """Processes of ranks that are still there, after those that are about to end."""
+        deadline = time.monotonic() + BEYOND_S
+        while left := [pid for pid in self.pids() if is_alive(pid)]:
+            if time.monotonic() > deadline:
+                return left
+            time.sleep(0.1)
+        return []
+
+    def pids(self) -> list[int]:
+        """The processes of all ranks and attempts."""
+        return [int(text) for file in self.folder.glob("pid-*") if (text := file.read_text())]
+
+    def wait(self, done: Callable[[], bool], within_s: float, what: str) -> None:
+        """Wait until something is so.
+
+        Raises:
+            AssertionError: it took longer than ``within_s`` seconds.
+        """
+        deadline = time.monotonic() + within_s
+        while not done():
+            if time.monotonic() > deadline:
+                errors = [file.read_text() for file in self.folder.glob("*error*")]
+                raise AssertionError(f"waited {within_s:.0f} s for {what} in {self.folder}: {errors}")
+            time.sleep(0.02)
+
+    def _number(self, name: str) -> int:
+        file = self.folder / name
+        text = file.read_text() if file.exists() else ""
+        return int(text or "0")
+
+
+class LaunchedTraining(Training):
+    """A training under torchrun's agent.
+
+    Args:
+        folder, way: see `Training`.
+        restarts: how often the agent may start it again.
+        fault: see `trainings.Run`.
+    """
+
+    def __init__(self, folder: Path, way: str, restarts: int, fault: dict[str, Any]) -> None:
+        super().__init__(folder, way)
+        self._launcher = fork_context().Process(target=launch, args=(folder, way, restarts, fault))
+        self._launcher.start()
+
+    def signal_launcher(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher."""
+        assert self._launcher.pid is not None
+        os.kill(self._launcher.pid, number)
+
+    def end(self, within_s: float = RUN_S) -> list[str]:
+        """Wait for the launcher; the results of all ranks."""
+        self.wait(lambda: not self._launcher.is_alive(), within_s, "the launcher's end")
+        return self.results()
+
+    def kill(self) -> None:
+        """End everything."""
+        self._launcher.kill()
+        for pid in self.pids():
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self._launcher.join()
+
+
+class TrainingOnHosts(Training):
+    """A training with one rank on each host of a lab.
+
+    Args:
+        folder, way: see `Training`.
+        lab: the hosts.
+        attempt: how often the training in this folder was started before.
+    """
+
+    def __init__(self, folder: Path, way: str, lab: NetLab, attempt: int = 0) -> None:
+        super().__init__(folder, way)
+        command = [sys.executable, "-m", "tests.reliability.trainings", str(folder), way, str(attempt)]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._ranks = [lab.popen(host, command, **streams) for host in range(lab.hosts)]
+
+    def end(self, within_s: float = RUN_S) -> list[str]:
+        """Wait for all ranks; their results."""
+        self.wait(lambda: all(rank.poll() is not None for rank in self._ranks), within_s, "the end of all ranks")
+        return self.results()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, and has not ended."""
     try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-        model = DistributedDataParallel(mlp(64), bucket_cap_mb=0.02)
-        fields = {"codec": "linear", "memory": "diana", "reducer": "two_shot"}
-        state = register_gqsgd(model, timeout=timedelta(seconds=TIMEOUT_S), **fields)
-        first = _resume(folder, model, state)
-        for step in range(first, STEPS):
-            _fail(fault, rank, attempt, step)
-            x, y = batch(rank, step)
-            model.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.05 * parameter.grad  # type: ignore[operator]
-            time.sleep(0.03)
-            if (step + 1) % SAVED_EVERY == 0:
-                _save(folder, model, state, step + 1)
-            (folder / f"progress-{rank}").write_text(str(step + 1))
-        (folder / f"result-{rank}").write_text(fingerprint(model))
-        state.close()
-    except BaseException:
-        (folder / f"error-{attempt}-{rank}").write_text(traceback.format_exc())
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _fail(fault: dict[str, int | str], rank: int, attempt: int, step: int) -> None:
-    if attempt or rank != fault.get("rank"):
-        return
-    if fault["kind"] == "slow":
-        time.sleep(0.3)
-    elif step == fault["step"] and fault["kind"] == "raise":
-        raise ArithmeticError("this rank fails, as asked for")
-    elif step == fault["step"] and fault["kind"] == "full disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
-
-
-def _save(folder: Path, model: DistributedDataParallel, state: GQSGDState, step: int) -> None:
-    """Write a checkpoint beside its place, and then put it there. A collective."""
-    hook = state.state_dict()
-    if dist.get_rank() == 0:
-        beside = folder / "checkpoint.new"
-        torch.save({"step": step, "model": model.module.state_dict(), "hook": hook}, beside)
-        beside.replace(folder / f"checkpoint-{step:03d}.pt")
-
-
-def _resume(folder: Path, model: DistributedDataParallel, state: GQSGDState) -> int:
-    """Load the latest checkpoint, if there is one; the number of the next step."""
-    files = sorted(folder.glob("checkpoint-*.pt"))
-    if not files:
-        return 0
-    saved = torch.load(files[-1], weights_only=True)
-    model.module.load_state_dict(saved["model"])
-    state.load_state_dict(saved["hook"])
-    step: int = saved["step"]
-    return step
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
