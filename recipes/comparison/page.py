@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from pictures.style import STYLE as PICTURE_STYLE
 from pictures.style import colours
 from recipes.comparison.embedding import on_dark, picture
 from recipes.comparison.page_style import STYLE
+from recipes.comparison.pairs import pair_table, pairs_of, signed
 from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
 from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
 from recipes.comparison.slower_links import Elsewhere
@@ -122,21 +122,15 @@ def headlines(
         shown.append(
             (f"{by_name[reference].mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {reference}")
         )
-    difference = metric.scaled(best.final - by_name[reference].final)
-    signed = f"{'−' if difference < 0 else '+'}{abs(difference):.{metric.digits}f}"
+    change = signed(metric, best.final - by_name[reference].final)
     points = " points" if metric.percent else ""
-    spread = _spread_of_difference((variants or {}).get(best.variant, []), (variants or {}).get(reference, []))
+    spread = next(
+        (pair.spread for pair in pairs_of(variants or {}, reference) if pair.variant == best.variant), math.nan
+    )
     if math.isfinite(spread):
-        signed += f" ± {abs(metric.scaled(spread)):.{metric.digits}f}"
-    shown.append((signed, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
+        change += f" ± {metric.text(spread)}"
+    shown.append((change, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
     return shown
-
-
-def _spread_of_difference(runs: Sequence[Run], others: Sequence[Run]) -> float:
-    """Standard deviation of the difference at the end, over the seeds that both have; NaN with fewer than two."""
-    ends = {run.facts["seed"]: run.final for run in others}
-    differences = [run.final - ends[run.facts["seed"]] for run in runs if run.facts["seed"] in ends]
-    return statistics.stdev(differences) if len(differences) > 1 else math.nan
 
 
 def _faster(ratio: float, timed: bool) -> str:
@@ -176,6 +170,7 @@ def _section(number: int, section: Section, titled: bool) -> str:
         f"<h3>Parts of a step</h3><figure class=bars>{bars}</figure>",
         _predictions(section.predicted) if section.predicted else "",
         f"<h3>Table</h3>{_table(section)}",
+        _pairs(section) if not number else "",  # final values are the same on every link
         "</section>",
     ]
     return "\n".join(part for part in parts if part)
@@ -196,13 +191,8 @@ def _in_words(section: Section, heading: str) -> str:
 
 def _elsewhere(links: Elsewhere) -> str:
     """The predictions for slower links, in words and as a table."""
-    head, *rows = links.rows
-    titles = "".join(f"<th scope=col>{html.escape(cell)}</th>" for cell in head)
-    body = "".join(
-        f"<tr><th scope=row>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
-    )
-    return f"<p>{html.escape(links.words)}</p>{_scrolled(titles, body)}"
+    heads, *rows = links.rows
+    return f"<p>{html.escape(links.words)}</p>{_plain_table(heads, rows)}"
 
 
 def _predictions(predicted: Mapping[str, Prediction]) -> str:
@@ -250,6 +240,21 @@ def _table(section: Section) -> str:
         values = "".join(f"<td>{html.escape(row[column])}</td>" for column in shown[1:])
         body += f"<tr><th scope=row>{dot}{html.escape(row[0])}</th>{values}</tr>"
     return _scrolled(head, body)
+
+
+def _pairs(section: Section) -> str:
+    """What strategies end with, less what ddp ends with from the same seed."""
+    heads, *rows = pair_table(pairs_of(section.variants)) or [[]]
+    return f"<h3>Seed by seed</h3>{_plain_table(heads, rows)}" if rows else ""
+
+
+def _plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    titles = "".join(f"<th scope=col>{html.escape(cell)}</th>" for cell in heads)
+    body = "".join(
+        f"<tr><th scope=row>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in rows
+    )
+    return _scrolled(titles, body)
 
 
 def _scrolled(head: str, body: str) -> str:

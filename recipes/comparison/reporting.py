@@ -11,6 +11,7 @@ from rich.table import Table
 
 from recipes.comparison.headline import save_headline
 from recipes.comparison.page import AXES, Section, write_page
+from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
 from recipes.comparison.plan import Plan
 from recipes.comparison.plots import save_curves, save_family, save_step_times
 from recipes.comparison.predictions import beside_measured
@@ -45,6 +46,10 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
     for section in sections:
         _show_table(section, console)
         files += _write(section)
+    heads, *rows = pair_table(pairs_of(sections[0].variants)) or [[]]  # final values are the same on every link
+    if rows:
+        console.print(_table("seed by seed", heads, rows, 1), soft_wrap=False)
+        files.append(write_pairs(heads, rows, plan.folder))
     if any(knows_bound(section.lines) for section in sections):
         console.print(BOUND_NOTE, style="dim", highlight=False, soft_wrap=False)
     for section in sections:

@@ -20,6 +20,7 @@ from recipes.compare import main
 from recipes.comparison import plan as planning
 from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
+from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
 from recipes.comparison.plan import CELL_FILE, Cell, PlanError, make_plan
 from recipes.comparison.plots import save_curves
 from recipes.comparison.processes import command
@@ -238,7 +239,7 @@ def test_page_is_one_file_that_says_the_most_important_first(variants: dict[str,
     assert all("ddp" in words and "gqsgd" in words for words in alternatives)
     assert "<h1>ddp &amp; others</h1>" in text
     assert "links of 2 &lt;bit&gt;" in text
-    assert text.count("<tr>") == 2 * 4
+    assert text.count("<tr>") == 2 * 4 + 3  # seed by seed, once
     assert len(re.findall(r" id=(\S+?)[ >]", text)) == len(set(re.findall(r" id=(\S+?)[ >]", text)))
     assert len(set(re.findall(r"<picture>.*?</picture>", text))) == 4  # the same runs make the same pictures
 
@@ -282,7 +283,30 @@ def test_a_loss_does_not_stand_out_and_differences_have_a_spread(tmp_path: Path)
     write_page([section], "title", "command", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert '<div class="tile"><b>2.0× later' in text
+    assert "<h3>Seed by seed</h3>" in text
+    assert "<th scope=row>gqsgd</th><td>+0.00</td><td>1.41</td><td>+1.00</td><td>−1.00</td>" in text
     assert '<div class="tile good"><b>' not in text.split("2.0× later")[0]
+
+
+def test_strategies_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    def run(name: str, seed: int, final: float) -> Run:
+        return made_up_run(tmp_path / f"{name}{seed}", [0.5], seed=seed, final=final)
+
+    variants = {
+        "ddp": [run("ddp", 0, 0.90), run("ddp", 1, 0.92), run("ddp", 3, 0.91)],
+        "gqsgd": [run("gqsgd", 3, 0.93), run("gqsgd", 0, 0.91), run("gqsgd", 2, 0.99)],  # seed 2 has no partner
+        "gqsgd_4bit": [run("gqsgd_4bit", 1, 0.90)],
+    }
+    two, one = pairs_of(variants)
+    assert dict(two.differences) == pytest.approx({0: 0.01, 3: 0.02})
+    assert (two.mean, two.spread) == pytest.approx((0.015, 0.02 / 8**0.5))
+    assert math.isnan(one.spread)
+    heads, *rows = pair_table([two, one])
+    assert heads == ["strategy", "accuracy (%), less ddp's", "± over seeds", "seed 0", "seed 3"]
+    assert rows == [["gqsgd", "+1.50", "0.71", "+1.00", "+2.00"]]  # one seed says nothing
+    assert pair_table([one]) == pair_table(pairs_of({"gqsgd": variants["gqsgd"]})) == []
+    written = write_pairs(heads, rows, tmp_path).read_text()
+    assert written.splitlines()[2] == "| gqsgd | +1.50 | 0.71 | +1.00 | +2.00 |"
 
 
 def test_headlines_compare_with_the_reference_and_the_best_baseline(variants: dict[str, list[Run]]) -> None:
