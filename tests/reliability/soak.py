@@ -1,4 +1,5 @@
-"""One rank of the soak test: two models, random tensors, sleeps and garbage collections, for many steps."""
+"""One rank of the soak test: two models with hooks, one with local steps, random tensors, sleeps and garbage
+collections, for many steps."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.functional import all_reduce
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.local_steps.optimizer import LocalSteps
 from tests.distributed.models import batch, mlp
 
 #: What hooks are registered with, in turns.
@@ -36,6 +38,13 @@ HOOKS: list[dict[str, Any]] = [
 ]
 #: What tensors are reduced with.
 REDUCTIONS: list[dict[str, Any]] = [{}, {"bits": 4}, {"reducer": "sum"}]
+#: What local steps are made with, in turns.
+LOCAL: list[dict[str, Any]] = [
+    {"every": 5},
+    {"every": 4, "fragments": 2, "delay": 1, "bits": 2},
+    {"preset": "gqsgd_fedpaq", "every": 3},
+    {"preset": "gqsgd_chb", "every": 2},
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 #: Steps of a model, before it is replaced by another one with other buckets and another hook.
 LIFE_STEPS = 50
@@ -47,6 +56,7 @@ class SoakRank:
     def __init__(self, rank: int, ranks: int, folder: Path, timeout_s: float) -> None:
         self.rank, self.ranks = rank, ranks
         self._models: deque[tuple[DistributedDataParallel, GQSGDState]] = deque()
+        self._local: tuple[nn.Module, LocalSteps] | None = None
         self._made = 0
 
     def warm_up(self) -> None:
@@ -62,6 +72,10 @@ class SoakRank:
         for fields in REDUCTIONS:
             for dtype in DTYPES:
                 all_reduce(torch.ones(1500, dtype=dtype), **fields)
+        for number in range(len(LOCAL)):
+            self._replace_local(number)
+            for step in range(6):
+                self._train_locally(step)
 
     def soak(self, seed: int, first: int, steps: int) -> dict[str, Any]:
         """Do some steps; returns a hash of all parameters, and what the process holds.
@@ -79,11 +93,18 @@ class SoakRank:
             shared.shuffle(order)
             for model, _ in order:
                 self._train(model, step, own)
+            if step % LIFE_STEPS == 0:
+                self._replace_local(step // LIFE_STEPS)
+            self._train_locally(step)
             if shared.random() < 0.3:
                 self._reduce(shared)
             if own.random() < 0.05:
                 gc.collect()
-        return {"bits": "".join(_bits(model) for model, _ in self._models), **_held()}
+        assert self._local is not None
+        self._local[1].finish()  # ranks have the same bits after an average
+        return {
+            "bits": "".join(_bits(model) for model in (*(model for model, _ in self._models), self._local[0]))
+        } | _held()
 
     def _replace(self, shared: random.Random) -> None:
         """Drop the older of two models, and make another one; half of them are closed first."""
@@ -99,6 +120,22 @@ class SoakRank:
         state = register_gqsgd(model, sample_every=shared.choice([0, 7]), **HOOKS[self._made % len(HOOKS)])
         self._models.append((model, state))
         self._made += 1
+
+    def _replace_local(self, number: int) -> None:
+        """Drop the model with local steps, and make another one."""
+        if self._local is not None:
+            self._local[1].close()
+        model = mlp(64)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        self._local = model, LocalSteps(model, inner, **LOCAL[number % len(LOCAL)])
+
+    def _train_locally(self, step: int) -> None:
+        assert self._local is not None
+        model, optimizer = self._local
+        x, y = batch(self.rank, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
     def _train(self, model: DistributedDataParallel, step: int, own: random.Random) -> None:
         x, y = batch(self.rank, step)
@@ -122,7 +159,7 @@ class SoakRank:
             assert reduction.wait().isfinite().all()
 
 
-def _bits(model: DistributedDataParallel) -> str:
+def _bits(model: nn.Module) -> str:
     """Hash of all parameters' bits, of any dtype."""
     flat = [parameter.detach().flatten().view(torch.uint8) for parameter in model.parameters()]
     return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
