@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -159,6 +160,22 @@ def test_timeout() -> None:
 def test_links_are_shaped_in_both_directions() -> None:
     with NetLab(2, "20mbit") as lab:
         assert 0.5 * 20e6 < lab.measure(2_000_000) < 1.5 * 20e6
+
+
+@needs_root
+def test_a_cut_link_loses_everything_until_it_is_mended() -> None:
+    def answer(lab: NetLab) -> int:
+        """What becomes of a connection from host 1 to a port of host 0 that nobody listens to."""
+        connect = f"import socket; s = socket.socket(); s.settimeout(1); print(s.connect_ex(('{lab.address(0)}', 9)))"
+        process = lab.popen(1, [sys.executable, "-c", connect], stdout=subprocess.PIPE)
+        return int(process.communicate(timeout=60)[0])
+
+    with NetLab(2, "none") as lab:
+        assert answer(lab) == errno.ECONNREFUSED
+        lab.cut(0)
+        assert answer(lab) != errno.ECONNREFUSED
+        lab.mend(0)
+        assert answer(lab) == errno.ECONNREFUSED
 
 
 @needs_root
