@@ -25,7 +25,7 @@ section{{border-top:1px solid var(--line);margin-top:32px;padding-top:28px}}
 .tile{{border:1px solid var(--line);border-radius:10px;padding:12px 16px;font-size:13.5px;color:var(--soft)}}
 .tile b{{display:block;font-size:24px;line-height:1.25;color:var(--ink);font-variant-numeric:tabular-nums}}
 .tile.good b{{color:var(--good)}}
-.tabs{{display:flex;flex-wrap:wrap}}
+.tabs{{display:flex;flex-wrap:wrap;margin-top:18px}}
 .tabs input{{position:absolute;opacity:0}}
 .tabs label{{padding:5px 14px;border:1px solid var(--line);border-left-width:0;font-size:13.5px;cursor:pointer;
 color:var(--soft)}}

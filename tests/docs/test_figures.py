@@ -203,6 +203,32 @@ def test_qualities_over_three_seeds_are_those_of_the_tables() -> None:
             assert said == " ± ".join(rounded(value, "0.0") for value in measured), (begin, strategy)
 
 
+#: The presets of few bits, in the order of the columns of tables.
+FEW_BITS = ("gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")
+
+
+def test_qualities_at_few_bits_are_those_of_the_tables() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    for begin, heading, column in (
+        ("small network, CIFAR-10", "Small convolutional network, CIFAR-10", "accuracy (%)"),
+        ("transformer, WikiText-2: perplexity after 600", "Transformer, WikiText-2", "perplexity"),
+    ):
+        match = re.search(rf"^\| {re.escape(begin)}[^|]* \| (.*) \|$", text, re.MULTILINE)
+        assert match, begin
+        for said, strategy in zip(match[1].split(" | "), ("ddp", *FEW_BITS), strict=True):
+            assert said == cell("few_bits", column, strategy=strategy, heading=heading), (begin, strategy)
+    rows = re.findall(
+        r"^\| [^|]*, less `ddp`'s, 3 seeds[^|]* \| – \| (.*) \|$", (ROOT / "docs/choosing.md").read_text(), re.M
+    )
+    columns = ("accuracy (%), less ddp's", "perplexity, less ddp's")
+    for row, column, heading in zip(rows, columns, ("CIFAR-10, seed by seed", "WikiText-2, seed by seed"), strict=True):
+        for said, strategy in zip(row.split(" | "), FEW_BITS, strict=True):
+            mean, spread = (
+                cell("few_bits", name, strategy=strategy, heading=heading) for name in (column, "± over seeds")
+            )
+            assert said == f"{mean} ± {spread}", (column, strategy)
+
+
 CONVNET = re.compile(r"^\| (\d+ [MG]bit/s) \| ([\d.]+), ([\d.]+), ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
