@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_gqsgd import __version__
 from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.integrations.fsdp_modules import (
     ShardedGroup,
@@ -43,6 +43,7 @@ from lightning_gqsgd.integrations.fsdp_modules import (
 from lightning_gqsgd.integrations.fsdp_starting import check_groups, check_request
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, resolve_each
@@ -54,7 +55,7 @@ from lightning_gqsgd.transport.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "shard a new model and register the hooks there"
+_MESSAGES = Messages(remedy="shard a new model and register the hooks there")
 
 
 @dataclass(eq=False)
@@ -109,14 +110,15 @@ class GQSGDFSDPState:
             facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
             facts |= {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
             scattered = _for_scatter(config, self._replica) if reduce_scatter else []
-            averaged = _for_average(config, replicate.size()) if replicate is not None else []
+            averaged = _for_average(config, replicate) if replicate is not None else []
+            facts["reducers over replicas"] = [[average.reducer, average.node_size] for average in averaged]
             self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
             keys = self._agree(start, {**facts, "place among replicas": self._replica}, facts)
-            engine = Engine(device, shards, keys[0], timeout=timeout, streams=1, remedy=_REMEDY)
+            engine = Engine(device, shards, keys[0], timeout=timeout, streams=1, messages=_MESSAGES)
             undo.callback(engine.close)
             self._sharded, self._average, self._scatter = engine, None, None
             if replicate is not None:
-                beside = Engine(device, replicate, keys[1], timeout=timeout, beside=engine, remedy=_REMEDY)
+                beside = Engine(device, replicate, keys[1], timeout=timeout, beside=engine, messages=_MESSAGES)
                 undo.callback(beside.close)
                 for one_width in averaged:
                     beside.connect(one_width)
@@ -127,14 +129,14 @@ class GQSGDFSDPState:
                 before = len(self._groups) if replicate is not None else 0
                 ways = range(engine.world_size)
                 self._scatter = _Collective("reduce-scatter", engine, scattered, ScatterPlan, ways, before)
+            self.telemetry: Telemetry = engine.telemetry
+            self._digest = digest_of(json.dumps(facts, sort_keys=True))
+            self._reductions: defaultdict[str, int] = defaultdict(int)
+            self._has_met: set[torch.dtype] = set()
+            self._first_of_step: ShardedGroup | None = None
             self._agree(start, {}, {})
+            self._install()
             undo.pop_all()
-        self.telemetry: Telemetry = engine.telemetry
-        self._digest = digest_of(json.dumps(facts, sort_keys=True))
-        self._reductions: defaultdict[str, int] = defaultdict(int)
-        self._has_met: set[torch.dtype] = set()
-        self._first_of_step: ShardedGroup | None = None
-        self._install()
 
     @property
     def step(self) -> int:
@@ -323,8 +325,8 @@ class GQSGDFSDPState:
                     "written"
                 )
         self.config = replace(self.config, seed=state["seed"])
-        if self._average is not None:
-            self._average.configs = _for_average(self.config, self._average.engine.world_size)
+        if self._average is not None and self._replicas is not None:
+            self._average.configs = _for_average(self.config, self._replicas)
             self._average.engine.plans.clear()
         if self._scatter is not None:
             self._scatter.configs = _for_scatter(self.config, self._replica)
@@ -450,9 +452,9 @@ def register_gqsgd_fsdp(
     return state
 
 
-def _for_average(config: GQSGDConfig, replicas: int) -> list[GQSGDConfig]:
+def _for_average(config: GQSGDConfig, replicate: dist.ProcessGroup) -> list[GQSGDConfig]:
     """The configurations of means over replicas, in the order of their bits in ``bits``."""
-    return list(resolve_each(config, replicas).values())
+    return list(resolve_each(with_nodes(config, replicate), replicate.size()).values())
 
 
 def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:

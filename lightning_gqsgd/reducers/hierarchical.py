@@ -8,7 +8,6 @@ rank, and one rounding of the node's mean takes the place of its ranks' rounding
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -30,22 +29,19 @@ if TYPE_CHECKING:
 
 
 def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
-    """The configuration with the size of its nodes.
+    """The configuration with a reducer of one level, where one level is enough.
 
-    Where each node has one rank, or where there is one node only, one level is enough, and the result names a reducer
-    of one level. A configuration with another reducer is returned as it is.
+    It is enough where each node has one rank, and where there is one node only. A configuration with another reducer is
+    returned as it is.
 
     Raises:
-        ConfigError: the size of nodes is not known, nodes are of unequal size, or no reducer fits between them.
+        ConfigError: the size of nodes is not given, nodes are of unequal size, or no reducer fits between them.
     """
     if config.reducer != "hierarchical":
         return config
-    size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    size = config.node_size if ranks > 1 else 1
     if not size:
-        raise ConfigError(
-            "reducer='hierarchical' needs to know how many ranks each node has: give node_size, or start with "
-            "torchrun, which sets LOCAL_WORLD_SIZE"
-        )
+        raise ConfigError("reducer='hierarchical' needs to know how many ranks each node has: give node_size")
     if ranks % size:
         raise ConfigError(
             f"{ranks} ranks do not make nodes of {size}; reducer='hierarchical' needs nodes of equal size: "
@@ -55,7 +51,6 @@ def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
         return replace(config, reducer="native", node_size=0, scale="auto")
     if size == 1:
         return replace(config, reducer="auto", node_size=0)
-    config = replace(config, node_size=size)
     between_nodes(config, ranks)
     return config
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.nodes import node_size_of
 from lightning_gqsgd.reducers import resolve, stages
 from lightning_gqsgd.reducers.hierarchical import between_nodes
 from lightning_gqsgd.simulation import average, relative_error
@@ -97,18 +100,46 @@ def test_levels_that_are_not_there_are_left_out() -> None:
     assert reducer(8, 1) == resolve(GQSGDConfig(), 8).reducer
     assert reducer(8, 4) == "hierarchical"
 
+    assert reducer(1, 4) == "native"
 
-def test_size_of_nodes_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    config = resolve(GQSGDConfig(reducer="hierarchical"), 8)
-    assert config.node_size == 4
+
+@pytest.mark.parametrize(
+    ("ranks", "size"),
+    [
+        (range(8), 4),
+        (range(4), 4),
+        ([0, 1, 4, 5], 2),  # two processes of each node
+        (range(0, 32, 4), 1),  # one of each: the group of a shard's replicas
+        ([2, 6], 1),
+        ([4, 5, 6, 7, 0, 1, 2, 3], 4),
+    ],
+)
+def test_size_of_nodes_comes_from_torchrun(ranks: Sequence[int], size: int) -> None:
+    assert node_size_of(ranks, "4") == size
+
+
+@pytest.mark.parametrize("ranks", [range(6), [0, 1, 4], [0, 4, 1, 5], range(2, 6 + 1)])
+def test_a_group_with_unequal_or_mixed_nodes_is_refused(ranks: Sequence[int]) -> None:
+    with pytest.raises(ConfigError, match=r"are not in order on nodes of equal size.*give node_size"):
+        node_size_of(ranks, "4")
+
+
+@pytest.mark.parametrize("text", ["abc", "", "0", "-4", "4.5"])
+def test_a_number_of_processes_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no number of ranks per node; give node_size"):
+        node_size_of(range(4), text)
+
+
+def test_stages_of_two_levels() -> None:
+    config = resolve(GQSGDConfig(reducer="hierarchical", node_size=4), 8)
     kinds = [[scope.kind for scope in stage] for stage in stages(config, 8)]
     assert kinds == [["all", "node"], ["peers"], ["node"]]
 
 
-def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="give node_size, or start with torchrun"):
+        node_size_of(range(8), None)
+    with pytest.raises(ConfigError, match="how many ranks each node has: give node_size"):
         resolve(GQSGDConfig(reducer="hierarchical"), 8)
     with pytest.raises(ConfigError, match="8 ranks do not make nodes of 3"):
         resolve(GQSGDConfig(reducer="hierarchical", node_size=3), 8)
