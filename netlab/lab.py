@@ -10,6 +10,7 @@ A lab needs Linux, root and iproute2.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -62,6 +63,10 @@ def parse_rate(text: str) -> int | None:
     return rate
 
 
+#: Numbers of the labs of this process.
+_numbers = itertools.count()
+
+
 class NetLab:
     """A lab as a context manager: the hosts exist inside ``with``, and are gone afterwards, whatever happens.
 
@@ -81,7 +86,7 @@ class NetLab:
                 raise NetLabError(f"{name}={value} is out of range: 1 to {MAX_HOSTS}")
         self.hosts, self.ranks_per_host = hosts, ranks_per_host
         self.rate = parse_rate(rate)
-        self._name = f"{PREFIX}-{os.getpid()}"
+        self._name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> NetLab:
@@ -178,7 +183,13 @@ class NetLab:
         _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", "up")
 
     def measure(self, nbytes: int = 20_000_000) -> float:
-        """Bits per second of goodput of one TCP connection from host 1 to host 0, which sends ``nbytes`` bytes."""
+        """Bits per second of goodput of one TCP connection from host 1 to host 0, which sends ``nbytes`` bytes.
+
+        Raises:
+            NetLabError: there is one host only, or the bytes did not arrive in time.
+        """
+        if self.hosts == 1:
+            raise NetLabError("hosts=1 has no link to measure; take at least 2")
         receive = (
             "import socket,time\n"
             f"s=socket.create_server(('',{PORT}));c,_=s.accept();n=len(c.recv(1));t=time.perf_counter()\n"

@@ -102,6 +102,15 @@ def test_hosts_reach_each_other_in_torchruns_environment() -> None:
 
 @needs_root
 @pytest.mark.slow
+def test_two_labs_of_one_process_stand_side_by_side() -> None:
+    with NetLab(hosts=1, rate="none") as one, NetLab(hosts=1, rate="none") as other:
+        assert one.namespace(0) != other.namespace(0)
+        with pytest.raises(NetLabError, match="hosts=1 has no link to measure"):
+            one.measure()
+
+
+@needs_root
+@pytest.mark.slow
 def test_several_ranks_of_several_hosts_reach_each_other() -> None:
     done = _cli("--hosts", "3", "--ranks-per-host", "2", "--", sys.executable, "-c", ALLREDUCE)
     for rank in range(6):
