@@ -272,7 +272,15 @@ class MemoryStore:
         Raises:
             ConfigError: of other parameters, or of other sizes; nothing has been taken.
         """
-        pairs = []
+        self.check(saved)
+        for row in self._tensors.values():
+            row.zero_()
+        for kind, tensors in saved.items():
+            for number, saved_rows in tensors.items():
+                self.row(Keeps(kind), number).copy_(saved_rows[rank])
+
+    def check(self, saved: Mapping[str, Mapping[int, Tensor]]) -> None:
+        """Raise ConfigError for what `take` cannot keep."""
         for kind, tensors in saved.items():
             for number, saved_rows in tensors.items():
                 row = self.row(Keeps(kind), number) if number in self._sizes else None
@@ -282,11 +290,6 @@ class MemoryStore:
                         f"the checkpoint remembers {saved_rows.shape[-1]} values of parameter {number}, the model "
                         f"compresses {here}; resume with the model and the configuration that wrote it"
                     )
-                pairs.append((row, saved_rows[rank]))
-        for row in self._tensors.values():
-            row.zero_()
-        for row, values in pairs:
-            row.copy_(values)
 
     def _owners_of(self, kind: Keeps) -> int:
         """Number of ranks among which a kind is divided."""

@@ -200,7 +200,7 @@ def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | Non
     kept = {} if existing is None else {name: getattr(existing, name) for name in _BASE_FIELDS}
     handler = GQSGDKwargs(preset, **{**kept, **fields})
     if accelerator.num_processes == 1:
-        _say_that_there_is_one_process()
+        say_that_there_is_one_process()
     accelerator.ddp_handler = handler
     accelerator.register_for_checkpointing(handler)
     return handler
@@ -220,7 +220,7 @@ def _refuse_local_steps(preset: str | GQSGDConfig | None, fields: Mapping[str, A
         )
 
 
-def _say_that_there_is_one_process() -> None:
+def say_that_there_is_one_process() -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == 1:
         _say_once("gqsgd: one process, nothing to reduce")

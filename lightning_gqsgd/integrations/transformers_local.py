@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.integrations.accelerate import WITHOUT_DDP
+from lightning_gqsgd.integrations.accelerate import WITHOUT_DDP, say_that_there_is_one_process
 from lightning_gqsgd.integrations.distributed import destroy_at_exit
 from lightning_gqsgd.integrations.local import LocalTraining
 from lightning_gqsgd.integrations.shared_files import is_seen
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.telemetry import Meter
+
+logger = logging.getLogger(__name__)
 
 #: File of the state in a checkpoint's folder.
 STATE_FILE = "gqsgd_local.pt"
@@ -61,6 +64,13 @@ class LocalStepsCallback(TrainerCallback):
             file = self.resumes_from / STATE_FILE
             if is_seen(file, accelerator):
                 trained.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            elif accelerator.is_main_process:
+                logger.warning(
+                    "gqsgd: %s has no %s, because it was saved without local steps: all ranks start from its weights, "
+                    "and the outer optimizer's momentum starts at zero",
+                    self.resumes_from,
+                    STATE_FILE,
+                )
         self._meter = Meter(trained.averages.telemetry)
         if accelerator.is_main_process:
             print(trained.averages.report(), flush=True)
@@ -107,6 +117,8 @@ def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConf
         raise ConfigError(
             "the Trainer has prepared its model already; enable local steps before `evaluate` and `train`"
         )
+    if accelerator.num_processes == 1:
+        say_that_there_is_one_process()
     # The Trainer asks its Accelerator to prepare the model, which would wrap the model in DistributedDataParallel.
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     callback = LocalStepsCallback(trainer, local, config)

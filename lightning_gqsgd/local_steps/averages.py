@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.local_steps.course import Course
@@ -46,6 +46,7 @@ from lightning_gqsgd.local_steps.starting import (
     take_from_first_rank,
     trained_parameters,
 )
+from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.reducers import new_store, resolve
 from lightning_gqsgd.report import report
 from lightning_gqsgd.sparse.options import refuse_for
@@ -57,7 +58,12 @@ from lightning_gqsgd.transport.pipeline import Job
 
 logger = logging.getLogger(__name__)
 
-REMEDY = "make a new LocalSteps"
+_MESSAGES = Messages(
+    "LocalSteps",
+    "make a new LocalSteps",
+    "Ranks have made different numbers of optimizer steps, or a state was loaded on some ranks only: give every rank "
+    "the same number of steps, and load the same state on every rank",
+)
 
 
 @dataclass(eq=False)
@@ -149,7 +155,7 @@ class LocalAverages(Course[Average]):
         with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
-            self.config = resolve(config, dist.get_world_size(self.group))
+            self.config = resolve(with_nodes(config, self.group), dist.get_world_size(self.group))
             refuse_for(config, "local steps, which average whole models")
             options.averaging.check(self.config)
             self._facts, parameters, buffers = numbered(model, trained, config)
@@ -158,7 +164,7 @@ class LocalAverages(Course[Average]):
             self.outer = make_outer(options.outer, anchors)
             facts = facts_of(self.config, options, self.outer, parameters, buffers)
             (key,) = start.agree([facts])
-            self._engine = Engine(self.device, self.group, key, timeout=timeout, remedy=REMEDY)
+            self._engine = Engine(self.device, self.group, key, timeout=timeout, messages=_MESSAGES)
             undo.callback(self._engine.close)
             dtype = COMPUTE_DTYPES[next(iter(trained.values())).dtype]
             self._engine.connect(self.config)
@@ -262,7 +268,8 @@ class LocalAverages(Course[Average]):
         """Raise RuntimeError if this was closed."""
         if self.is_closed:
             raise RuntimeError(
-                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; " + REMEDY
+                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; "
+                f"{_MESSAGES.remedy}"
             )
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
+from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, rows_of
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.local_steps.rules import Part
@@ -64,33 +65,36 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_state(averages: LocalAverages, state: Mapping[str, Any]) -> None:
-    """Continue from a rank's state, with the model and the optimizers that were saved beside it. Not a collective.
+def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
+    """Continue from a rank's state. Not a collective.
 
     With the state of another rank, or of another number of ranks, this rank starts from the anchor, and its memory
     starts empty. A warning says so.
 
+    Args:
+        averages: of this run.
+        state: what `state_of` gave.
+        load_beside: loads what was saved beside it, such as the optimizers' states; called once the state was checked.
+
     Raises:
-        ConfigError: ``state`` is no state, or that of a model with other parameters, of another number of fragments,
-            or, with a memory, of another rank.
+        ConfigError: ``state`` is no state, or does not fit this run (see `checking.check_local_state`). Nothing was
+            changed.
     """
     check_state(state, averages.requested, _ENTRIES)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
-    _check(averages, state, own)
+    check_local_state(averages, state, own)
+    _load_outer(averages, state["outer"])
+    load_beside()
     for fragment, settled in zip(averages.fragments, state["settled_after"], strict=True):
         fragment.settled_after = settled  # at the anchor, where ranks were settled, a rank is that starts from it
         for entry, anchor in fragment.entries():
             anchor.copy_(state["anchors"][entry.name])
-    averages.outer.load_state_dict(state["outer"])
     averages.take_counters(state)
     averages.under_way[:] = [_loaded(saved, averages.fragments[saved["fragment"]]) for saved in state["under_way"]]
     # Ranks that load different states would keep different anchors for ever, so the ranks compare this, too.
     averages.mix_into_digest(_digest(state["anchors"]))
     if own:
-        saved_memory = {
-            kind: {number: row[None] for number, row in rows.items()} for kind, rows in state["memory"].items()
-        }
-        averages.store.take(saved_memory, 0)
+        averages.store.take(rows_of(state["memory"]), 0)
         for part, saved_part in zip(_parts(averages), state["rule"], strict=True):
             part.take(saved_part)
         return
@@ -147,42 +151,29 @@ def load_gathered(
             f"{common.get('world_size')!r:.50} ranks; load what rank 0 has saved"
         )
     tensors = dict(_tensors_of(model))
-    if set(tensors) != set(own["model"]):
-        raise ConfigError("the checkpoint is that of a model with other parameters or buffers; resume with that model")
-    for name, tensor in tensors.items():
-        tensor.copy_(own["model"][name])
-    for optimizer, saved in zip(optimizers, own["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    load_state(averages, {**common, "rank": averages.rank if same else 0, "memory": own["memory"], "rule": own["rule"]})
+    check_tensors(tensors, own["model"], "parameters or buffers")
+    if not isinstance(own["optimizers"], list) or len(own["optimizers"]) != len(optimizers):
+        raise ConfigError("the checkpoint is that of another number of optimizers; resume with those that wrote it")
+
+    def load_own() -> None:
+        for optimizer, saved in zip(optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name, tensor in tensors.items():
+            tensor.copy_(own["model"][name])
+
+    rank = averages.rank if same else 0
+    load_state(averages, {**common, "rank": rank, "memory": own["memory"], "rule": own["rule"]}, load_own)
 
 
-def _check(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None:
-    """Check that a state fits this run; nothing has been loaded yet."""
-    names = {entry.name for fragment in averages.fragments for entry, _ in fragment.entries()}
-    if names != set(state["anchors"]):
-        missing = sorted(names ^ set(state["anchors"]))
+def _load_outer(averages: LocalAverages, state: Mapping[str, Any]) -> None:
+    """Continue with the outer optimizer's state; torch checks it first."""
+    try:
+        averages.outer.load_state_dict(dict(state))
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"the state of local steps is that of a model with other trained parameters or buffers ({missing[0]!r} is "
-            "on one side only); resume with the model that wrote it"
-        )
-    if state["fragments"] != averages.options.fragments:
-        raise ConfigError(
-            f"the state of local steps was written with fragments={state['fragments']}, this run has "
-            f"fragments={averages.options.fragments}; resume with the same number"
-        )
-    saved_names, names_here = ([sorted(part) for part in parts] for parts in (state["rule"], _states(averages)))
-    if saved_names != names_here:
-        raise ConfigError(
-            f"the state of local steps was written with another rule of averages than {averages.options.rule}; resume "
-            "with the rule that wrote it"
-        )
-    same_ranks = state["world_size"] == averages.world_size
-    remembers = averages.config.remembers or averages.options.averaging.remembers
-    if remembers and same_ranks and not own:
-        raise ConfigError(
-            f"the state of local steps is that of rank {state['rank']}, this is rank {averages.rank}, and with a "
-            "memory every rank needs its own: save and load a file for each rank"
-        )
+            f"the state of local steps has the state of another outer optimizer ({error}); resume with the one that "
+            "wrote it"
+        ) from error
 
 
 def _parts(averages: LocalAverages) -> list[Part]:

@@ -184,8 +184,8 @@ class LocalSteps(Optimizer):
                 "the state was written without local steps, and has no anchor; load it into the inner optimizer, and "
                 "the weights into the model, before LocalSteps is made"
             )
-        self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != STATE_KEY})
-        load_state(self.averages, state_dict[STATE_KEY])
+        inner = {name: value for name, value in state_dict.items() if name != STATE_KEY}
+        load_state(self.averages, state_dict[STATE_KEY], lambda: self.inner.load_state_dict(inner))
 
     def __getattr__(self, name: str) -> Any:
         """Everything else that torch keeps in an optimizer, such as its hooks, is the inner optimizer's."""

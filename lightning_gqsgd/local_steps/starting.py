@@ -173,7 +173,7 @@ class IntegerBuffers:
 
     def start(self) -> tuple[list[Tensor], list[dist.Work]]:
         """Start to send the first rank's present values; returns what will hold them, and what to wait for."""
-        values = [buffer.clone() for buffer in self._buffers]
+        values = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._buffers]
         flats = [value.view(-1).view(torch.uint8) for value in values]
         works = [dist.broadcast(flat, self._source, group=self._group, async_op=True) for flat in flats]
         return values, [work for work in works if work is not None]

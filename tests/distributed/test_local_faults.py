@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from tests.distributed.local_models import (
     WithBuffers,
     bits_of_model,
@@ -223,7 +224,95 @@ def _late_errors(rank: int) -> dict[str, str]:
 def test_what_is_refused_later(tmp_path: Path) -> None:
     for texts in run(_late_errors, 2, tmp_path):
         assert "do not agree: step" in texts["uneven"]
+        assert "different numbers of optimizer steps" in texts["uneven"]
         assert "the optimizer trains 2 parameters that were frozen" in texts["unfrozen"]
+
+
+def _changed(state: dict[str, Any], *keys: Any, to: Any) -> dict[str, Any]:
+    """A copy of a state in which one nested entry is another one."""
+    state = copy.deepcopy(state)
+    entry: Any = state
+    for key in keys[:-1]:
+        entry = entry[key]
+    entry[keys[-1]] = to
+    return state
+
+
+def _bad_states(rank: int) -> list[str]:
+    """Refuse states with one wrong entry, and change nothing; then take the right one."""
+    model, inner = _model_and_optimizer()
+    way: dict[str, Any] = {"every": 3, "delay": 2, "preset": "signsgd_ef"}
+    optimizer = LocalSteps(model, inner, **way)
+    train(model, optimizer, rank, range(4))  # an average is under way
+    right = {"own": optimizer.state_dict()["local_steps"]}
+    everyone = gathered_state(optimizer.averages, model, [inner])
+    shared = [everyone]
+    dist.broadcast_object_list(shared)
+    name = next(iter(right["own"]["anchors"]))
+    wrong = [
+        (("anchors", name), torch.zeros(1)),
+        (("anchors", name), "nothing"),
+        (("settled_after",), []),
+        (("settled_after",), ["never"]),
+        (("rounds",), {}),
+        (("rounds", "number"), -1),
+        (("under_way",), [{"fragment": 7}]),
+        (("under_way",), [3]),
+        (("under_way", 0, "means", name), torch.zeros(1)),
+        (("under_way", 0, "integers"), None),
+        (("outer",), {}),
+        (("memory",), {"no such memory": {0: torch.zeros(3)}}),
+        (("memory",), {"up": 3}),
+    ]
+    texts, before = [], bits_of_model(model)
+    for keys, value in wrong:
+        state = {**optimizer.state_dict(), "local_steps": _changed(right["own"], *keys, to=value)}
+        with pytest.raises(ConfigError) as error:
+            optimizer.load_state_dict(state)
+        texts.append(str(error.value))
+    for keys, value in [(("model", name), torch.zeros(1)), (("optimizers",), [])]:
+        with pytest.raises(ConfigError) as error:
+            load_gathered(optimizer.averages, _changed(shared[0], "ranks", rank, *keys, to=value), model, [inner])
+        texts.append(str(error.value))
+    assert bits_of_model(model) == before
+    load_gathered(optimizer.averages, shared[0], model, [inner])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert bits_of_model(model) == before
+    optimizer.finish()
+    optimizer.close()
+    return texts
+
+
+def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for texts in run(_bad_states, 2, tmp_path):
+        assert len(texts) == 15
+        assert all("state of local steps" in text or "the checkpoint" in text for text in texts)
+
+
+class _WithTurnedMask(nn.Module):
+    """A buffer of integers that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 10)
+        self.register_buffer("mask", torch.zeros(3, 4, dtype=torch.bool).T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def _turned(rank: int) -> bool:
+    model = _WithTurnedMask()
+    optimizer = local_steps(model, {"every": 2})
+    with torch.no_grad():
+        model.get_buffer("mask")[1, 2] = rank == 0
+    train(model, optimizer, rank, range(2))
+    optimizer.close()
+    return bool(model.get_buffer("mask")[1, 2]) and int(model.get_buffer("mask").sum()) == 1
+
+
+def test_integer_buffers_may_have_any_strides(tmp_path: Path) -> None:
+    assert run(_turned, 2, tmp_path) == [True, True]
 
 
 def _dying(rank: int) -> list[Any]:

@@ -1,0 +1,139 @@
+"""Checks of a state of local steps, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gqsgd.checkpoint import is_count
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.memory import Keeps
+
+#: What to do with a state that has other entries than `checkpoint.state_of` writes.
+REMEDY = "load what state_dict has written"
+
+
+def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bool) -> None:
+    """Check that a state fits this run.
+
+    Args:
+        averages: of this run.
+        state: a rank's state, whose entries have the right types.
+        own: whether it is that of this very rank.
+
+    Raises:
+        ConfigError: it is the state of another model, rule, number of fragments or, with a memory, rank; or it has
+            nested entries that `checkpoint.state_of` does not write.
+    """
+    _check_anchors(averages, state["anchors"])
+    if state["fragments"] != averages.options.fragments:
+        raise ConfigError(
+            f"the state of local steps was written with fragments={state['fragments']}, this run has "
+            f"fragments={averages.options.fragments}; resume with the same number"
+        )
+    _check_course(averages, state)
+    if own:
+        _check_own(averages, state)
+    same_ranks = state["world_size"] == averages.world_size
+    remembers = averages.config.remembers or averages.options.averaging.remembers
+    if remembers and same_ranks and not own:
+        raise ConfigError(
+            f"the state of local steps is that of rank {state['rank']}, this is rank {averages.rank}, and with a "
+            "memory every rank needs its own: save and load a file for each rank"
+        )
+
+
+def check_tensors(here: Mapping[str, Tensor], saved: object, what: str) -> None:
+    """Check that saved tensors have the names and shapes of those that are here.
+
+    Args:
+        here: tensors by name.
+        saved: what the checkpoint has in their place.
+        what: what they are, for the error.
+
+    Raises:
+        ConfigError: names or shapes differ.
+    """
+    if not isinstance(saved, Mapping) or set(saved) != set(here):
+        raise ConfigError(f"the checkpoint is that of a model with other {what}; resume with that model")
+    for name, tensor in here.items():
+        _check_tensor(name, saved[name], tensor)
+
+
+def _check_anchors(averages: LocalAverages, anchors: Mapping[str, Any]) -> None:
+    here = {entry.name: anchor for fragment in averages.fragments for entry, anchor in fragment.entries()}
+    missing = sorted(set(here) ^ set(anchors))
+    if missing:
+        raise ConfigError(
+            f"the state of local steps is that of a model with other trained parameters or buffers ({missing[0]!r} is "
+            "on one side only); resume with the model that wrote it"
+        )
+    for name, anchor in here.items():
+        _check_tensor(name, anchors[name], anchor)
+
+
+def _check_tensor(name: str, saved: object, here: Tensor) -> None:
+    if not isinstance(saved, Tensor) or saved.shape != here.shape:
+        shape = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
+        raise ConfigError(
+            f"the state of local steps has {shape} for {name!r}, this model {tuple(here.shape)}; resume with the model "
+            "that wrote it"
+        )
+
+
+def _check_course(averages: LocalAverages, state: Mapping[str, Any]) -> None:
+    """Check where in its rounds the other run was."""
+    settled, rounds = state["settled_after"], state["rounds"]
+    if len(settled) != len(averages.fragments) or not all(step is None or is_count(step) for step in settled):
+        raise ConfigError(f"the state of local steps has settled_after={settled!r:.100}; {REMEDY}")
+    if set(rounds) != {"number", "begun_after"} or not all(map(is_count, rounds.values())):
+        raise ConfigError(f"the state of local steps has rounds={rounds!r:.100}; {REMEDY}")
+    for saved in state["under_way"]:
+        _check_average(averages, saved)
+
+
+def _check_average(averages: LocalAverages, saved: Any) -> None:
+    """Check an average that was under way."""
+    entries: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {}
+    number, last = entries.get("fragment"), len(averages.fragments) - 1
+    if not (isinstance(number, int) and 0 <= number <= last and is_count(entries.get("use_after"))):
+        raise ConfigError(f"the state of local steps has an average under way that is {saved!r:.100}; {REMEDY}")
+    here = {entry.name: anchor for entry, anchor in averages.fragments[number].entries()}
+    check_tensors(here, saved.get("means"), "parameters or buffers under way")
+    integers = saved.get("integers")
+    if not isinstance(integers, list) or not all(isinstance(value, Tensor) for value in integers):
+        raise ConfigError(f"the state of local steps has integers={integers!r:.100} under way; {REMEDY}")
+
+
+def _check_own(averages: LocalAverages, state: Mapping[str, Any]) -> None:
+    """Check what this rank itself remembered."""
+    here = [part.state() for parts in averages.parts for part in parts]
+    saved = state["rule"]
+    if len(saved) != len(here) or any(set(one) != set(other) for one, other in zip(saved, here, strict=True)):
+        raise ConfigError(
+            f"the state of local steps was written with another rule of averages than {averages.options.rule}; resume "
+            "with the rule that wrote it"
+        )
+    for part, saved_part in zip(here, saved, strict=True):
+        check_tensors(part, saved_part, "parameters or buffers")
+    _check_kinds(state["memory"])
+    averages.store.check(rows_of(state["memory"]))
+
+
+def _check_kinds(memory: Mapping[str, Any]) -> None:
+    known = [kind.value for kind in Keeps]
+    tensors: Iterable[object] = (row for rows in memory.values() if isinstance(rows, Mapping) for row in rows.values())
+    whole = all(isinstance(rows, Mapping) for rows in memory.values()) and all(isinstance(t, Tensor) for t in tensors)
+    if not whole or not set(memory) <= set(known):
+        raise ConfigError(
+            f"the state of local steps has a memory of {', '.join(map(repr, memory))}, which is not tensors by kind "
+            f"({', '.join(known)}) and parameter number; {REMEDY}"
+        )
+
+
+def rows_of(memory: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
+    """One rank's memory in the shape of all ranks': tensors [1, numel] by kind and parameter number."""
+    return {kind: {number: row[None] for number, row in rows.items()} for kind, rows in memory.items()}
