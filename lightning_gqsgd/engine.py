@@ -1,8 +1,7 @@
-"""What DDP's hook, `all_reduce` and FSDP's hooks have in common.
+"""What replaces flat tensors by their mean over the ranks of a process group.
 
-An `Engine` replaces flat tensors by their mean over the ranks of a process group. It holds the communicator, the runner
-of jobs and the plans. It knows nothing of models; its callers (`hook`, `functional`, `integrations.fsdp`) know them,
-count steps, and talk to users.
+DDP's hook, `all_reduce`, local steps and FSDP's hooks each have an `Engine`. It holds the communicator, the runner of
+jobs and the plans. It knows nothing of models; its callers know them, count steps, and talk to users.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.reducers import REDUCERS, Setting, Steps, new_store, setting_for, stages
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
-from lightning_gqsgd.transport.agreement import Agreed, Card, Stamp, StampCheck, compared
+from lightning_gqsgd.transport.agreement import STATE_DIFFERS, Agreed, Card, Stamp, StampCheck, compared
 from lightning_gqsgd.transport.communicator import Communicator
 from lightning_gqsgd.transport.direct import DirectRunner
 from lightning_gqsgd.transport.pipeline import Job, Runner, Start, release, runner_for
@@ -36,6 +35,21 @@ MAX_STEP = 2**63 - 1
 
 #: Seconds that ranks wait for each other beyond the timeout where kernels may have to be compiled.
 COMPILE_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What an engine's errors say of its caller.
+
+    Attributes:
+        owner: what is closed when the engine is.
+        remedy: what to do once it is closed.
+        differ: why ranks may be at different steps, and what to do then, in whole sentences.
+    """
+
+    owner: str = "the hook"
+    remedy: str = "make a new one"
+    differ: str = STATE_DIFFERS
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,8 @@ class Request:
             job that waits for it; see `transport.direct`. The same for all tensors that are under way together, because
             two threads would start collectives in any order.
         varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
-        compares_first: whether this rank compares its stamp before it sends anything else, because a state was loaded.
+        compares_first: whether this rank compares its stamp before it sends anything else, because its state was
+            loaded, or its bits have changed.
         watch: what is called with the mean as soon as it is there, on the thread and the stream that complete the job;
             None: nothing. It changes nothing.
     """
@@ -101,7 +116,7 @@ class Engine:
         streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
         beside: another engine, which was made with one stream. Both engines use the other engine's runner, so that
             their collectives never run at the same time, and both add to the same counters.
-        remedy: what to do once the engine is closed, for messages.
+        messages: what errors say of the caller.
 
     Attributes:
         communicator: the ranks.
@@ -121,13 +136,13 @@ class Engine:
         timeout: timedelta | None = None,
         streams: int = 2,
         beside: Engine | None = None,
-        remedy: str = "make a new one",
+        messages: Messages | None = None,
     ) -> None:
         self.communicator = Communicator(device, group, key, timeout)
         self.telemetry: Telemetry = Telemetry() if beside is None else beside.telemetry
         self.plans = PlanCache()
-        self._stamps = StampCheck(self.communicator.size, self.communicator.control_device)
-        self._remedy, self._process = remedy, os.getpid()
+        self._messages, self._process = messages or Messages(), os.getpid()
+        self._stamps = StampCheck(self.world_size, self.communicator.control_device, self._messages.differ)
         self._refusal: BaseException | None = None  # why this rank sends nothing any more
         self._owns_runner = beside is None
         self._runner: Runner | None = runner_for(self.communicator, streams) if beside is None else beside._runner
@@ -182,17 +197,19 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         self.check_open()
-        request = self._compared_first(request)
+        request = self._compare_first_if_asked(request)
         counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
         starts, preface, blocks = [], None, True
+        if self.world_size > 1:
+            preface, blocks = self._preface(request)  # also of nothing, which other ranks may have something for
         if self.world_size > 1 and x.numel():
             store = request.store or new_store(request.config, self.world_size, {}, x.dtype, x.device)
             plan = self.plan(x, request)
             starts = plan.starts(x, self.rank, request.step, store, counters, telemetry)
             if request.direct and plan.is_native and self._direct is not None:
                 return self._reduce_directly(x, request, starts[0], self._direct)
-            preface, blocks = self._preface(request)
         job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks, request.watch)
+        job.kept_if_refused = isinstance(request.agreement, Card)
         self._submit(job)
         return job
 
@@ -211,7 +228,7 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         self.check_open()
-        request = self._compared_first(request)
+        request = self._compare_first_if_asked(request)
         counters = self.telemetry.bucket(request.bucket)
         starts, preface, blocks = [], None, True
         if self.world_size > 1:
@@ -279,10 +296,10 @@ class Engine:
         if self._process != os.getpid():
             raise RuntimeError(
                 "gqsgd: this process was forked from the one whose threads and connections it would need; "
-                f"{self._remedy}"
+                f"{self._messages.remedy}"
             )
         if self._runner is None:
-            raise RuntimeError(f"gqsgd: the hook was closed; {self._remedy}")
+            raise RuntimeError(f"gqsgd: {self._messages.owner} was closed; {self._messages.remedy}")
 
     def close(self) -> None:
         """Stop using threads and process groups. Not a collective; does nothing in a forked process."""
@@ -290,7 +307,8 @@ class Engine:
         if runner is None or self._process != os.getpid():
             return
         if self._direct is not None:
-            self._direct.fail(RuntimeError("the hook was closed"), "the end of the hook")
+            owner = self._messages.owner
+            self._direct.fail(RuntimeError(f"{owner} was closed"), f"the end of {owner}")
         runner.close(self.communicator)
         if self._owns_runner:
             release(runner)
@@ -340,7 +358,7 @@ class Engine:
     def _compare(self, card: Card) -> Start:
         return partial(compared, card, self.world_size, self.communicator.control_device)
 
-    def _compared_first(self, request: Request) -> Request:
+    def _compare_first_if_asked(self, request: Request) -> Request:
         """The request. A stamp that has to be compared before anything else is sent is compared here, and left out."""
         if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
             self._agree_on(request.agreement)

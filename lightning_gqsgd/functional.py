@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Request
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
+from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.plan import check_gradient
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import resolve
@@ -28,6 +29,7 @@ from lightning_gqsgd.transport.pipeline import Job
 MAX_PLAN_BYTES = 64 << 20
 
 _PURPOSE = "all_reduce"
+_MESSAGES = Messages("all_reduce", "call all_reduce in a process of its own, started by spawn")
 
 
 class _Reductions:
@@ -143,13 +145,14 @@ def all_reduce(
         group: process group; None is the default group.
         out: where to put the mean, of the tensor's shape, dtype and device; None makes a new tensor.
         async_op: return a `Reduction` at once, whose `wait` gives the mean.
-        step: number of the dither; the same number gives the same dither. None counts the calls on the group.
+        step: number of the dither, 0 to 2^63 - 1; the same number gives the same dither. None counts the calls on the
+            group.
         preset: name of a preset (see `presets.PRESETS`), or a configuration.
         **fields: fields of `GQSGDConfig`.
 
     Raises:
         ConfigError: a tensor or configuration that cannot work, or ranks that do not agree; on every rank, if one of
-            them refuses.
+            them refuses. Then ``out`` has what ``tensor`` has.
         CollectiveError: a collective failed, and the result is all NaN; or not all ranks call this within the timeout.
             The next call makes its process groups anew.
     """
@@ -158,15 +161,14 @@ def all_reduce(
     number = 0
     if reductions is None:
         with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
-            config = _checked(tensor, out, parent, preset, fields)
+            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
             (key,) = meeting.agree([_facts(tensor, config)])
-            remedy = "call all_reduce in a process of its own, started by spawn"
-            engine = Engine(tensor.device, parent, key, remedy=remedy)
+            engine = Engine(tensor.device, parent, key, messages=_MESSAGES)
             reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
     else:
         number = reductions.number()  # counted on all ranks, also where one refuses
         try:
-            config = _checked(tensor, out, parent, preset, fields)
+            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
         except Exception as error:
             # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
             reductions.engine.agree(Card(_PURPOSE, {}, str(error)))
@@ -212,8 +214,8 @@ def _checked(
     tensor: Tensor,
     out: Tensor | None,
     group: dist.ProcessGroup,
-    preset: str | GQSGDConfig | None,
-    fields: dict[str, Any],
+    step: int | None,
+    config: GQSGDConfig,
 ) -> GQSGDConfig:
     """The configuration of a call, with its reducer chosen.
 
@@ -228,7 +230,9 @@ def _checked(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}, the tensor {tuple(tensor.shape)} {tensor.dtype} "
             f"on {tensor.device}; they must be alike"
         )
-    config = resolve(make_config(preset, **fields), dist.get_world_size(group))
+    if step is not None:
+        check_integer("step", step, 0, MAX_STEP)
+    config = resolve(with_nodes(config, group), dist.get_world_size(group))
     refuse_for(config, "all_reduce, which takes dense tensors")
     if config.remembers:
         raise ConfigError(
@@ -241,4 +245,5 @@ def _checked(
 def _facts(tensor: Tensor, config: GQSGDConfig) -> dict[str, Any]:
     """What all ranks must have in common in a call: plain values by name."""
     versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
-    return {**config.to_dict(), "numel": tensor.numel(), "dtype": str(tensor.dtype), **versions}
+    kind = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "device": tensor.device.type}
+    return {**config.to_dict(), **kind, **versions}

@@ -25,10 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, gathered_memory, say_what_is_missing, take_memory
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
-from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Request
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
+from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.freezing import TrainedParameters
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.parameters import digest, number_parameters, segments_of
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, new_store, resolve_each
@@ -57,7 +58,7 @@ from lightning_gqsgd.unused import UnusedParameters
 #: Steps without a plan's use after which the plan is dropped, where configurations take turns.
 PLANS_KEPT = 100
 
-_REMEDY = "register it on a new DistributedDataParallel model"
+_MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
 
 
 class GQSGDState:
@@ -90,6 +91,7 @@ class GQSGDState:
         self._plain: PlainPath | None = None
         with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
             check_model(model)
+            config = with_nodes(config, self._group)
             check_tables(model, config, post_local_sgd)
             if post_local_sgd is not None:
                 check_group(post_local_sgd, model)
@@ -107,7 +109,7 @@ class GQSGDState:
             facts = facts_of(config, config if len(configs) > 1 else self.config, model, numbered)
             self._digest = digest_of(json.dumps(facts, sort_keys=True))
             (key,) = start.agree([facts])
-            self._engine = Engine(self._device, self._group, key, timeout=timeout, remedy=_REMEDY)
+            self._engine = Engine(self._device, self._group, key, timeout=timeout, messages=_MESSAGES)
             undo.callback(self._engine.close)
             dtype = dtype_of(model)
             for resolved in configs:
@@ -116,13 +118,13 @@ class GQSGDState:
             if self._steering is not None:
                 self._steering.compile(dtype, self._device)
             self._sparse = self._sparse_gradients(model, configs, dtype)
+            sizes = {entry.number: entry.numel for entry in numbered if not entry.raw}
+            self._store = new_store(self.config, world_size, sizes, dtype, self._device)
+            self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
+            self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
             start.agree([{}], patience_s=COMPILE_PATIENCE_S)
+            self._install(model)
             undo.pop_all()
-        sizes = {entry.number: entry.numel for entry in numbered if not entry.raw}
-        self._store = new_store(self.config, world_size, sizes, dtype, self._device)
-        self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
-        self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
-        self._install(model)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "step":
@@ -149,11 +151,12 @@ class GQSGDState:
 
     @property
     def step(self) -> int:
-        """See the class. Another number makes this rank compare it with other ranks before it sends anything."""
+        """See the class. Setting it makes this rank compare it with all ranks' before its next gradient is sent."""
         return self._step + (0 if self._plain is None else self._plain.passed)
 
     @step.setter
     def step(self, number: int) -> None:
+        check_integer("step", number, 0, MAX_STEP)
         self._step, self._compares_first = number, True
         if self._plain is not None:
             self._plain.restart()
@@ -290,7 +293,7 @@ class GQSGDState:
         """Names of the parameters that require a gradient although DDP does not reduce them, and names of those that
         DDP reduces although they require none.
 
-        DDP reduces the parameters that required a gradient when it was built. This is cheap: it reads a flag of each.
+        DDP reduces the parameters that required a gradient when it was built.
         """
         return self._trained.unfrozen, self._trained.frozen
 
@@ -311,7 +314,7 @@ class GQSGDState:
         self._engine.check_open()
         old = self._model()
         if old is None:
-            raise RuntimeError(f"gqsgd: the model is gone; {_REMEDY}")
+            raise RuntimeError(f"gqsgd: the model is gone; {_MESSAGES.remedy}")
         module = old.module
         del old
         with self._meeting("rewrap") as meeting:
@@ -384,12 +387,8 @@ class GQSGDState:
         call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
         state.
         """
-        state = {
-            "schema": STATE_SCHEMA,
-            "seed": self.config.seed,
-            "step": self.step,
-            "config": self.requested.to_dict(),
-        }
+        state: dict[str, Any] = {"schema": STATE_SCHEMA, "seed": self.config.seed, "step": self.step}
+        state["config"] = self.requested.to_dict()
         if self._post_local_sgd is not None:
             state["post_local_iter"] = self._post_local_sgd.iter
         if self._steering is not None:

@@ -173,6 +173,12 @@ def digest_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+#: Why the stamps of hooks may differ, and what to do then.
+STATE_DIFFERS = (
+    "A state was loaded, or changed, on some ranks only: register the hook anew, and load the same state on every rank"
+)
+
+
 class StampCheck:
     """Compares the stamps of all ranks, step by step.
 
@@ -183,6 +189,7 @@ class StampCheck:
     Args:
         world_size: number of ranks.
         device: where messages lie that the host writes and reads.
+        differ: why stamps may differ, and what to do then, for the error.
 
     Attributes:
         periods: for each step whose stamps were read, the longest ``period_us`` over ranks, or 0 if a rank has none;
@@ -190,8 +197,8 @@ class StampCheck:
         numbers: for each of these steps, the `Stamp.numbers` of all ranks, in the order of ranks.
     """
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
-        self._world_size, self._device = world_size, device
+    def __init__(self, world_size: int, device: torch.device, differ: str = STATE_DIFFERS) -> None:
+        self._world_size, self._device, self._differ = world_size, device, differ
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
         self.periods: dict[int, int] = {}
         self.numbers: dict[int, tuple[tuple[int, ...], ...]] = {}
@@ -210,7 +217,7 @@ class StampCheck:
             ConfigError: stamps differ.
         """
         stamps = [Stamp.from_row(row) for row in everyone.tolist()]
-        _check(stamps)
+        _check(stamps, self._differ)
         periods = [stamp.period_us for stamp in stamps]
         self.periods[stamps[0].step] = max(periods) if all(periods) else 0
         self.numbers[stamps[0].step] = tuple(stamp.numbers for stamp in stamps)
@@ -256,14 +263,11 @@ def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     return numbers, event
 
 
-def _check(stamps: Sequence[Stamp]) -> None:
+def _check(stamps: Sequence[Stamp], differ: str) -> None:
     """Raise ConfigError for stamps that are not all equal, apart from their periods and numbers."""
     first, *others = [stamp._replace(period_us=0, numbers=()) for stamp in stamps]
     for rank, other in enumerate(others, start=1):
         if other != first:
             names = {"seed": "seed", "step": "step", "digest": "digest of the configuration and the parameters"}
             mine, theirs = ({name: stamp._asdict()[key] for key, name in names.items()} for stamp in (first, other))
-            raise ConfigError(
-                f"ranks 0 and {rank} do not agree: {describe_difference(mine, theirs)}. A state was loaded, or "
-                "changed, on some ranks only: register the hook anew, and load the same state on every rank"
-            )
+            raise ConfigError(f"ranks 0 and {rank} do not agree: {describe_difference(mine, theirs)}. {differ}")

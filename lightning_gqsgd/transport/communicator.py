@@ -96,6 +96,9 @@ class Communicator:
 
         Args:
             stages: between whom the exchanges are, stage by stage after stage 0 (see `reducers.stages`).
+
+        Raises:
+            CollectiveError: other ranks did not come within the timeout.
         """
         for stage, scopes in enumerate([(ALL,), *stages] if self.size > 1 else []):
             for scope in scopes:
@@ -112,7 +115,10 @@ class Communicator:
         members = scope.members(self.rank, self.size)
         key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}"
         store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
-        made = make(store, members.index(self.rank), len(members), self.timeout)
+        try:
+            made = make(store, members.index(self.rank), len(members), self.timeout)
+        except RuntimeError as error:  # e.g. another rank has refused, or died
+            raise self.describe(error, f"connecting to {len(members)} ranks") from error
         _groups.add(made)
         return made
 
@@ -178,11 +184,18 @@ class Communicator:
         self._groups, self._latest, self._staging = {}, (None, None), None
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, [ranks, ...]. A collective, outside any job."""
+        """Every rank's tensor, [ranks, ...]. A collective, outside any job.
+
+        Raises:
+            CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
+        """
         everyone = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self.size == 1 or not tensor.numel():
             return everyone.copy_(tensor)
-        self.start(Exchange("all_gather", everyone, tensor.contiguous().view(-1)), stage=0).wait()
+        try:
+            self.start(Exchange("all_gather", everyone, tensor.contiguous().view(-1)), stage=0).wait()
+        except RuntimeError as error:
+            raise self.describe(error, "gathering what ranks remember (every rank calls state_dict)") from error
         return everyone
 
 

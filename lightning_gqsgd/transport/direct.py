@@ -2,8 +2,8 @@
 
 A native bucket needs no codec. So the thread that hands the bucket over starts the all-reduce, and the backend's thread
 completes the job. The order of collectives is that of the hook's calls, which is the same on every rank, on groups of
-our own. The sequencing thread uses the same groups in other steps, and never at the same time: DDP waits for all
-buckets of a step before the next step begins.
+our own. The sequencing thread uses the same groups in other steps. By then DDP has waited for all buckets of this step,
+so that at most its stamp is still under way, which all ranks have started before.
 
 A stamp (see `agreement`) is compared in every step, and no job waits for it. That is safe. A rank on which a state was
 loaded compares its stamp before it sends anything else, so the other ranks cannot complete a bucket of that step before
@@ -59,9 +59,12 @@ class DirectRunner:
         work.get_future().add_done_callback(arrived)
 
     def settle(self, until_step: int) -> None:
-        """Wait until the stamps of all steps up to ``until_step`` have been read."""
+        """Wait until the stamps of all steps up to ``until_step`` have been read; after the timeout, all jobs fail."""
+        timeout_s = self._communicator.timeout.total_seconds()
         for step in [step for step in self._comparing if step <= until_step]:
-            self._comparing.pop(step).wait(self._communicator.timeout.total_seconds())
+            # The backend ends the comparison at its own timeout, so that this wait runs out only where it does not.
+            if not self._comparing.pop(step).wait(timeout_s):
+                self.fail(TimeoutError(f"no answer within {timeout_s:g} s"), f"the comparison of step {step}")
 
     def submit(self, job: Job, steps: Steps) -> None:
         """Start a job's only piece, which has one exchange."""

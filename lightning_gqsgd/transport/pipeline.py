@@ -54,7 +54,7 @@ class Job:
     """A flat tensor to be replaced by its mean over ranks.
 
     Attributes:
-        tensor: the tensor; after an error it is all NaN.
+        tensor: the tensor; after an error it is all NaN, unless ``kept_if_refused`` says otherwise.
         pieces: for each piece, a function that starts its steps.
         name: for messages.
         counters: of the bucket; time is added there.
@@ -64,6 +64,7 @@ class Job:
             is nothing to agree on.
         preface_blocks: whether the agreement is over before the first piece starts.
         watch: called with the tensor once the mean is there, before the job is complete; None: nothing.
+        kept_if_refused: whether the tensor stays as it is where ranks do not agree, and nothing has been sent.
         error: the error, once complete.
     """
 
@@ -76,6 +77,7 @@ class Job:
     preface: Start | None = None
     preface_blocks: bool = True
     watch: Callable[[Tensor], None] | None = None
+    kept_if_refused: bool = False
 
     def __post_init__(self) -> None:
         devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
@@ -132,10 +134,10 @@ class Job:
         self.error = error
         try:
             with self.context():
-                if error is not None:
-                    self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
-                elif self.watch is not None:
+                if error is None and self.watch is not None:
                     self.watch(self.tensor)
+                elif error is not None and not (self.kept_if_refused and isinstance(error, ConfigError)):
+                    self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
                 self._count(moment(self.tensor.device))
         except Exception as cause:  # e.g. the GPU has failed: then a future cannot take a tensor on it any more
             self.error = error or cause
@@ -304,7 +306,7 @@ class Sequencer:
         closed = threading.Event()
 
         def forget() -> None:
-            self._fail(communicator, RuntimeError("the hook was closed"), None)
+            self._fail(communicator, RuntimeError("it was closed"), None)
             del self._broken[communicator]
             closed.set()
 

@@ -187,8 +187,9 @@ class PlainPath:
         self.passed, self._comparing = 0, None
 
     def forget(self) -> None:
-        """Count no backward pass before the next forward pass: the hook was closed."""
+        """Count no backward pass before the next forward pass, and let go of the parameters: the hook was closed."""
         self._expectation.is_open, self._comparing = False, None
+        self._parameters = []
 
     def remove(self) -> None:
         """Count no backward pass any more: another DDP model is wrapped around the module."""

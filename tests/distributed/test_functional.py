@@ -163,13 +163,47 @@ def _errors(rank: int) -> None:
     with pytest.raises(ConfigError, match="numel: 2000 != 1500"):
         all_reduce(x[: 2000 - 500 * rank])
     assert torch.equal(all_reduce(x, step=0), mean)
+    with pytest.raises(ConfigError, match="numel: 2000 != 0"):
+        all_reduce(x[: 2000 * (1 - rank)])
+    for step in (-1, 2**63, 1.5, "3"):
+        with pytest.raises(ConfigError, match=r"step=.* (must be an integer|is out of range)"):
+            all_reduce(x, step=step if rank == 0 else 1)  # type: ignore[call-overload]
+    refused = x.clone()
+    for _ in range(2):  # a configuration that is new, and one that this rank has used
+        with pytest.raises(ConfigError, match="ranks 0 and 1 do not agree: bits: 8 != 4"):
+            all_reduce(refused, out=refused, bits=8 - 4 * rank)
+        assert torch.equal(refused, x)  # nothing was sent
+        all_reduce(x, bits=4)
+    assert torch.equal(all_reduce(x, step=0), mean)
     close()
     close()
+    with pytest.raises(ConfigError, match='device: "cpu" != "meta"'):
+        all_reduce(x.to("meta") if rank else x)
     assert "gqsgd-sequencer" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_calls_that_cannot_work_say_why_and_leave_everything_usable(tmp_path: Path) -> None:
     run(_errors, 2, tmp_path)
+
+
+def _on_nodes(rank: int) -> list[list[float]]:
+    """Of two nodes of two processes, all ranks, and one of each node."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    x = _values(rank, 2000)
+    pair = dist.new_group([0, 2]), dist.new_group([1, 3])
+    across = all_reduce(x, group=pair[rank % 2], reducer="hierarchical", bits=4)
+    exact = (_values(rank % 2, 2000) + _values(rank % 2 + 2, 2000)) / 2
+    assert 0.001 < (across - exact).norm() / exact.norm() < 0.3  # compressed
+    whole = all_reduce(x, reducer="hierarchical", bits=4)
+    assert torch.equal(whole, all_reduce(x, reducer="hierarchical", node_size=2, bits=4, step=0))
+    close()
+    return whole.tolist()
+
+
+@pytest.mark.slow
+def test_nodes_are_those_of_the_groups_ranks(tmp_path: Path) -> None:
+    first, *others = run(_on_nodes, 4, tmp_path)
+    assert all(other == first for other in others)
 
 
 def _killed(rank: int) -> str:

@@ -243,6 +243,8 @@ def _copied_and_closed(rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         facts["closed"] = str(error)
     module = model.module
+    assert state._plain is not None
+    facts["keeps"] = len(state._plain._parameters)
     del model
     gc.collect()
     nn.functional.cross_entropy(module(x), y).backward()  # without DDP
@@ -260,6 +262,7 @@ def test_copies_forks_second_hooks_and_the_end_of_the_hook_are_the_same_while_pl
     assert first["steps"] == LEAVES_AFTER + 2 + 15
     assert first["child"] == 7
     assert "the hook was closed" in first["closed"]
+    assert first["keeps"] == 0
 
 
 def _stays(rank: int) -> list[tuple[str, str, str]]:

@@ -184,7 +184,7 @@ def test_closing_fails_what_is_under_way(sequencer: Sequencer) -> None:
     sequencer.submit(wire, one)  # type: ignore[arg-type]
     wire.wait_for(1)
     sequencer.close(wire)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="the hook was closed"):
+    with pytest.raises(RuntimeError, match="it was closed"):
         one.future.wait()
     wire.works[0].complete()  # what arrives late does no harm
     again = job([piece(1)])
