@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,15 @@ from rich.table import Table
 
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.performance import models
-from lightning_gqsgd.performance.advice import Candidate, Cluster, over_links, over_probe, recommendation
+from lightning_gqsgd.performance.advice import (
+    Candidate,
+    Cluster,
+    check_batch,
+    check_size,
+    over_links,
+    over_probe,
+    recommendation,
+)
 from lightning_gqsgd.performance.costs import ESTIMATES, Costs, Link
 from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.timeline import Timeline, estimated
@@ -21,6 +29,8 @@ from lightning_gqsgd.performance.units import bytes_per_second, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"
+#: The latency of a link, and the rate inside a node, where they are not given.
+LATENCY, INTRA = "50us", "200gbit"
 
 
 @dataclass(frozen=True)
@@ -28,68 +38,132 @@ class Question:
     """The options of ``gqsgd advise``, as they were typed; None: not given."""
 
     model: str | None
-    batch: int
+    batch: int | None
     probe: Path | None
     link: str | None
-    latency: str
-    intra: str
+    latency: str | None
+    intra: str | None
     nodes: int | None
     gpus_per_node: int | None
     backward: str | None
     forward: str | None
     codec: str | None
 
+    def given(self) -> list[str]:
+        """The names of the options that were given."""
+        names = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        return ["--" + name.replace("_", "-") for name in names]
+
     def cluster(self) -> Cluster:
-        """What the options say.
+        """What the options say. The model comes last, because it may take long to build.
 
         Raises:
-            ConfigError: options that make no cluster.
+            ConfigError: options that make no cluster, or that have no effect.
         """
         if self.probe is None and self.link is None:
             raise ConfigError(
                 "nothing is known of the network; give --probe FILE of `gqsgd probe`, or --link, e.g. 10gbit"
             )
+        check_batch(self.batch)
+        if self.codec is not None:
+            check_one_of("--codec", self.codec, [*ESTIMATES, MEASURED])
+        self._check_effects()
         probe = None if self.probe is None else Probe.load(self.probe)
         per_node = (probe.per_node if probe else 1) if self.gpus_per_node is None else self.gpus_per_node
         nodes = (probe.ranks // probe.per_node if probe else 2) if self.nodes is None else self.nodes
-        timeline, note = self._timeline(probe)
+        check_size(nodes, per_node)
         codec = self.codec or (MEASURED if probe else "h100")
-        check_one_of("--codec", codec, [*ESTIMATES, MEASURED])
         if codec == MEASURED and probe is None:
             raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
-        if self.link is not None:
-            link = Link(bytes_per_second(self.link, "--link"), seconds(self.latency, "--latency"))
-            inside = Link(bytes_per_second(self.intra, "--intra"), min(link.latency_s, 5e-6))
-            costs_at = over_links(lambda collectives: _costs(codec, probe, collectives), per_node, link, inside)
-            rate: float | None = link.bytes_per_s
-        else:
-            assert probe is not None
-            measured = probe.costs if codec == MEASURED else _costs(codec, probe, dict(probe.costs.collectives))
-            costs_at, rate = over_probe(measured, probe.ranks, per_node), None
-            if per_node != probe.per_node:
-                raise ConfigError(
-                    f"{self.probe} was measured with {probe.per_node} ranks per node, not {per_node}; leave out "
-                    "--gpus-per-node, or give --link"
-                )
-        notes = [note, _note(codec, probe)]
-        return Cluster(timeline, costs_at, nodes, per_node, self.batch, rate, tuple(filter(None, notes)))
-
-    def _timeline(self, probe: Probe | None) -> tuple[Timeline, str]:
-        """When buckets are ready, and how sure that is."""
-        measured = {line.name: line for line in probe.timelines} if probe else {}
+        costs_at, rate = self._network(codec, probe, per_node)
         if self.backward is None:
-            name = self.model or next(iter(measured), None)
-            if name in measured:
-                return measured[name], ""
-            others = f" (the probe has {', '.join(measured)})" if measured else ""
+            timeline, notes = self._measured(probe), [""]
+            batch = self._batch_of(timeline)
+        else:
+            timeline, note = self._estimated(self.backward)
+            batch, notes = models.USUAL_BATCH if self.batch is None else self.batch, [note]
+        notes.append(_note(codec, probe))
+        if batch is None:
+            notes.append("samples/s: not known, because the probe does not say its batch; give --batch")
+        return Cluster(timeline, costs_at, nodes, per_node, batch, rate, tuple(filter(None, notes)))
+
+    def _check_effects(self) -> None:
+        """Check that no option is given that nothing would read.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for name, value in (("--latency", self.latency), ("--intra", self.intra)):
+            if value is not None and self.link is None:
+                raise ConfigError(
+                    f"{name} {value} has no effect on the network that --probe measured; leave it out, or give --link"
+                )
+        if self.forward is not None and self.backward is None:
             raise ConfigError(
-                f"the length of the backward pass is not known{others}; give --backward, e.g. 120ms, or measure it "
-                "with `gqsgd probe --model MODEL --batch N`"
+                f"--forward {self.forward} has no effect without --backward; give both, or neither to take the probe's"
             )
+
+    def _network(self, codec: str, probe: Probe | None, per_node: int) -> tuple[Any, float | None]:
+        """What `Cluster.costs_at` and `Cluster.link` are.
+
+        Raises:
+            ConfigError: a rate or a latency is none, or the probe has other nodes.
+        """
+        if self.link is not None:
+            link = Link(bytes_per_second(self.link, "--link"), seconds(self.latency or LATENCY, "--latency"))
+            inside = Link(bytes_per_second(self.intra or INTRA, "--intra"), min(link.latency_s, 5e-6))
+            return over_links(lambda given: _costs(codec, probe, given), per_node, link, inside), link.bytes_per_s
+        assert probe is not None
+        if per_node != probe.per_node:
+            raise ConfigError(
+                f"{self.probe} was measured with {probe.per_node} ranks per node, not {per_node}; leave out "
+                "--gpus-per-node, or give --link"
+            )
+        costs = probe.costs if codec == MEASURED else _costs(codec, probe, dict(probe.costs.collectives))
+        return over_probe(costs, probe.ranks, per_node), None
+
+    def _measured(self, probe: Probe | None) -> Timeline:
+        """The timeline of the probe.
+
+        Raises:
+            ConfigError: there is none, or none of this model.
+        """
+        measured = {line.name: line for line in probe.timelines} if probe else {}
+        name = self.model or next(iter(measured), None)
+        if name in measured:
+            return measured[name]
+        others = f" (the probe has {', '.join(measured)})" if measured else ""
+        raise ConfigError(
+            f"the length of the backward pass is not known{others}; give --backward, e.g. 120ms, or measure it "
+            "with `gqsgd probe --model MODEL --batch N`"
+        )
+
+    def _batch_of(self, timeline: Timeline) -> int | None:
+        """Samples of each rank in a step that was measured; None: neither the probe nor an option says them.
+
+        Raises:
+            ConfigError: the option is not what was measured.
+        """
+        measured = timeline.batch
+        if measured is None or self.batch is None:
+            return self.batch if measured is None else measured
+        if self.batch != measured:
+            raise ConfigError(
+                f"--batch {self.batch}: {self.probe} has the step of {timeline.name} at batch {measured}; leave out "
+                f"--batch, run `gqsgd probe --model {timeline.name} --batch {self.batch}`, or give --backward"
+            )
+        return measured
+
+    def _estimated(self, backward: str) -> tuple[Timeline, str]:
+        """When buckets are ready in a backward pass of a given length, and how sure that is.
+
+        Raises:
+            ConfigError: no model, one that cannot be built, or a time that is none.
+        """
+        backward_s = seconds(backward, "--backward")
+        forward_s = None if self.forward is None else seconds(self.forward, "--forward")
         if self.model is None:
             raise ConfigError(f"no model; give --model {models.FORMS}")
-        backward_s = seconds(self.backward, "--backward")
-        forward_s = None if self.forward is None else seconds(self.forward, "--forward")
         built = models.build(self.model, 1, torch.device("meta"))
         weights = models.operations(built)
         line = estimated(built.model, backward_s, forward_s=forward_s, weights=weights)
@@ -134,18 +208,23 @@ def table(cluster: Cluster, choices: Sequence[Candidate]) -> Table:
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for candidate in choices:
-        step = candidate.prediction
+        step, rate = candidate.prediction, _samples_per_s(cluster, candidate)
         made.add_row(
             candidate.name,
             f"{1e3 * step.step_s:.1f}",
             f"{step.exposed_s / step.step_s:.0%}",
-            f"{step.throughput(cluster.batch, cluster.ranks):,.0f}",
+            "–" if rate is None else f"{rate:,.0f}",
             f"{step.efficiency:.0%}",
             f"{step.sent_bytes / 1e6:.1f}",
             f"{1e3 * step.wire_s:.1f}",
             f"{1e3 * step.codec_s:.1f}",
         )
     return made
+
+
+def _samples_per_s(cluster: Cluster, candidate: Candidate) -> float | None:
+    """Samples per second of all ranks; None: nobody knows the batch."""
+    return None if cluster.batch is None else candidate.prediction.throughput(cluster.batch, cluster.ranks)
 
 
 def lines(cluster: Cluster, choices: Sequence[Candidate]) -> list[str]:
@@ -171,7 +250,7 @@ def to_dict(cluster: Cluster, choices: Sequence[Candidate]) -> dict[str, Any]:
                 "codec_s": candidate.prediction.codec_s,
                 "wire_s": candidate.prediction.wire_s,
                 "sent_bytes": candidate.prediction.sent_bytes,
-                "samples_per_s": candidate.prediction.throughput(cluster.batch, cluster.ranks),
+                "samples_per_s": _samples_per_s(cluster, candidate),
                 "efficiency": candidate.prediction.efficiency,
             }
             for candidate in choices

@@ -14,6 +14,8 @@ Each command imports what it needs when it runs, so that ``--help`` answers at o
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +58,7 @@ def _refusals_in_one_line() -> Iterator[None]:
 @app.command()
 def presets(
     name: Annotated[str | None, typer.Argument(help="A preset to show in full; none: a table of all.")] = None,
-    ranks: Annotated[int, typer.Option(min=2, help="Number of ranks n.")] = 8,
+    ranks: Annotated[int, typer.Option(help="Number of ranks n.")] = 8,
     block_size: Annotated[
         int | None,
         typer.Option("--block-size", "--block-numel", help="Coordinates of a block."),
@@ -66,8 +68,11 @@ def presets(
     """What each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
     from lightning_gqsgd.cli import facts, local, systems, tables
     from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.errors import check_integer
     from lightning_gqsgd.presets import PRESETS
 
+    with _refusals_in_one_line():
+        check_integer("--ranks", ranks, 2, facts.MOST_RANKS)
     listings = (local.LISTING, systems.LISTING)
     for listing in listings:
         if name is not None and name in listing.names:
@@ -124,24 +129,27 @@ def probe(
         list[int] | None, typer.Option(min=1, max=8, help="Width of codes to time, repeatable.  [default: 8 4 3 2]")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Also measure when this model's buckets are ready.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of each process in the model's step.")] = 32,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of each process in the model's step.  [default: 32]")
+    ] = None,
 ) -> None:
     """Measure the network between processes and the kernels of this device: under torchrun, or alone with --procs."""
     from lightning_gqsgd.cli import probing, tables
     from lightning_gqsgd.errors import ConfigError
 
     with _refusals_in_one_line():
-        probing.check(model, output)
+        probing.check(model, batch, output)
         if not probing.is_rank():
             widths = [word for width in bits or [] for word in ("--bits", str(width))]
             chosen = [] if model is None else ["--model", model]
-            arguments = ["probe", "--output", str(output), "--batch", str(batch), *widths, *chosen]
+            samples = [] if batch is None else ["--batch", str(batch)]
+            arguments = ["probe", "--output", str(output), *samples, *widths, *chosen]
             raise typer.Exit(probing.run_ranks(2 if procs is None else procs, arguments))
         if procs is not None:
             raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
         made = probing.run_rank(bits or [8, 4, 3, 2], model, batch)
         if made is not None:
-            made.save(output)
+            probing.save(made, output)
             for table in probing.tables(made):
                 tables.show(table)
             typer.echo("\n".join([*probing.lines(made), f"written: {output}"]))
@@ -152,11 +160,13 @@ def advise(
     model: Annotated[
         str | None, typer.Option(help="torchvision:NAME, transformers:TYPE or FOLDER, or module:factory.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of each rank in a step.")] = 32,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples of each rank in a step.  [default: the probe's, or 32]")
+    ] = None,
     probe: Annotated[Path | None, typer.Option(help="What `gqsgd probe` has measured.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of a node's link, e.g. 10gbit.")] = None,
-    latency: Annotated[str, typer.Option(help="Latency of the link.")] = "50us",
-    intra: Annotated[str, typer.Option(help="Rate between the ranks of a node.")] = "200gbit",
+    latency: Annotated[str | None, typer.Option(help="Latency of the link.  [default: 50us]")] = None,
+    intra: Annotated[str | None, typer.Option(help="Rate between the ranks of a node.  [default: 200gbit]")] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.  [default: the probe's, or 2]")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Ranks per node.  [default: the probe's, or 1]")] = None,
     backward: Annotated[str | None, typer.Option(help="Length of the backward pass, e.g. 120ms.")] = None,
@@ -173,25 +183,29 @@ def advise(
     from lightning_gqsgd.cli import advising, tables
     from lightning_gqsgd.performance.advice import candidates, recommendable
 
+    places = (nodes, gpus_per_node, backward, forward, codec)
+    question = advising.Question(model, batch, probe, link, latency, intra, *places)
+    files = {option: file for option, file in (("--plot", plot), ("--gantt", gantt)) if file is not None}
     if local_steps is not None:
         from lightning_gqsgd.cli import planning
 
         with _refusals_in_one_line():
+            planning.check_alone([*question.given(), *files])
             planned = planning.Planned.of(local_steps)
         typer.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(planned.lines()))
         return
-    places = (nodes, gpus_per_node, backward, forward, codec)
     with _refusals_in_one_line():
-        cluster = advising.Question(model, batch, probe, link, latency, intra, *places).cluster()
-        choices = candidates(cluster)
-        if plot is not None or gantt is not None:
+        if files:  # matplotlib takes a while to import
             from lightning_gqsgd.performance import pictures
 
-            if plot is not None:
-                pictures.draw_sweeps(cluster, plot)
-            if gantt is not None:
-                steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
-                pictures.draw_steps(steps, gantt)
+            pictures.check_files(files)
+        cluster = question.cluster()
+        choices = candidates(cluster)
+        if plot is not None:
+            pictures.draw_sweeps(cluster, plot)
+        if gantt is not None:
+            steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
+            pictures.draw_steps(steps, gantt)
     if as_json:
         typer.echo(json.dumps(advising.to_dict(cluster, choices), indent=1, ensure_ascii=False))
         return
@@ -239,5 +253,22 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """The console script."""
-    app(prog_name="gqsgd")
+    """The console script. Where standard output cannot be written, e.g. to a full disk, one line says so."""
+    try:
+        app(prog_name="gqsgd")
+    except OSError as error:
+        if _can_print():  # the error is that of something else
+            raise
+        typer.echo(f"gqsgd: standard output cannot be written ({error.strerror}); print to another place", err=True)
+        sys.exit(1)
+
+
+def _can_print() -> bool:
+    """Whether what was printed so far can be written; if not, the rest is dropped, so that the end is a quiet one."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # Python flushes once more when it ends, and would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance.local_plan import LocalPlan, LocalProblem, plan
+
+
+def check_alone(others: Sequence[str]) -> None:
+    """Check that no options of clusters are given beside ``--local-steps``.
+
+    Raises:
+        ConfigError: ``others``, the names of such options, are some.
+    """
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)}: no effect beside --local-steps, whose file has all numbers; leave out either"
+        )
 
 
 @dataclass(frozen=True)

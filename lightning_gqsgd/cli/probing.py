@@ -19,9 +19,11 @@ from rich.table import Table
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance import models
+from lightning_gqsgd.performance.advice import check_batch
 from lightning_gqsgd.performance.probe import Probe, measure, to_rows
 from lightning_gqsgd.performance.recording import Recorder
 from lightning_gqsgd.performance.timeline import Timeline
+from lightning_gqsgd.performance.writing import check_writable
 
 #: Seconds that ranks wait for each other.
 _TIMEOUT_S = 120
@@ -36,14 +38,43 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def check(model: str | None, output: Path) -> None:
-    """Raise ConfigError for a model that cannot be built, or a file that cannot be written, before anything starts."""
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.parent}; name a file in a folder that exists")
-    if model is not None and models.build(model, 1, torch.device("meta")).inputs is None:
+def check(model: str | None, batch: int | None, output: Path) -> None:
+    """Check the options before anything starts; ``batch`` is None where it was not given.
+
+    Raises:
+        ConfigError: a model that cannot be built, a batch that it does not have, or a file that cannot be written.
+    """
+    check_writable("--output", output)
+    check_batch(batch)
+    if model is None:
+        if batch is not None:
+            raise ConfigError(f"--batch {batch} has no effect without a model; leave it out, or give --model")
+        return
+    built = models.build(model, batch or models.USUAL_BATCH, torch.device("meta"))
+    if built.inputs is None:
         raise ConfigError(
             f"the inputs of {model} are not known; let its factory return the model and a tuple of inputs"
         )
+    if batch is not None and built.samples not in (None, batch):
+        raise ConfigError(
+            f"--batch {batch}: the factory {model} returns inputs of {built.samples} samples; leave out --batch, or "
+            "let the factory return as many"
+        )
+
+
+def save(probe: Probe, output: Path) -> None:
+    """Write a probe.
+
+    Raises:
+        ConfigError: the file cannot be written after all, e.g. because the disk is full.
+    """
+    try:
+        probe.save(output)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be written ({error.strerror}); free the disk, or name another file, and measure "
+            "again"
+        ) from None
 
 
 def run_ranks(procs: int, arguments: Sequence[str]) -> int:
@@ -84,7 +115,7 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
             rank.wait()
 
 
-def run_rank(bits: Sequence[int], model: str | None, batch: int) -> Probe | None:
+def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe | None:
     """Measure as one of a launcher's ranks; returns the probe on rank 0, and None on the others.
 
     Raises:
@@ -113,9 +144,15 @@ def joined_ranks() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def timeline_of(name: str, batch: int, device: torch.device) -> Timeline:
-    """The timeline of a model by its name. A collective."""
-    built = models.build(name, batch, device)
+def timeline_of(name: str, batch: int | None, device: torch.device) -> Timeline:
+    """The timeline of a model by its name, with the batch that it was measured with. A collective.
+
+    Args:
+        name: see `models.build`.
+        batch: samples of this rank in a step; None: those of a factory's inputs, or else `models.USUAL_BATCH`.
+        device: of this rank.
+    """
+    built = models.build(name, batch or models.USUAL_BATCH, device)
     inputs = built.inputs
     assert inputs is not None  # see `check`
     update = torch.optim.SGD(built.model.parameters(), lr=1e-6).step
@@ -124,7 +161,7 @@ def timeline_of(name: str, batch: int, device: torch.device) -> Timeline:
         if number == _WARMUP:
             recorder.forget()
         recorder.step()
-    return recorder.timeline()
+    return replace(recorder.timeline(), batch=built.samples or batch)
 
 
 def tables(probe: Probe) -> list[Table]:

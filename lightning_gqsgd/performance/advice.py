@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,10 @@ FEWEST_BITS = 4
 WORTH = 0.05
 #: Predictions that differ by less are taken as equal, and the more exact candidate is recommended.
 CLOSE = 0.03
+#: The most ranks that are predicted: each of them is an owner of a shard in every piece, which takes time.
+MOST_RANKS = 8192
+#: The most samples of a rank in a step.
+MOST_SAMPLES = 1_000_000
 #: The numbers of nodes of a sweep, and the factors by which a sweep changes the rate of links.
 SWEEP_NODES = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
 RATE_FACTORS = tuple(10 ** (step / 8) for step in range(-16, 17))
@@ -38,7 +43,7 @@ class Cluster:
         costs_at: costs at a number of nodes, with links whose rate is multiplied by a factor.
         nodes: number of nodes.
         per_node: ranks on each node.
-        batch: samples of each rank in a step.
+        batch: samples of each rank in a step; None: nobody knows them.
         link: rate of the link between nodes in bytes per second; None: it was measured.
         notes: how sure the numbers are, for people.
     """
@@ -47,21 +52,50 @@ class Cluster:
     costs_at: Callable[[int, float], Costs]
     nodes: int
     per_node: int
-    batch: int
+    batch: int | None
     link: float | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("nodes", self.nodes), ("gpus-per-node", self.per_node), ("batch", self.batch)):
-            if value < 1:
-                raise ConfigError(f"--{name} {value} has to be at least 1")
-        if self.ranks < 2:
-            raise ConfigError("one rank sends nothing; give --nodes or --gpus-per-node above 1")
+        check_size(self.nodes, self.per_node)
+        check_batch(self.batch)
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
         return self.nodes * self.per_node
+
+
+def check_size(nodes: int, per_node: int) -> None:
+    """Check the size of a cluster.
+
+    Raises:
+        ConfigError: there are too few nodes or ranks, or more ranks than are predicted in reasonable time.
+    """
+    for name, value in (("nodes", nodes), ("gpus-per-node", per_node)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value} has to be at least 1; give a number from 1 on")
+    if nodes * per_node < 2:
+        raise ConfigError("one rank sends nothing; give --nodes or --gpus-per-node above 1")
+    if nodes * per_node > MOST_RANKS:
+        raise ConfigError(
+            f"--nodes {nodes} with {per_node} ranks each are more than {MOST_RANKS:,} ranks, which is the most that is "
+            "predicted; give fewer nodes or --gpus-per-node"
+        )
+
+
+def check_batch(batch: int | None) -> None:
+    """Check the samples of a rank in a step; None: nobody knows them.
+
+    Raises:
+        ConfigError: the number is below 1 or above `MOST_SAMPLES`.
+    """
+    if batch is not None and batch < 1:
+        raise ConfigError(f"--batch {batch} has to be at least 1; give the samples of each rank in a step")
+    if batch is not None and batch > MOST_SAMPLES:
+        raise ConfigError(
+            f"--batch {batch} has to be at most {MOST_SAMPLES:,}; give the samples of each rank in a step"
+        )
 
 
 @dataclass(frozen=True)
@@ -173,8 +207,13 @@ def recommendation(choices: Sequence[Candidate]) -> str:
     waits = f"a step of plain DDP waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for gradients"
     shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
     if best is choices[0]:
-        gain = max(0.0, 1 - shortest / plain.step_s)
-        return f"Not worth it: {waits}, and no compression would shorten it by more than {gain:.0%}; keep plain DDP."
+        # Fewer bits may save more, and are never recommended. Per cents are rounded up, so that the sentence is true.
+        percent = math.ceil(100 * (1 - shortest / plain.step_s) - 1e-9)
+        most = f" by more than {percent}%" if percent > 0 else ""
+        return (
+            f"Not worth it: {waits}, and no compression to {FEWEST_BITS} bits or more would shorten it{most}; "
+            "keep plain DDP."
+        )
     saved = f"predicted to take {_ms(made.step_s)}, {plain.step_s / made.step_s:.2f} times faster"
     if best.method == BF16:
         return f"Take torch's bf16_compress_hook, {saved}: {waits}, and half the bytes are enough to hide most of it."
@@ -187,8 +226,11 @@ def recommendation(choices: Sequence[Candidate]) -> str:
 
 
 def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
-    """Candidates that can be recommended over numbers of nodes; those with fewer bits take as long to predict."""
-    counts = [nodes for nodes in SWEEP_NODES if nodes * cluster.per_node > 1]
+    """Candidates that can be recommended over numbers of nodes, of up to `MOST_RANKS` ranks.
+
+    Those with fewer bits take as long to predict, so they are left out.
+    """
+    counts = [nodes for nodes in SWEEP_NODES if 1 < nodes * cluster.per_node <= MOST_RANKS]
     widths = [bits for bits in BITS if bits >= FEWEST_BITS]
     return {nodes: candidates(cluster, nodes=nodes, widths=widths) for nodes in counts}
 

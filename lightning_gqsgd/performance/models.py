@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -11,13 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_gqsgd.errors import ConfigError, did_you_mean
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
 #: What a model's name may look like, for messages.
 FORMS = "torchvision:NAME, transformers:TYPE or transformers:FOLDER, or module:factory"
 #: Size of the images, and tokens of the texts, that models are tried on.
 IMAGE_SIZE, TOKENS = 224, 128
+#: Samples of each rank in a step, where nobody says another number.
+USUAL_BATCH = 32
+#: Characters of another package's error that a message shows.
+_SHOWN = 300
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,12 @@ class Built:
     model: nn.Module
     inputs: tuple[Any, ...] | None
 
+    @property
+    def samples(self) -> int | None:
+        """The samples of the inputs, which is the length of the first tensor; None: not known."""
+        first = next((value for value in self.inputs or () if isinstance(value, Tensor) and value.ndim), None)
+        return None if first is None else first.shape[0] or None
+
 
 def build(name: str, batch: int, device: torch.device) -> Built:
     """Build a model with random weights; on the device "meta" without weights. Nothing is downloaded.
@@ -46,23 +59,67 @@ def build(name: str, batch: int, device: torch.device) -> Built:
         device: where the model and its inputs are.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, building it fails, or its parameters are none that can be reduced.
     """
     kind, _, rest = name.partition(":")
-    if not rest:
+    if not kind or not rest or kind.startswith("."):
         raise ConfigError(f"model {name!r} is none of {FORMS}; write e.g. torchvision:resnet50")
-    with torch.device(device):
-        if kind == "torchvision":
-            return Built(name, _torchvision(rest), (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),))
-        if kind == "transformers":
-            return Built(name, _transformers(rest), (torch.zeros(batch, TOKENS, dtype=torch.int64),))
-        made = _factory(kind, rest)()
+    try:
+        with torch.device(device):
+            built = _built(name, kind, rest, batch)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # the code of a user, or of another package, may raise anything
+        raise ConfigError(
+            f"model {name} cannot be built: {_in_a_line(error)}; name a model that can be built without arguments: "
+            f"{FORMS}"
+        ) from error
+    _check_parameters(built)
+    return built
+
+
+def _built(name: str, kind: str, rest: str, batch: int) -> Built:
+    """The model on PyTorch's default device; see `build`, which makes ConfigErrors of all other errors.
+
+    Raises:
+        ConfigError: there is no such model, or a factory returns something else.
+    """
+    if kind == "torchvision":
+        return Built(name, _torchvision(rest), (torch.zeros(batch, 3, IMAGE_SIZE, IMAGE_SIZE),))
+    if kind == "transformers":
+        return Built(name, _transformers(rest), (torch.zeros(batch, TOKENS, dtype=torch.int64),))
+    made = _factory(kind, rest)()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"{name} returned {type(model).__name__}; return a torch.nn.Module, or a module and its inputs"
         )
-    return Built(name, model, inputs)
+    if not (inputs is None or isinstance(inputs, (tuple, list))):
+        raise ConfigError(f"{name} returned inputs of type {type(inputs).__name__}; return a tuple of them")
+    return Built(name, model, None if inputs is None else tuple(inputs))
+
+
+def _check_parameters(built: Built) -> None:
+    """Check that gradients of a model can be reduced.
+
+    Raises:
+        ConfigError: a parameter has no size yet, or has a dtype that no kernel knows.
+    """
+    for name, p in built.model.named_parameters():
+        if is_lazy(p):
+            raise ConfigError(
+                f"model {built.name}: {name} has no size before the first forward pass; give its layer a size, or call "
+                "the model once in the factory"
+            )
+        if p.requires_grad and p.dtype not in COMPUTE_DTYPES:
+            known = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
+            raise ConfigError(f"model {built.name}: {name} has the dtype {p.dtype}; give it one of {known}")
+
+
+def _in_a_line(error: BaseException) -> str:
+    """An error's type and text without line breaks."""
+    words = " ".join(str(error).split())[:_SHOWN]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def loss_of(output: Any) -> Tensor:
@@ -96,8 +153,8 @@ def operations(built: Built) -> list[float] | None:
             built.model(*built.inputs)
     except Exception as error:
         raise ConfigError(
-            f"model {built.name} cannot be called with {[_shape(value) for value in built.inputs]}: {error}; give a "
-            "factory that returns the model and its inputs"
+            f"model {built.name} cannot be called with {[_shape(value) for value in built.inputs]}: "
+            f"{_in_a_line(error)}; give a factory that returns the model and its inputs"
         ) from error
     finally:
         for hook in hooks:
@@ -116,7 +173,10 @@ def _torchvision(name: str) -> nn.Module:
             f"torchvision has no model {name!r}{did_you_mean(name, models.list_models())} "
             "(names: torchvision.models.list_models())"
         )
-    model: nn.Module = models.get_model(name, weights=None)
+    # Detectors and segmenters take the weights of their backbone by default, which would be downloaded.
+    takes = inspect.signature(models.get_model_builder(name)).parameters
+    without = {"weights_backbone": None} if "weights_backbone" in takes else {}
+    model: nn.Module = models.get_model(name, weights=None, **without)
     return model
 
 
@@ -137,7 +197,9 @@ def _transformers(name: str) -> nn.Module:
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"transformers:{name} cannot be built: {error}; give another configuration") from error
+        raise ConfigError(
+            f"transformers:{name} cannot be built: {_in_a_line(error)}; give another configuration"
+        ) from error
     return model
 
 
@@ -148,7 +210,7 @@ def _factory(module: str, name: str) -> Callable[[], Any]:
     try:
         function = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
-        raise ConfigError(f"model {module}:{name}: {error}; a model is {FORMS}") from error
+        raise ConfigError(f"model {module}:{name}: {_in_a_line(error)}; a model is {FORMS}") from error
     if not callable(function):
         raise ConfigError(f"module {module!r} has no function {name!r}; name one that returns a model")
     result: Callable[[], Any] = function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,6 +10,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance.advice import Cluster, break_even, over_nodes, over_rates
 from lightning_gqsgd.performance.model import Prediction
 from lightning_gqsgd.performance.units import rate_in_words
+from lightning_gqsgd.performance.writing import check_writable
 
 _DPI = 150
 _GREY = "#4d4d4d"
@@ -25,6 +26,26 @@ _COLOURS = {
 }
 #: Colours of a Gantt picture by what a resource does.
 _DOES = {"forward": "#bbbbbb", "backward": "#888888", "optimizer": "#bbbbbb", "codec": "#d55e00", "link": "#0072b2"}
+
+
+def check_files(files: Mapping[str, Path]) -> None:
+    """Check that pictures can be written to files, before what they show is computed.
+
+    Args:
+        files: by the options that their names are from, for messages.
+
+    Raises:
+        ConfigError: matplotlib is not installed, a suffix is that of no picture, a file cannot be written, or two
+            pictures have one file.
+    """
+    _pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    for option, file in files.items():
+        _check_suffix(file, FigureCanvasBase.get_supported_filetypes())
+        check_writable(option, file)
+    if len({file.resolve() for file in files.values()}) < len(files):
+        raise ConfigError(f"{' and '.join(files)} name one file, {next(iter(files.values()))}; name two files")
 
 
 def draw_sweeps(cluster: Cluster, file: Path) -> None:
@@ -127,7 +148,9 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError(f"pictures need matplotlib ({error}); pip install matplotlib, or leave out --plot") from error
+        raise ConfigError(
+            f"pictures need matplotlib ({error}); pip install matplotlib, or leave out --plot and --gantt"
+        ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -139,12 +162,16 @@ def _save(figure: Any, file: Path | IO[bytes], plt: Any) -> None:
         figure.savefig(file, format="svg", metadata={"Date": None})  # the same prediction gives the same file
         plt.close(figure)
         return
-    formats: Sequence[str] = figure.canvas.get_supported_filetypes()
-    if file.suffix.lstrip(".") not in formats:
-        raise ConfigError(f"{file} has no suffix of a picture; write e.g. {file.with_suffix('.png')}")
+    _check_suffix(file, figure.canvas.get_supported_filetypes())
     try:
         figure.savefig(file, dpi=_DPI)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error.strerror}); name a file in a folder that exists") from None
     finally:
         plt.close(figure)
+
+
+def _check_suffix(file: Path, formats: Mapping[str, str]) -> None:
+    """Raise ConfigError for a file whose suffix is not among matplotlib's formats."""
+    if file.suffix.lstrip(".").lower() not in formats:
+        raise ConfigError(f"{file} has no suffix of a picture; end its name in .png, .pdf or .svg")

@@ -54,6 +54,7 @@ class Timeline:
         update_s: seconds of the optimizer.
         dtype: dtype of the gradients.
         name: of the model, for people.
+        batch: samples of the rank in this step; None: nobody has said.
     """
 
     buckets: tuple[Bucket, ...]
@@ -62,6 +63,7 @@ class Timeline:
     update_s: float = 0.0
     dtype: torch.dtype = torch.float32
     name: str = ""
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         times = [bucket.ready_s for bucket in self.buckets]
@@ -82,9 +84,10 @@ class Timeline:
         return self.forward_s + self.backward_s + self.update_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Plain values only. A batch that nobody has said is left out."""
         return {
             "name": self.name,
+            **({} if self.batch is None else {"batch": self.batch}),
             "dtype": str(self.dtype).removeprefix("torch."),
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
@@ -102,18 +105,18 @@ class Timeline:
         Raises:
             ConfigError: ``values`` is not what `to_dict` returns; the message names the entry.
         """
-        given = reading.entries(
-            values, "a timeline", ("name", "dtype", "forward_s", "backward_s", "update_s", "buckets")
-        )
+        names = ("name", "dtype", "forward_s", "backward_s", "update_s", "buckets")
+        has_batch = "batch" in reading.entries(values, "a timeline")  # earlier files do not have it
+        given = reading.entries(values, "a timeline", (*names, "batch") if has_batch else names)
         dtype = reading.text(given["dtype"], "the timeline's dtype")
         check_one_of("the timeline's dtype", dtype, _DTYPES)
         backward_s, forward_s, update_s = (
             reading.number(given[name], f"the timeline's {name}") for name in ("backward_s", "forward_s", "update_s")
         )
         buckets = tuple(_bucket(row) for row in reading.rows(given["buckets"], "the timeline's buckets"))
-        return cls(
-            buckets, backward_s, forward_s, update_s, _DTYPES[dtype], reading.text(given["name"], "the timeline's name")
-        )
+        name = reading.text(given["name"], "the timeline's name")
+        batch = reading.integer(given["batch"], "the timeline's batch", 1) if has_batch else None
+        return cls(buckets, backward_s, forward_s, update_s, _DTYPES[dtype], name, batch)
 
 
 def _bucket(row: object) -> Bucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from lightning_gqsgd.cli import benching, doctor
+from lightning_gqsgd.cli import benching, doctor, probing
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance import bench, predict
-from lightning_gqsgd.performance.costs import KINDS
+from lightning_gqsgd.performance.costs import KINDS, Costs
 from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.recording import Recorder
 from tests.distributed.ranks import run
@@ -58,6 +60,7 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
         assert cost.alone_s >= 0
     assert 0 < probe.costs.cores <= 64
     (line,) = probe.timelines
+    assert line.batch == 4  # that of the factory's inputs
     assert line.numel == 500 * 700 + 700 + 700 * 600 + 600
     made = predict(line, probe.costs, 2, GQSGDConfig(bits=4, sample_every=0))
     assert made.step_s > line.compute_s * 0.99
@@ -104,6 +107,15 @@ def without_inputs() -> nn.Module:
     ("arguments", "words"),
     [
         (["--output", "/nowhere/probe.json"], "there is no folder /nowhere"),
+        (["--output", "/"], "--output / cannot be written: it is a folder"),
+        (["--output", "/dev/null"], "--output /dev/null cannot be written: it is no regular file"),
+        (["--output", "a" * 300], "cannot be written: File name too long"),
+        (["--batch", "4"], "--batch 4 has no effect without a model"),
+        (["--batch", "99999999999999999999"], "has to be at most 1,000,000"),
+        (
+            ["--model", "tests.distributed.test_probe:network", "--batch", "5"],
+            "--batch 5: the factory tests.distributed.test_probe:network returns inputs of 4 samples",
+        ),
         (["--model", "torchvision:resnt50"], "did you mean 'resnet50'?"),
         (["--model", "tests.distributed.test_probe:without_inputs"], "let its factory return the model and a tuple"),
     ],
@@ -113,6 +125,25 @@ def test_bad_options_exit_with_2_and_one_line_before_any_process_starts(argument
     assert result.exit_code == 2, result.output
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_folder_that_is_not_writable_is_refused_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    result = CliRunner().invoke(app, ["probe", "--output", str(tmp_path / "p.json")])
+    assert result.exit_code == 2, result.output
+    assert f"the folder {tmp_path} is not writable; name a file in a folder" in result.stderr
+
+
+def test_a_disk_that_is_full_when_the_probe_is_done_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Probe, "save", full)
+    probe = Probe(Costs({}, {}), 2, 1, "gloo", "CPU", 1.0)
+    with pytest.raises(ConfigError, match=r"p\.json cannot be written \(No space left on device\); free the disk"):
+        probing.save(probe, Path("p.json"))
 
 
 def test_a_rank_of_a_launcher_starts_no_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
+from lightning_gqsgd.cli.advising import Question
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
@@ -47,7 +48,7 @@ def _json(*arguments: str) -> Any:
 def _probe(path: Path, **fields: Any) -> Probe:
     kinds = {f"all {kind}": Collective(1e-3, 1e-8) for kind in KINDS}
     costs = Costs(kinds, {f"companded/{bits}": Gamma(1e-9, 1e-9, 1e-9) for bits in (8, 4)}, 1e-10, 1e-5, 1.0)
-    line = Timeline((Bucket((Segment(0, 5_000_000, False),), 0.1),), 0.1, 0.05, 0.01, name="mine")
+    line = Timeline((Bucket((Segment(0, 5_000_000, False),), 0.1),), 0.1, 0.05, 0.01, name="mine", batch=8)
     probe = Probe(costs, 2, 1, "gloo", "CPU", 3.0, (line,))
     probe = replace(probe, **fields)
     probe.save(path)
@@ -122,8 +123,6 @@ def test_sweeps_and_steps_are_drawn(tmp_path: Path) -> None:
 def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
     question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "1gbit", "latency": "10us"}
     rest = {"intra": "100gbit", "nodes": 4, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
-    from lightning_gqsgd.cli.advising import Question
-
     sweep = advice.over_rates(Question(**{**question, **rest}).cluster())
     limit = advice.break_even(sweep)
     assert limit is not None
@@ -149,11 +148,21 @@ def test_operations_count_a_convolution_once_for_each_position() -> None:
         (["--model", f"{HERE}:no_model"], "returned int; return a torch.nn.Module"),
         (["--link", "10"], "--link '10' is not a number and a unit; write e.g. 100mbit"),
         (["--link", "0gbit"], "has to be more than 0"),
+        (["--link", "9" * 320 + "gbit"], "999...' is out of range: 1bit to 1000000tbit; write a number"),
+        (["--link", "nan"], "--link 'nan' is not a number and a unit"),
+        (["--backward", "9" * 320 + "s"], "is out of range: 0.000001us to 1000000s; write a number"),
         (["--latency", "5"], "--latency '5' is not a number and a unit; write e.g. 50us"),
         (["--backward", "120"], "--backward '120' is not a number and a unit"),
         (["--nodes", "0"], "--nodes 0 has to be at least 1"),
         (["--nodes", "1"], "one rank sends nothing"),
         (["--batch", "0"], "--batch 0 has to be at least 1"),
+        (["--batch", "99999999999999999999"], "--batch 99999999999999999999 has to be at most 1,000,000"),
+        (["--nodes", "8193"], "--nodes 8193 with 1 ranks each are more than 8,192 ranks"),
+        (["--nodes", "9" * 30, "--gpus-per-node", "8"], "are more than 8,192 ranks, which is the most"),
+        (
+            ["--local-steps", "/nowhere/x.json"],
+            "--backward: no effect beside --local-steps, whose file has all numbers",
+        ),
         (["--gpus-per-node", "-1"], "--gpus-per-node -1 has to be at least 1"),
         (["--codec", "h200"], "--codec='h200' is not one of 'h100'"),
         (["--codec", "measured"], "--codec measured needs a measurement; give --probe FILE"),
@@ -163,6 +172,9 @@ def test_operations_count_a_convolution_once_for_each_position() -> None:
         ),
         (["--plot", "/nowhere/a.png"], "cannot be written"),
         (["--plot", "a.nothing"], "has no suffix of a picture"),
+        (["--plot", "/dev/a.png", "--gantt", "/dev/a.nothing"], "has no suffix of a picture"),
+        (["--plot", "a.png", "--gantt", "./a.png"], "--plot and --gantt name one file, a.png; name two files"),
+        (["--gantt", "/"], "has no suffix of a picture"),
     ],
 )
 def test_what_makes_no_sense_exits_with_2_and_one_line(arguments: list[str], words: str) -> None:
@@ -212,3 +224,181 @@ def test_rates_and_durations_have_units() -> None:
     assert [seconds(text, "-t") for text in ("50us", "120ms", "1.5s")] == pytest.approx([5e-5, 0.12, 1.5])
     with pytest.raises(ConfigError, match="is not a number and a unit"):
         seconds("1h", "-t")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--link", "nan"],
+        ["--link", "9" * 320 + "gbit"],
+        ["--latency", "5"],
+        ["--backward", "1"],
+        ["--nodes", "0"],
+        ["--nodes", "99999999"],
+        ["--batch", "0"],
+        ["--codec", "foo"],
+        ["--plot", "a.nothing"],
+        ["--gantt", "/nowhere/a.png"],
+    ],
+)
+def test_values_are_checked_before_a_model_is_built(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*_: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(models, "build", built)
+    result = _run(*USUAL, "--link", "1gbit", *arguments)
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def _timed(path: Path, batch: int | None) -> list[str]:
+    """A probe whose timeline has a batch, and the options that name it."""
+    probe = _probe(path)
+    replace(probe, timelines=(replace(probe.timelines[0], batch=batch),)).save(path)
+    return ["--probe", str(path)]
+
+
+def test_samples_are_those_of_the_batch_that_was_measured(tmp_path: Path) -> None:
+    words = _timed(tmp_path / "p.json", 2)
+    for advised in (_json(*words), _json(*words, "--batch", "2")):
+        assert advised["batch"] == 2
+        plain = advised["candidates"][0]
+        assert plain["samples_per_s"] == pytest.approx(2 * 2 / plain["step_s"])
+
+
+def test_another_batch_than_the_measured_one_is_refused(tmp_path: Path) -> None:
+    result = _run(*_timed(tmp_path / "p.json", 2), "--batch", "32")
+    assert result.exit_code == 2, result.output
+    assert "p.json has the step of mine at batch 2; leave out --batch, run `gqsgd probe --model mine" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_time_of_another_batch_may_be_given_beside_a_probe(tmp_path: Path) -> None:
+    words = ["--model", f"{HERE}:network", "--backward", "50ms"]
+    assert _json(*_timed(tmp_path / "p.json", 2), *words, "--batch", "8")["batch"] == 8
+    assert _json(*_timed(tmp_path / "p.json", 2), *words)["batch"] == 32
+
+
+def test_a_probe_without_a_batch_says_no_samples_unless_the_batch_is_given(tmp_path: Path) -> None:
+    words = _timed(tmp_path / "p.json", None)
+    assert "batch" not in json.loads((tmp_path / "p.json").read_text())["timelines"][0]
+    advised = _json(*words)
+    assert (advised["batch"], advised["candidates"][0]["samples_per_s"]) == (None, None)
+    result = _run(*words)
+    assert "Note: samples/s: not known, because the probe does not say its batch; give --batch." in result.stdout
+    assert _json(*words, "--batch", "4")["candidates"][0]["samples_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--latency", "5us"], "--latency 5us has no effect on the network that --probe measured"),
+        (["--intra", "5gbit"], "--intra 5gbit has no effect on the network that --probe measured"),
+        (["--forward", "5ms"], "--forward 5ms has no effect without --backward; give both"),
+        (["--forward", "5ms", "--link", "1gbit"], "--forward 5ms has no effect without --backward; give both"),
+    ],
+)
+def test_options_that_a_probe_leaves_without_effect_are_refused(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    result = _run(*_timed(tmp_path / "p.json", 2), *arguments)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def raises() -> nn.Module:
+    """A factory that fails with a text of two lines."""
+    raise RuntimeError("no model\ntoday")
+
+
+def needs_an_argument(width: int) -> nn.Module:
+    """A factory that nobody can call without an argument."""
+    return nn.Linear(width, 1)
+
+
+def ends() -> nn.Module:
+    """A factory that ends the process."""
+    raise SystemExit(3)
+
+
+def lazy() -> nn.Module:
+    """A model whose parameters have no size."""
+    return nn.LazyLinear(3)
+
+
+def imaginary() -> nn.Module:
+    """A model of complex parameters."""
+    return nn.Linear(4, 3, dtype=torch.complex64)
+
+
+def no_tuple() -> tuple[nn.Module, torch.Tensor]:
+    """A model, and inputs that are no tuple."""
+    return nn.Linear(4, 3), torch.zeros(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"{HERE}:raises", "cannot be built: RuntimeError: no model today; name a model that can be built"),
+        (
+            f"{HERE}:needs_an_argument",
+            "missing 1 required positional argument: 'width'; name a model that can be built",
+        ),
+        (f"{HERE}:ends", "cannot be built: SystemExit: 3; name a model"),
+        (f"{HERE}:lazy", "weight has no size before the first forward pass; give its layer a size"),
+        (f"{HERE}:imaginary", "weight has the dtype torch.complex64; give it one of torch.float32"),
+        (f"{HERE}:no_tuple", "returned inputs of type Tensor; return a tuple of them"),
+        (":x", "model ':x' is none of torchvision:NAME"),
+        ("..:x", "model '..:x' is none of torchvision:NAME"),
+        (".a:x", "model '.a:x' is none of torchvision:NAME"),
+        ("broken_model:x", "cannot be built: SyntaxError: "),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_line(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_model.py").write_text("def x(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    result = _run("--model", name, "--link", "1gbit", "--backward", "50ms")
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_detector_is_built_without_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were asked for")
+
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr("torch.hub.load_state_dict_from_url", download)
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", download)
+    built = models.build("torchvision:fasterrcnn_resnet50_fpn", 1, torch.device("meta"))
+    assert sum(p.numel() for p in built.model.parameters()) > 40_000_000
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        (0.044, "would shorten it by more than 5%; keep"),
+        (0.0, "would shorten it; keep"),
+        (-0.1, "would shorten it; keep"),
+    ],
+)
+def test_what_is_said_of_compression_that_does_not_pay_is_true(saved: float, words: str) -> None:
+    plain, *others = advice.candidates(
+        Question(USUAL[1], 8, None, "800gbit", None, None, 4, None, "50ms", None, None).cluster()
+    )
+    step = plain.prediction.step_s
+    less = [replace(other, prediction=replace(other.prediction, step_s=step * (1 - saved))) for other in others[:3]]
+    fewest = replace(others[-1], prediction=replace(others[-1].prediction, step_s=step / 2))
+    said = advice.recommendation([plain, *less, fewest])
+    assert said.startswith("Not worth it: ")
+    assert f"no compression to 4 bits or more {words}" in said
+
+
+def test_a_sweep_has_no_more_ranks_than_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Question(USUAL[1], 8, None, "800gbit", None, None, 4, 64, "50ms", None, None).cluster()
+    monkeypatch.setattr(advice, "candidates", lambda *_, **__: [])
+    assert list(advice.over_nodes(cluster)) == [1, 2, 4, 8, 16, 32, 64]
+    assert list(advice.over_nodes(replace(cluster, per_node=8)))[-1] == 1024

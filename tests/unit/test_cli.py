@@ -222,7 +222,8 @@ def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> No
         (["gqsgd4bit"], "unknown preset 'gqsgd4bit'; did you mean one of 'gqsgd_4bit'"),
         (["?"], "unknown preset '?' (presets: gqsgd, "),
         (["--block-size", "100"], "block_size=100 is not a multiple of 8"),
-        (["--ranks", "1"], "--ranks"),
+        (["--ranks", "1"], "--ranks=1 is out of range: 2 to 8192"),
+        (["--ranks", "1000000000000000"], "--ranks=1000000000000000 is out of range: 2 to 8192"),
     ],
 )
 def test_what_cannot_work_exits_with_2(arguments: list[str], words: str) -> None:
@@ -254,3 +255,14 @@ def test_version_and_help_need_no_torch() -> None:
     lines = finished.stdout.splitlines()
     assert lines[0] == f"gqsgd {lightning_gqsgd.__version__}"
     assert lines[-1] == "[]"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
+def test_a_standard_output_that_is_full_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "lightning_gqsgd.cli", "--version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "gqsgd: standard output cannot be written (No space left on device); print to another place\n"
+    )

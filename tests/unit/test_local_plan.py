@@ -122,6 +122,17 @@ def test_what_cannot_work_is_one_line(change: dict[str, Any], words: str, tmp_pa
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--model", "a:b"), ("--link", "1gbit"), ("--nodes", "4"), ("--codec", "h100"), ("--plot", "a.png")],
+)
+def test_options_of_clusters_are_refused_beside_local_steps(option: str, value: str, path: Path) -> None:
+    result = CliRunner().invoke(app, ["advise", "--local-steps", str(path), option, value])
+    assert result.exit_code == 2
+    assert f"{option}: no effect beside --local-steps, whose file has all numbers; leave out either" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_a_file_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read as JSON"):

@@ -245,6 +245,15 @@ def test_buckets_of_a_model_are_those_of_ddp() -> None:
     assert Timeline.from_dict(line.to_dict()) == line
 
 
+def test_a_timeline_keeps_its_batch_and_files_without_one_are_read() -> None:
+    line = _timeline(1000)
+    assert "batch" not in line.to_dict()
+    assert Timeline.from_dict(line.to_dict()).batch is None
+    assert Timeline.from_dict(replace(line, batch=2).to_dict()) == replace(line, batch=2)
+    with pytest.raises(ConfigError, match="the timeline's batch is 0, and not an integer from 1 on"):
+        Timeline.from_dict({**line.to_dict(), "batch": 0})
+
+
 def test_ready_times_have_to_rise() -> None:
     segment = Segment(0, 10, False)
     with pytest.raises(ConfigError, match="have to rise"):
