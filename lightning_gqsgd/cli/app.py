@@ -13,6 +13,7 @@ Each command imports what it needs when it runs, so that ``--help`` answers at o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -22,6 +23,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+#: What a write to a place that takes no more bytes ends with.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -257,18 +261,9 @@ def main() -> None:
     try:
         app(prog_name="gqsgd")
     except OSError as error:
-        if _can_print():  # the error is that of something else
+        if error.errno not in _FULL or error.filename is not None:  # of a file, not of what was printed
             raise
+        # Python flushes standard output once more when it ends, and would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         typer.echo(f"gqsgd: standard output cannot be written ({error.strerror}); print to another place", err=True)
         sys.exit(1)
-
-
-def _can_print() -> bool:
-    """Whether what was printed so far can be written; if not, the rest is dropped, so that the end is a quiet one."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        # Python flushes once more when it ends, and would print a second error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True

@@ -23,7 +23,7 @@ from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.simulation import VirtualRanks
 
 #: The most ranks of which facts are told: each of them is an owner of a shard, which takes memory and time.
-MOST_RANKS = 8192
+MOST_RANKS = 4096
 #: Size of the parameter whose messages are counted, where their length is known without a step.
 NUMEL = 1 << 20
 #: Coordinates of all ranks together, where the length of a message is known after a step only.

@@ -222,8 +222,8 @@ def test_warnings_are_facts_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> No
         (["gqsgd4bit"], "unknown preset 'gqsgd4bit'; did you mean one of 'gqsgd_4bit'"),
         (["?"], "unknown preset '?' (presets: gqsgd, "),
         (["--block-size", "100"], "block_size=100 is not a multiple of 8"),
-        (["--ranks", "1"], "--ranks=1 is out of range: 2 to 8192"),
-        (["--ranks", "1000000000000000"], "--ranks=1000000000000000 is out of range: 2 to 8192"),
+        (["--ranks", "1"], "--ranks=1 is out of range: 2 to 4096"),
+        (["--ranks", "1000000000000000"], "--ranks=1000000000000000 is out of range: 2 to 4096"),
     ],
 )
 def test_what_cannot_work_exits_with_2(arguments: list[str], words: str) -> None:
