@@ -95,8 +95,8 @@ class GQSGDConfig:
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
             ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
             (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
-        node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: LOCAL_WORLD_SIZE, which
-            torchrun sets.
+        node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: found from LOCAL_WORLD_SIZE,
+            which torchrun sets, and from the ranks of the process group.
         memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, ``"shared"``, a `Memory`
             or its numbers by name; ``"auto"``: none, where the codec is unbiased.
         memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``; ``"auto"``: none, but a
