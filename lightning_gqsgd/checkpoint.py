@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
@@ -137,6 +139,16 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
         return None
     store.take(saved, rank)
     return {number for tensors in saved.values() for number in tensors}
+
+
+def memory_digest(state: Mapping[str, Any]) -> str:
+    """A digest of all ranks' memory in a state that `take_memory` has taken; the same for a state without memory."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for kind, tensors in sorted((state.get("memory") or {}).items()):
+        for number, rows in sorted(tensors.items()):
+            hashed.update(f"{kind} {number} {rows.dtype} {tuple(rows.shape)}".encode())
+            hashed.update(rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return hashed.hexdigest()
 
 
 def _check_memory(saved: object) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -94,8 +95,8 @@ class GQSGDConfig:
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
             ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
             (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
-        node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: LOCAL_WORLD_SIZE, which
-            torchrun sets.
+        node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: found from LOCAL_WORLD_SIZE,
+            which torchrun sets, and from the ranks of the process group.
         memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, ``"shared"``, a `Memory`
             or its numbers by name; ``"auto"``: none, where the codec is unbiased.
         memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``; ``"auto"``: none, but a
@@ -152,6 +153,8 @@ class GQSGDConfig:
     sparse_limit: float = sparse_options.LIMIT
 
     def __post_init__(self) -> None:
+        if isinstance(self.bits, numbers.Integral) and not isinstance(self.bits, bool):
+            object.__setattr__(self, "bits", int(self.bits))  # NumPy's integers, for example
         if not isinstance(self.bits, (int, float, str, type(None))):
             self._check_bits_by_name(BitsByName(self.bits))
             return
@@ -279,6 +282,19 @@ class GQSGDConfig:
         digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
+    def replaced(self, **fields: Any) -> GQSGDConfig:
+        """The configuration with some fields replaced.
+
+        With 16 or 32 bits, which are no codes, it keeps of its own fields those that are not about codes.
+
+        Raises:
+            ConfigError: the result cannot work.
+        """
+        bits = fields.get("bits")
+        if isinstance(bits, int) and bits in REDUCER_OF_BITS and bits != self.bits:
+            return GQSGDConfig(**{**{name: getattr(self, name) for name in _ALIKE}, **fields})
+        return replace(self, **fields)
+
     def _with_bits(self, bits: int, **fields: Any) -> GQSGDConfig:
         """The configuration at a number of bits, with some fields replaced. Of 16 and 32 bits, which are no codes, it
         has the fields that are not about codes."""
@@ -330,7 +346,9 @@ class GQSGDConfig:
             check_integer("levels", self.levels, 1, _LARGEST)
         if not isinstance(self.rotation, bool):
             raise ConfigError(f"rotation={self.rotation!r} must be True or False")
-        if isinstance(self.exclude, str) or not all(isinstance(pattern, str) for pattern in self.exclude):
+        # A set has another order in each process.
+        listed = isinstance(self.exclude, Sequence) and not isinstance(self.exclude, str)
+        if not listed or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigError(f"exclude={self.exclude!r} must be a sequence of patterns, e.g. ('*.bias',)")
         object.__setattr__(self, "exclude", tuple(self.exclude))
         for name in ("memory", "memory_down"):
@@ -347,7 +365,8 @@ class GQSGDConfig:
         if not isinstance(self.auto, bool):
             raise ConfigError(f"auto={self.auto!r} must be True or False")
         self._check_max_slowdown()
-        if isinstance(self.allow, (str, int)) or not all(type(bits) is int for bits in self.allow):
+        listed = isinstance(self.allow, Sequence) and not isinstance(self.allow, str)
+        if not listed or not all(type(bits) is int for bits in self.allow):
             raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
         allow = tuple(sorted(set(self.allow), reverse=True))
         object.__setattr__(self, "allow", allow)

@@ -30,6 +30,14 @@ class DetachedState:
         """False: a copy has no hook."""
         return False
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"gqsgd: this is a copy of a hook's state (by copy or pickle), which has no {name!r}: a copy knows neither "
+            "the copied model nor the other ranks; call register_gqsgd on the copied model"
+        )
+
 
 def say_if_detached(model: nn.Module, inputs: Any) -> None:
     """Forward pre-hook: log once that the model is a copy, when it is trained."""

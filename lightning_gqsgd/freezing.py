@@ -3,9 +3,11 @@ has changed since."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.errors import ConfigError, listed
@@ -48,6 +50,36 @@ class TrainedParameters:
                 "Lightning strategy does this at the start of a batch, for what was unfrozen by then.)"
             )
 
+    def left_behind(self, reducer: Any) -> dict[str, Tensor]:
+        """The gradients of the parameters in `frozen`, by name; of those that have one.
+
+        In the middle of an accumulation they are this rank's own, which DDP would have averaged later.
+
+        Args:
+            reducer: DDP's, which is not used any more.
+
+        Raises:
+            ConfigError: DDP still waits for gradients of the last backward pass.
+        """
+        try:
+            # The only way to ask, which the next forward pass would go. After the first step it is a collective, which
+            # all ranks come to because wrapping anew is one.
+            reducer._rebuild_buckets()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"parameter {listed(self.frozen)} was frozen after the forward pass had begun, so that DDP still waits "
+                "for its gradient, and no rank got the others' gradients. Freeze it before the forward pass (in "
+                "Lightning: in on_train_batch_start, or earlier), or wrap with find_unused_parameters=True"
+            ) from error
+        gradients = {name: self._reduced[name].grad for name in self.frozen}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
     def forget(self) -> None:
         """Let go of the parameters, so that whoever keeps the counters does not keep the model."""
         self._reduced, self._unreduced = {}, {}
+
+
+def average(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace gradients by their mean over ranks, uncompressed. A collective."""
+    for gradient in gradients:
+        dist.all_reduce(gradient.div_(group.size()), group=group)

@@ -225,6 +225,8 @@ def _checked(
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"all_reduce takes a tensor, not {type(tensor).__name__}")
     check_gradient(tensor, "the tensor")
+    if out is not None and not isinstance(out, Tensor):
+        raise ConfigError(f"out={out!r:.100} is no tensor; leave it out, or give one like the tensor")
     if out is not None and (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise ConfigError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}, the tensor {tuple(tensor.shape)} {tensor.dtype} "
@@ -245,5 +247,5 @@ def _checked(
 def _facts(tensor: Tensor, config: GQSGDConfig) -> dict[str, Any]:
     """What all ranks must have in common in a call: plain values by name."""
     versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
-    kind = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "device": tensor.device.type}
+    kind = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
     return {**config.to_dict(), **kind, **versions}

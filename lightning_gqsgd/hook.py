@@ -22,12 +22,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, gathered_memory, say_what_is_missing, take_memory
+from lightning_gqsgd.checkpoint import (
+    STATE_SCHEMA,
+    check_state,
+    gathered_memory,
+    memory_digest,
+    say_what_is_missing,
+    take_memory,
+)
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, check_integer
-from lightning_gqsgd.freezing import TrainedParameters
+from lightning_gqsgd.freezing import TrainedParameters, average
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.parameters import digest, number_parameters, segments_of
@@ -42,13 +49,14 @@ from lightning_gqsgd.starting import (
     check_group,
     check_is_ddp,
     check_model,
+    check_wrapped_anew,
     device_of,
-    dtype_of,
+    dtypes_of,
     facts_of,
 )
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
-from lightning_gqsgd.transport.communicator import Communicator, timeout_of
+from lightning_gqsgd.transport.communicator import Communicator, check_timeout, patience_of
 from lightning_gqsgd.transport.meeting import Meeting
 from lightning_gqsgd.tuning.decisions import Decision
 from lightning_gqsgd.tuning.plain import PlainPath, before_forward
@@ -90,36 +98,38 @@ class GQSGDState:
         self._step, self._compares_first = 0, False
         self._plain: PlainPath | None = None
         with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
+            check_timeout(timeout)
             check_model(model)
             config = with_nodes(config, self._group)
             check_tables(model, config, post_local_sgd)
-            if post_local_sgd is not None:
-                check_group(post_local_sgd, model)
+            check_group(post_local_sgd, model)
             named = dict(model.module.named_parameters())
             numbered = number_parameters(named, config)
             self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
             world_size = dist.get_world_size(self._group)
-            self._steering = Steering(config, world_size) if config.chooses_bits else None
-            steering = self._steering
+            steering = self._steering = Steering(config, world_size) if config.chooses_bits else None
             by_bits = resolve_each(config, world_size) if steering is None else steering.candidates
             configs = list(by_bits.values())
             self._config, self._others = configs[0], tuple(configs[1:]) if steering is None else ()
             self._choices = {bits: number for number, bits in enumerate(by_bits)}
             self._trained = TrainedParameters(model, self._parameters)
             facts = facts_of(config, config if len(configs) > 1 else self.config, model, numbered)
-            self._digest = digest_of(json.dumps(facts, sort_keys=True))
+            self._facts = json.dumps(facts, sort_keys=True)
+            self._digest = digest_of(self._facts)
             (key,) = start.agree([facts])
             self._engine = Engine(self._device, self._group, key, timeout=timeout, messages=_MESSAGES)
             undo.callback(self._engine.close)
-            dtype = dtype_of(model)
+            dtypes = dtypes_of(model)
             for resolved in configs:
                 self._engine.connect(resolved)
-                self._engine.compile(resolved, dtype)
+                for dtype in dtypes:
+                    self._engine.compile(resolved, dtype)
             if self._steering is not None:
-                self._steering.compile(dtype, self._device)
-            self._sparse = self._sparse_gradients(model, configs, dtype)
+                self._steering.compile(dtypes[0], self._device)
+            tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
+            self._sparse = SparseGradients.of(self._engine, configs, tables, dtypes[0])
             sizes = {entry.number: entry.numel for entry in numbered if not entry.raw}
-            self._store = new_store(self.config, world_size, sizes, dtype, self._device)
+            self._store = new_store(self.config, world_size, sizes, dtypes[0], self._device)
             self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
             self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
             start.agree([{}], patience_s=COMPILE_PATIENCE_S)
@@ -249,19 +259,6 @@ class GQSGDState:
         if was_on and not plain.is_on:
             self.step = self.step  # counted by the hook again, and compared first
 
-    def _sparse_gradients(
-        self, model: DistributedDataParallel, configs: list[GQSGDConfig], dtype: torch.dtype
-    ) -> SparseGradients | None:
-        """What reduces the sparse gradients of a model; None: the model has none, and never will."""
-        tables = tables_of(model, frozen=True)
-        if not tables or self.requested.sparse == "refuse":
-            return None
-        entries = [self._parameters[id(table)] for table in tables.values()]
-        made = SparseGradients(self._engine, configs, {entry.number: entry.name for entry in entries})
-        for config in configs:
-            made.compile(config, dtype)
-        return made
-
     def _begin_step(self, step: int) -> Stamp | None:
         """Choose the step's configuration; returns what ranks compare in the step. None for the reducer "native", which
         has neither seed nor dither."""
@@ -300,15 +297,17 @@ class GQSGDState:
     def rewrap(self, build: Callable[[nn.Module], DistributedDataParallel]) -> DistributedDataParallel:
         """Go on with a new DDP model around the same module, because other parameters require a gradient now.
 
-        A collective on the process group. Step, seed, counters and what is remembered of each parameter stay. The old
-        DDP model cannot be trained any more: drop it.
+        A collective on the process group. Step, seed, counters and what is remembered of each parameter stay. Gradients
+        that frozen parameters have are averaged, because nobody would average them later. The old DDP model cannot be
+        trained any more: drop it.
 
         Args:
             build: makes the DDP model, as the old one was made, e.g. ``DistributedDataParallel``.
 
         Raises:
             ConfigError: ranks do not agree on which parameters require a gradient, the module has other parameters than
-                before, or ``build`` gives a model of another module or process group.
+                before, some were frozen between a forward and a backward pass, or ``build`` gives a model of another
+                module or process group.
             RuntimeError: the hook was closed, or other ranks do not call this.
         """
         self._engine.check_open()
@@ -316,7 +315,6 @@ class GQSGDState:
         if old is None:
             raise RuntimeError(f"gqsgd: the model is gone; {_MESSAGES.remedy}")
         module = old.module
-        del old
         with self._meeting("rewrap") as meeting:
             named = dict(module.named_parameters())
             numbered = number_parameters(named, self.requested)
@@ -325,7 +323,12 @@ class GQSGDState:
                     "the module has other parameters than before; call register_gqsgd on a new model instead"
                 )
             trained = [entry for entry, p in zip(numbered, named.values(), strict=True) if p.requires_grad]
-            meeting.agree([{"parameters that require a gradient": digest(trained)}])
+            left = self._trained.left_behind(old.reducer)
+            meeting.agree(
+                [{"parameters that require a gradient": digest(trained), "frozen with a gradient": digest(left)}]
+            )
+        average(left.values(), self._group)
+        del old
         self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
         self._segments.clear()
         self._engine.plans.clear()
@@ -335,11 +338,8 @@ class GQSGDState:
             self._plain.remove()
         try:
             model = build(module)
-            check_is_ddp(model)
-            check_model(model)
+            check_wrapped_anew(model, module, self._group)
             check_tables(model, self.requested, self._post_local_sgd)
-            if model.module is not module or model.process_group is not self._group:
-                raise ConfigError("`build` wrapped another module, or for another process group; give both as before")
         except BaseException:
             self.close()
             raise
@@ -411,6 +411,8 @@ class GQSGDState:
             self._steering.resume(state.get("auto"))
         if self.config.remembers:
             numbers = take_memory(self._store, state, self._engine.rank, self._engine.world_size)
+            # Seed and step of states may be equal where memories are not.
+            self._digest = digest_of(f"{self._facts} {memory_digest(state)}")
             if numbers is not None:
                 say_what_is_missing(self._trained.parameters, numbers)
                 self._remembered |= numbers
@@ -458,7 +460,7 @@ class GQSGDState:
         self._engine.close()
 
     def _meeting(self, purpose: str) -> Meeting:
-        return Meeting(purpose, [self._group], self._timeout or timeout_of(self._group, self._device))
+        return Meeting(purpose, [self._group], patience_of(self._timeout, self._group, self._device))
 
 
 def gqsgd_hook(state: GQSGDState, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
@@ -492,7 +494,7 @@ def register_gqsgd(
         CollectiveError: not all ranks call it within the timeout.
     """
     check_is_ddp(model)
-    patience = timeout or timeout_of(model.process_group, device_of(model))
+    patience = patience_of(timeout, model.process_group, device_of(model))
     with Meeting("register_gqsgd", [model.process_group], patience) as meeting:
         config = make_config(preset, **fields)
         return GQSGDState(model, config, timeout, post_local_sgd, meeting)

@@ -251,7 +251,8 @@ class MemoryStore:
         if key not in self._tensors:
             size, owned = self._sizes[parameter], self._stripes[parameter]
             share = -(-size // (owned * self._owners_of(kind))) * owned
-            self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
+            with torch.inference_mode(False):  # a state may be saved there, and training changes the tensor later
+                self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
         return self._tensors[key]
 
     def rows(self, parameter: int) -> dict[Keeps, Tensor]:

@@ -5,7 +5,6 @@ The table itself needs no torch: command lines check names against it before any
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -178,7 +177,7 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
 
     GQSGDConfig.check_names(fields)
     if isinstance(preset, GQSGDConfig):
-        return dataclasses.replace(preset, **fields)
+        return preset.replaced(**fields)
     if isinstance(preset, Preset):
         return GQSGDConfig(**{**preset.fields, **fields})
     name = "gqsgd" if preset is None else preset
@@ -188,6 +187,13 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
             f"{_as_fields(preset)}, or a preset ({', '.join(PRESETS)})"
         )
     if name not in PRESETS:
+        from lightning_gqsgd._autoload import LOCAL_PRESETS
+
+        if name in LOCAL_PRESETS:
+            raise ConfigError(
+                f"preset {name!r} is for local steps, which do without DistributedDataParallel: take "
+                f"LocalSteps(model, optimizer, preset={name!r}), or Trainer(strategy={name!r})"
+            )
         raise ConfigError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)} (presets: {', '.join(PRESETS)})")
     return GQSGDConfig(**{**PRESETS[name].fields, **fields})
 

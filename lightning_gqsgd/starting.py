@@ -32,11 +32,12 @@ def facts_of(
         model: the DDP model.
         parameters: those of its module.
     """
-    dtypes = sorted({str(p.dtype) for p in model.module.parameters() if p.requires_grad})
+    trained = trained_by(model)
     facts = {
         **config.to_dict(),
         "parameters": digest(parameters),
-        "dtypes": ", ".join(dtypes),
+        "parameters that require a gradient": digest(entry for entry in parameters if entry.name in trained),
+        "dtypes": ", ".join(sorted({str(p.dtype) for p in trained.values()})),
         "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
         "find_unused_parameters": model.find_unused_parameters,
         "version of lightning_gqsgd": __version__,
@@ -78,7 +79,7 @@ def check_model(model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients, not buckets; '
             'set it to True or "ddp_optimizer"'
         )
-    trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+    trained = trained_by(model)
     for name, p in trained.items():
         check_dtype(p.dtype, f"parameter {name!r}")
     devices = {p.device for p in trained.values()}
@@ -95,8 +96,20 @@ def check_divisor(model: DistributedDataParallel | None) -> None:
         )
 
 
-def check_group(post_local_sgd: PostLocalSGDState, model: DistributedDataParallel) -> None:
+def check_wrapped_anew(model: DistributedDataParallel, module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ConfigError for what cannot have the hook instead of an earlier DDP model of a module and a group."""
+    check_is_ddp(model)
+    check_model(model)
+    if model.module is not module or model.process_group is not group:
+        raise ConfigError("`build` wrapped another module, or for another process group; give both as before")
+
+
+def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedDataParallel) -> None:
     """Raise ConfigError if post-local SGD averages over other ranks than DDP does."""
+    if post_local_sgd is None:
+        return
+    if not isinstance(post_local_sgd, PostLocalSGDState):
+        raise ConfigError(f"post_local_sgd={post_local_sgd!r:.100} must be torch's PostLocalSGDState, or None")
     group = post_local_sgd.process_group
     if (dist.group.WORLD if group is None else group) is not model.process_group:
         raise ConfigError(
@@ -105,16 +118,20 @@ def check_group(post_local_sgd: PostLocalSGDState, model: DistributedDataParalle
         )
 
 
-def _trained(model: DistributedDataParallel) -> nn.Parameter:
-    """A parameter that is trained; DDP refuses models without one."""
-    return next(p for p in model.module.parameters() if p.requires_grad)
+def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient, by name, without those that DDP was told to ignore.
+
+    There is at least one, because DDP refuses models without any.
+    """
+    ignored = model.parameters_to_ignore
+    return {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:
     """Device of the gradients."""
-    return _trained(model).device
+    return next(iter(trained_by(model).values())).device
 
 
-def dtype_of(model: DistributedDataParallel) -> torch.dtype:
-    """Dtype of the gradients; if there are several dtypes, that of the first parameter."""
-    return _trained(model).dtype
+def dtypes_of(model: DistributedDataParallel) -> list[torch.dtype]:
+    """Dtypes of the gradients, that of the first parameter first."""
+    return list(dict.fromkeys(p.dtype for p in trained_by(model).values()))

@@ -37,12 +37,13 @@ def split_arguments(
     """
     fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
     _check_hooks(strategy, base, arguments)
-    allowed = {*parameter_names(base), *parameter_names(DistributedDataParallel), *GQSGDConfig.field_names(), "preset"}
+    own = [name for name in parameter_names(strategy) if name not in parameter_names(base)]
+    allowed = {*own, *parameter_names(base), *parameter_names(DistributedDataParallel)}
     for name in arguments:
         if name not in allowed:
             raise ConfigError(
                 f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, allowed)} "
-                f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are DDPStrategy's)"
+                f"(its own: {', '.join(own)}; all others are DDPStrategy's)"
             )
     return make_config(preset, **fields), arguments
 

@@ -40,7 +40,7 @@ from lightning_gqsgd.integrations.fsdp_modules import (
     shard_group,
     sharded_groups,
 )
-from lightning_gqsgd.integrations.fsdp_starting import check_groups, check_request
+from lightning_gqsgd.integrations.fsdp_starting import check_groups, check_replicas, check_request
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
@@ -50,7 +50,7 @@ from lightning_gqsgd.reducers import REDUCERS, resolve_each
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
-from lightning_gqsgd.transport.communicator import timeout_of
+from lightning_gqsgd.transport.communicator import check_timeout, patience_of
 from lightning_gqsgd.transport.meeting import Meeting
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,10 @@ class GQSGDFSDPState:
         device, shards = self._groups[0].device, self._groups[0].shards
         replicas = replicate or self._groups[0].replicas
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
-        self._shards, self._replicas, self._timeout = shards, replicate, timeout or timeout_of(shards, device)
+        self._shards, self._replicas, self._timeout = shards, replicate, patience_of(timeout, shards, device)
         with meeting or self._meeting("register_gqsgd_fsdp") as start, ExitStack() as undo:
+            check_timeout(timeout)
+            check_replicas(shards, replicate)
             check_request(config, replicate, reduce_scatter)
             check_groups(self._groups, replicate)
             facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
@@ -441,9 +443,14 @@ def register_gqsgd_fsdp(
                 f"replicate is a mesh of {replicate.ndim} dimensions; give the one of replicas: mesh['replicate']"
             )
         replicate = replicate.get_group()
+    if replicate is not None and not isinstance(replicate, dist.ProcessGroup):
+        raise ConfigError(
+            f"replicate={replicate!r:.100} is neither a process group nor a mesh; give the mesh of replicas: "
+            "mesh['replicate']"
+        )
     shards = shard_group(model)
     groups = [shards, *([replicate] if replicate is not None else [])]
-    patience = timeout or timeout_of(shards, next(model.parameters()).device)
+    patience = patience_of(timeout, shards, next(model.parameters()).device)
     with Meeting("register_gqsgd_fsdp", groups, patience) as meeting:
         config = make_config(preset, **fields)
         refuse_for(config, "FSDP2, which has dense gradients only")

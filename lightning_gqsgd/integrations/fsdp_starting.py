@@ -40,6 +40,20 @@ def check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, redu
         )
 
 
+def check_replicas(shards: dist.ProcessGroup, replicate: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError for a group of replicas that is the one over which parameters are divided."""
+    if replicate is None:
+        return
+    both = set(dist.get_process_group_ranks(replicate)) & set(dist.get_process_group_ranks(shards))
+    alone = replicate.size() == shards.size() == 1 < dist.get_world_size()
+    if len(both) > 1 or alone:
+        raise ConfigError(
+            f"replicate has the ranks {dist.get_process_group_ranks(replicate)}, and parameters are divided among the "
+            f"ranks {dist.get_process_group_ranks(shards)}: replicas hold the same shards, so give the other dimension "
+            "of the mesh: replicate=mesh['replicate']"
+        )
+
+
 def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None) -> None:
     """Raise ConfigError for modules that cannot have the hooks."""
     for group in groups:

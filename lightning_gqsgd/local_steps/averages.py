@@ -39,6 +39,7 @@ from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
 from lightning_gqsgd.local_steps.rules import Dialogue, Question, Talk
 from lightning_gqsgd.local_steps.starting import (
     IntegerBuffers,
+    OwnBuffers,
     check_module,
     check_that_all_are_averaged,
     facts_of,
@@ -52,7 +53,7 @@ from lightning_gqsgd.report import report
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.transport.agreement import Card, Stamp, digest_of
-from lightning_gqsgd.transport.communicator import parent_group, timeout_of
+from lightning_gqsgd.transport.communicator import check_timeout, parent_group, patience_of
 from lightning_gqsgd.transport.meeting import Meeting
 from lightning_gqsgd.transport.pipeline import Job
 
@@ -153,6 +154,7 @@ class LocalAverages(Course[Average]):
     ) -> None:
         self.group, self.requested = parent_group(group), config
         with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
+            check_timeout(timeout)
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
             self.config = resolve(with_nodes(config, self.group), dist.get_world_size(self.group))
@@ -177,7 +179,7 @@ class LocalAverages(Course[Average]):
         self.compressed_numbers = tuple(sizes)
         self.store = new_store(self.config, self.world_size, sizes, dtype, self.device)
         self._optimizers, self._inner = list(optimizers), InnerState(optimizers)
-        self._integers = IntegerBuffers(model, self.group)
+        self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         for fragment in self.fragments:
             for bundle in fragment.bundles:
                 bundle.take_anchors()
@@ -228,12 +230,14 @@ class LocalAverages(Course[Average]):
 
         Every rank calls this at the end of training. The round is cut off; where training goes on, the next one begins.
         The anchor becomes the mean of the ranks' models: a momentum of the outer optimizer is made for whole rounds,
-        and would carry the anchor too far. A second call in a row does nothing.
+        and would carry the anchor too far. A second call in a row changes nothing, unless somebody has changed
+        parameters in between, such as a callback that puts averaged weights in.
 
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
         """
         self.check_open()
+        self._notice_changes()
         super().finish()
 
     @contextmanager
@@ -242,6 +246,7 @@ class LocalAverages(Course[Average]):
 
         Afterwards, the model has this rank's own values again.
         """
+        self._buffers.take_back()
         tensors = [entry.tensor for fragment in self.fragments for entry, _ in fragment.entries()]
         own = [tensor.detach().clone() for tensor in tensors]
         self.start_from_anchors()
@@ -302,12 +307,28 @@ class LocalAverages(Course[Average]):
         for fragment in self.fragments:
             fragment.set_tensors()
 
+    def _notice_changes(self) -> None:
+        """Find the fragments whose tensors left the anchor on some rank after the last average. A collective."""
+        self._buffers.take_back()
+        settled = [number for number, part in enumerate(self.fragments) if part.settled_after == self.step]
+        if not settled:
+            return
+        changed = [float(any(bool(b.change().any()) for b in self.fragments[n].bundles)) for n in settled]
+        sums = torch.tensor(changed, device=self.device)
+        # Other ranks may be in a step, where they average: so steps are compared before this is sent.
+        request = replace(self._request((Segment(0, len(settled), raw=True),), settled[0]), varies=True)
+        self._engine.reduce(sums, request).wait()
+        for number, share in zip(settled, sums.tolist(), strict=True):
+            if share:
+                self.fragments[number].settled_after = None
+
     # --- one average -------------------------------------------------------------------------------------------------
 
     def _start(self, number: int, delay: int) -> Average:
         """See `Course`."""
         entries = [entry for fragment in self.fragments for entry, _ in fragment.entries()]
         check_that_all_are_averaged(self._optimizers, entries)
+        self._buffers.take_back()
         fragment = self.fragments[number]
         average = Average(number, self.step + delay)
         put = partial(self._put, fragment=number)
@@ -360,6 +381,7 @@ class LocalAverages(Course[Average]):
     def _apply(self, average: Average, weight: float) -> None:
         """See `Course`."""
         fragment = self.fragments[average.fragment]
+        self._buffers.take_back()
         fragment.move_anchors(average.changes, self.outer, plain=average.is_last)
         fragment.set_tensors(weight)
         if average.integers:
@@ -391,4 +413,4 @@ def open_meeting(model: object, group: dist.ProcessGroup, timeout: timedelta | N
     """The meeting in which ranks agree on local steps; an error within it is raised on all ranks."""
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     device = torch.device("cpu") if parameter is None else parameter.device
-    return Meeting("LocalSteps", [group], timeout or timeout_of(group, device))
+    return Meeting("LocalSteps", [group], patience_of(timeout, group, device))

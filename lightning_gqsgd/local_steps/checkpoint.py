@@ -22,6 +22,7 @@ from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, rows_of
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
+from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.local_steps.rules import Part
 from lightning_gqsgd.transport.agreement import digest_of
 
@@ -64,6 +65,7 @@ def state_of(averages: LocalAverages) -> dict[str, Any]:
     }
 
 
+@torch.inference_mode(False)  # training changes some of what is made here
 @torch.no_grad()
 def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
     """Continue from a rank's state. Not a collective.
@@ -83,7 +85,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     check_state(state, averages.requested, _ENTRIES)
     own = (state["rank"], state["world_size"]) == (averages.rank, averages.world_size)
     check_local_state(averages, state, own)
-    _load_outer(averages, state["outer"])
+    load_outer(averages.outer, state["outer"])
     load_beside()
     for fragment, settled in zip(averages.fragments, state["settled_after"], strict=True):
         fragment.settled_after = settled  # at the anchor, where ranks were settled, a rank is that starts from it
@@ -163,17 +165,6 @@ def load_gathered(
 
     rank = averages.rank if same else 0
     load_state(averages, {**common, "rank": rank, "memory": own["memory"], "rule": own["rule"]}, load_own)
-
-
-def _load_outer(averages: LocalAverages, state: Mapping[str, Any]) -> None:
-    """Continue with the outer optimizer's state; torch checks it first."""
-    try:
-        averages.outer.load_state_dict(dict(state))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the state of local steps has the state of another outer optimizer ({error}); resume with the one that "
-            "wrote it"
-        ) from error
 
 
 def _parts(averages: LocalAverages) -> list[Part]:

@@ -68,11 +68,15 @@ class Bundle:
     def change(self) -> Tensor:
         """How far this rank has come since the anchor: the tensors' values at the anchor minus those of now, [numel].
 
-        In 16-bit parameters the anchor's values are rounded, as they were when the rank started from them.
+        In 16-bit parameters the anchor's values are rounded, as they were when the rank started from them. A buffer may
+        hold infinities, such as a mask of attention, whose difference to themselves is none.
         """
         flat = torch.empty(sum(segment.numel for segment in self.segments), dtype=self._dtype, device=self._device)
         for (entry, anchor), part in zip(self._pairs(), self.split(flat), strict=True):
-            torch.sub(_like(anchor, entry.tensor).to(self._dtype), entry.tensor.to(self._dtype), out=part)
+            start = _like(anchor, entry.tensor)
+            torch.sub(start.to(self._dtype), entry.tensor.to(self._dtype), out=part)
+            if entry.is_buffer:
+                part.masked_fill_(start == entry.tensor, 0.0)
         return flat
 
     def set_gradients(self, change: Tensor, plain: bool = False) -> None:
@@ -96,8 +100,11 @@ class Bundle:
     def set_tensors(self, weight: float = 0.0) -> None:
         """Move the tensors to their anchors: x ← weight x + (1 − weight) anchor."""
         for entry, anchor in self._pairs():
-            if weight:
-                entry.tensor.lerp_(_like(anchor, entry.tensor), 1 - weight)
+            start = _like(anchor, entry.tensor)
+            if weight and entry.is_buffer:  # see `change` of infinities
+                entry.tensor.copy_(torch.where(entry.tensor == start, start, entry.tensor.lerp(start, 1 - weight)))
+            elif weight:
+                entry.tensor.lerp_(start, 1 - weight)
             else:
                 entry.tensor.copy_(anchor)
 

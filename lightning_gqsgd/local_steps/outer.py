@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.errors import ConfigError, check_one_of, describe_difference
+
+logger = logging.getLogger(__name__)
 
 #: A name in `OUTERS`, or what makes an optimizer of a list of tensors.
 OuterOptimizer = str | Callable[..., Optimizer]
@@ -40,17 +43,62 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
     """The outer optimizer of some tensors.
 
     Raises:
-        ConfigError: ``outer`` makes something else.
+        ConfigError: ``outer`` makes something else, or an optimizer of other tensors.
     """
     optimizer = (OUTERS[outer] if isinstance(outer, str) else outer)(anchors)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"outer={outer!r} makes a {type(optimizer).__name__}, not a torch optimizer")
+    own = [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
+    if sorted(own) != sorted(map(id, anchors)):
+        raise ConfigError(
+            f"outer={outer!r} makes a {type(optimizer).__name__} of {len(own)} tensors that are not the {len(anchors)} "
+            "anchors which it is called with, and would not move them; make it of all of them, e.g. "
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+        )
     return optimizer
+
+
+def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Continue with an outer optimizer's state, and with its numbers, as torch's optimizers do.
+
+    Numbers of the checkpoint that differ from those that this run asked for are logged.
+
+    Raises:
+        ConfigError: the state is that of an optimizer of another kind; nothing was loaded.
+    """
+    asked, before = _numbers(optimizer), optimizer.state_dict()
+    try:
+        optimizer.load_state_dict(dict(state))
+        missing = sorted(set(asked) - set(_numbers(optimizer)))
+        if missing:  # torch has taken the numbers of another class of optimizers
+            optimizer.load_state_dict(before)
+            raise ValueError(f"it has no {missing[0]!r}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the state of local steps has the state of another outer optimizer than {type(optimizer).__name__} "
+            f"({error}); resume with the one that wrote it"
+        ) from error
+    loaded = _numbers(optimizer)
+    if loaded != asked:
+        logger.warning(
+            "gqsgd: the checkpoint's outer optimizer goes on with its own numbers, not with those that this run asked "
+            "for (%s); to change them, set them in local_steps.averages.outer.param_groups after loading",
+            describe_difference(
+                {name: repr(value) for name, value in loaded.items()},
+                {name: repr(value) for name, value in asked.items()},
+            ),
+        )
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer's first group has beside its tensors."""
+    return {name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "initial_lr")}
 
 
 def describe_outer(optimizer: Optimizer) -> str:
     """Class and numbers, e.g. ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; what is zero, false or None is left out."""
-    numbers = ", ".join(f"{name}={_plain(value)}" for name, value in sorted(optimizer.defaults.items()) if value)
+    present = sorted(_numbers(optimizer).items())
+    numbers = ", ".join(f"{name}={_plain(value)}" for name, value in present if value)
     return f"{type(optimizer).__name__}({numbers})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,8 @@ def check_that_all_are_averaged(optimizers: Iterable[Optimizer], averaged: Itera
     if others:
         raise ConfigError(
             f"the optimizer trains {len(others)} parameters that were frozen, or not in the optimizer, when LocalSteps "
-            "was made, so each rank would train its own; call finish() and close(), and make a new LocalSteps after "
-            "parameters were unfrozen or added"
+            "was made, so each rank would train its own; freeze them again, call finish() and close(), then unfreeze "
+            "or add them, and make a new LocalSteps (with a strategy of Lightning: unfreeze them before `fit`)"
         )
 
 
@@ -157,6 +158,42 @@ def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
         for tensor, part in zip(here, together.split([part.numel() for part in parts]), strict=True):
             # A copy: the part may not lie where numbers of this dtype may lie in memory.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+class OwnBuffers:
+    """The buffers of a model, which are averaged as the tensors that they were when this was made.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+
+    def take_back(self) -> None:
+        """Put the values of buffers that the model has assigned anew into the tensors that are averaged.
+
+        A module may do so in ``forward``: ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)``.
+
+        Raises:
+            ConfigError: a new tensor has another shape or dtype.
+        """
+        model = self._model()
+        now = {} if model is None else dict(model.named_buffers())
+        for name, buffer in self._buffers.items():
+            new = now.get(name, buffer)
+            if new is buffer:
+                continue
+            if (new.shape, new.dtype, new.device) != (buffer.shape, buffer.dtype, buffer.device):
+                raise ConfigError(
+                    f"buffer {name!r} was {tuple(buffer.shape)} {buffer.dtype} on {buffer.device} when LocalSteps was "
+                    f"made, and is {tuple(new.shape)} {new.dtype} on {new.device} now; make LocalSteps after the model "
+                    "has its shapes, dtype and device"
+                )
+            buffer.copy_(new)
+            module, _, own_name = name.rpartition(".")
+            model.get_submodule(module)._buffers[own_name] = buffer  # type: ignore[union-attr]
 
 
 class IntegerBuffers:

@@ -126,7 +126,8 @@ class CMDAdagrad(_ProximalAdagrad):
     """Adagrad with an L1 penalty by composite mirror descent: x <- soft(x - η g / H, η λ / H).
 
     H is ε + sqrt(sum of squared gradients), and soft(z, c) = sign(z) max(|z| - c, 0) sets coordinates to zero, exactly
-    (Duchi, Hazan, Singer, JMLR 12, 2011). With l1=0, results have the bits of `torch.optim.Adagrad` with this ``eps``.
+    (Duchi, Hazan, Singer, JMLR 12, 2011). With l1=0, results in fp32 and fp64 have the bits of `torch.optim.Adagrad`
+    with this ``eps``.
     On gradients that the communication hook has quantised, this is QCMD Adagrad (Xu et al. 2022): noise of the
     quantisation moves zeros away from zero, so coarse codes make models less sparse.
 

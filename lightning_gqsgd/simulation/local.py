@@ -72,7 +72,13 @@ class Crowd:
         return self.workers if self.participation is None else self.participation
 
     def check(self, options: LocalOptions, config: GQSGDConfig) -> None:
-        """Raise ConfigError for local steps that do not go with so few workers, or with so many steps."""
+        """Raise ConfigError for local steps that do not go with so few workers, or with so many steps, and for what is
+        not simulated."""
+        for name, usual in (("inner_state", "keep"), ("anchor_dtype", None), ("anchor_device", None)):
+            if getattr(options, name) != usual:
+                raise ConfigError(
+                    f"{name}={getattr(options, name)!r} is not simulated; leave it out, or use LocalSteps"
+                )
         if self.steps_of is not None:
             steps = options.steps_of_round(0)
             if callable(options.every) or max(self.steps_of) > steps:

@@ -8,6 +8,7 @@ order of all ranks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import Engine, Request
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, in_finite_range
+from lightning_gqsgd.parameters import Parameter
 from lightning_gqsgd.reducers import Setting, StepKeys, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.sparse import row_numbers
@@ -54,6 +56,28 @@ class SparseGradients:
             # Stage 1 gathers lengths, and the reducer's own stages come behind it where a table is reduced whole.
             later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in stages(config, engine.world_size)]
             engine.communicator.extend([(ALL,), *later])  # at least three stages
+
+    @classmethod
+    def of(
+        cls, engine: Engine, configs: list[GQSGDConfig], tables: Sequence[Parameter], dtype: torch.dtype
+    ) -> SparseGradients | None:
+        """What reduces the sparse gradients of a model, with its kernels compiled.
+
+        Args:
+            engine: see the class.
+            configs: see the class.
+            tables: the tables of the model that may have sparse gradients.
+            dtype: of the gradients.
+
+        Returns:
+            None if there are no tables, or the configuration refuses sparse gradients.
+        """
+        if not tables or configs[0].sparse == "refuse":
+            return None
+        made = cls(engine, configs, {table.number: table.name for table in tables})
+        for config in configs:
+            made.compile(config, dtype)
+        return made
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
         """Compile the kernels for rows, which are encoded in the compute dtype of gradients of a dtype."""

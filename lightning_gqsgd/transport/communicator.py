@@ -203,8 +203,13 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself, or the default one.
 
     Raises:
-        ConfigError: torch.distributed is not initialised.
+        ConfigError: torch.distributed is not initialised, or the group is no process group of this rank.
     """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group={group!r:.100} is no process group that this rank is in; give one of torch.distributed.new_group, "
+            "or leave it out"
+        )
     parent = group if group is not None else dist.group.WORLD
     if not dist.is_initialized() or parent is None:
         raise ConfigError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
@@ -232,6 +237,20 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
         f"tensors on {device} over the backend {dist.get_backend_config(group)!r} are not supported; use CUDA tensors "
         "over 'nccl' or 'gloo', or CPU tensors over 'gloo', e.g. init_process_group('cpu:gloo,cuda:nccl') for both"
     )
+
+
+def patience_of(timeout: timedelta | None, group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long ranks wait for each other: what the user asks for, or what the group has.
+
+    A timeout that `check_timeout` refuses is not used, so that the other ranks can be told of it.
+    """
+    return timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else timeout_of(group, device)
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise ConfigError for a timeout that is neither None nor a positive timedelta."""
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise ConfigError(f"timeout={timeout!r} must be a positive datetime.timedelta, e.g. timedelta(minutes=5)")
 
 
 def needs_staging(backend: str, device: torch.device) -> bool:

@@ -18,9 +18,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -43,6 +46,11 @@ SAY_AFTER_S = 10.0
 PAUSES_S = (0.001, 0.1)
 
 
+#: For each set of ranks, whose turn it is among the threads of this process.
+_turns: dict[str, Any] = {}
+_turns_lock = threading.Lock()
+
+
 class Meeting:
     """Rounds in which all ranks of some process groups agree, and in which an error of one rank becomes everyone's.
 
@@ -53,6 +61,8 @@ class Meeting:
             config = make_config(**fields)                  # an error in here is told to all ranks
             (key,) = meeting.agree([config.to_dict()])      # raises on all ranks if they differ
             ...
+
+    Threads of a process meet the same ranks one after another. On all ranks they have to do so in the same order.
 
     Args:
         purpose: the function that was called, for messages.
@@ -65,13 +75,23 @@ class Meeting:
         self._purpose, self._timeout_s = purpose, timeout.total_seconds()
         self._circles = [_Circle(group) for group in groups]
         self._told = False
+        self._turn = ExitStack()
 
     def __enter__(self) -> Meeting:
+        # Two meetings of the same ranks at once, in threads, would take each other's cards.
+        for turn in sorted({circle.turn for circle in self._circles}, key=id):
+            turn.acquire()
+            self._turn.callback(turn.release)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with self._turn:
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Tell the other ranks of an error that they have not heard of."""
         # An interrupt is not told: the process is about to end, and should not wait for anybody.
         if not isinstance(error, Exception) or self._told:
             return
@@ -128,6 +148,8 @@ class _Circle:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = "_".join(map(str, dist.get_process_group_ranks(group)))
+        with _turns_lock:
+            self.turn = _turns.setdefault(members, threading.RLock())
         name = hashlib.blake2b(members.encode(), digest_size=8).hexdigest()
         self._store = dist.PrefixStore(f"gqsgd/meeting/{name}", dist.distributed_c10d._get_default_store())
 
@@ -226,3 +248,14 @@ class _Waiting:
             )
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
+
+
+def _forget_after_fork() -> None:
+    """A thread that does not exist in a forked child may have had its turn."""
+    global _turns_lock
+    _turns.clear()
+    _turns_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_after_fork)

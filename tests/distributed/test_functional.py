@@ -160,10 +160,10 @@ def _errors(rank: int) -> None:
     with pytest.raises(ConfigError, match="ranks 0 and 1 do not agree: bits: 4 != 5"):
         all_reduce(x, bits=4 + rank)
     assert torch.equal(all_reduce(x, step=0), mean)
-    with pytest.raises(ConfigError, match="numel: 2000 != 1500"):
+    with pytest.raises(ConfigError, match=r"shape: \[2000\] != \[1500\]"):
         all_reduce(x[: 2000 - 500 * rank])
     assert torch.equal(all_reduce(x, step=0), mean)
-    with pytest.raises(ConfigError, match="numel: 2000 != 0"):
+    with pytest.raises(ConfigError, match=r"shape: \[2000\] != \[0\]"):
         all_reduce(x[: 2000 * (1 - rank)])
     for step in (-1, 2**63, 1.5, "3"):
         with pytest.raises(ConfigError, match=r"step=.* (must be an integer|is out of range)"):

@@ -289,6 +289,85 @@ def test_a_state_with_a_wrong_entry_is_refused_before_anything_is_loaded(tmp_pat
         assert all("state of local steps" in text or "the checkpoint" in text for text in texts)
 
 
+def _outers(rank: int) -> list[str]:
+    """Outer optimizers of other tensors, and numbers that a checkpoint replaces."""
+    model, inner = _model_and_optimizer()
+    texts = []
+    own = partial(torch.optim.SGD, list(model.parameters()), lr=1.0)
+    for outer in (lambda anchors: own(), lambda anchors: torch.optim.SGD(anchors[:1], lr=1.0)):
+        with pytest.raises(ConfigError) as error:
+            LocalSteps(model, inner, every=2, outer=outer)
+        texts.append(str(error.value))
+    optimizer = LocalSteps(model, inner, every=2)
+    train(model, optimizer, rank, range(2))
+    saved = optimizer.state_dict()
+    optimizer.close()
+    for outer in (partial(torch.optim.SGD, lr=0.1), torch.optim.Adam):
+        model, inner = _model_and_optimizer()
+        optimizer = LocalSteps(model, inner, every=2, outer=outer)
+        if outer is torch.optim.Adam:
+            with pytest.raises(ConfigError) as error:
+                optimizer.load_state_dict(saved)
+            texts.append(str(error.value))
+        else:
+            said: list[str] = []
+            handler = logging.Handler()
+            handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
+            logging.getLogger("lightning_gqsgd").addHandler(handler)
+            optimizer.load_state_dict(saved)
+            logging.getLogger("lightning_gqsgd").removeHandler(handler)
+            texts += [" ".join(said), optimizer.report()]
+        optimizer.close()
+    return texts
+
+
+def test_outer_optimizers_of_other_tensors_and_of_other_checkpoints(tmp_path: Path) -> None:
+    for elsewhere, some, warned, report, kind in run(_outers, 2, tmp_path):
+        assert "tensors that are not the" in elsewhere
+        assert "SGD of 1 tensors" in some
+        assert "goes on with its own numbers" in warned
+        assert 'lr: "0.7" != "0.1"' in warned
+        assert "outer SGD(lr=0.7, momentum=0.9, nesterov=True)" in report
+        assert "another outer optimizer than Adam" in kind
+
+
+class _WithMaskAndMean(nn.Module):
+    """A mask of infinities, and a running mean that is assigned anew in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 10)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.layer(x)
+
+
+def _masked(rank: int) -> list[Any]:
+    results = []
+    for way in ({"every": 3}, {"every": 4, "delay": 2, "mixing": 0.5}):
+        model = _WithMaskAndMean()
+        start = bits_of_model(model.layer)
+        optimizer = local_steps(model, way)
+        train(model, optimizer, rank, range(8))
+        optimizer.finish()
+        whole = bool((model.mask == torch.full((4, 4), -torch.inf).triu(1)).all())
+        results.append([bits_of_model(model), whole, optimizer.averages.skipped, bits_of_model(model.layer) != start])
+        optimizer.close()
+    return results
+
+
+def test_buffers_may_hold_infinities_and_be_assigned_anew(tmp_path: Path) -> None:
+    first, second = run(_masked, 2, tmp_path)
+    assert first == second
+    for _, whole, skipped, moved in first:
+        assert whole
+        assert skipped == 0
+        assert moved
+
+
 class _WithTurnedMask(nn.Module):
     """A buffer of integers that is not contiguous."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +46,10 @@ def _error(call: Any, kind: type[Exception] = ConfigError) -> tuple[str, float]:
 
 def _refused_by_one(rank: int) -> list[Any]:
     found: list[Any] = []
-    for fields in ({"bits": 99}, {"bit": 4}, {"exclude": ["*.embedding"]}, {"memory": "ecq", "codec": "sign"}):
+    wrong: list[dict[str, Any]] = [{"bits": 99}, {"bit": 4}, {"exclude": ["*.embedding"]}]
+    wrong += [{"memory": "ecq", "codec": "sign"}, {"timeout": 5}, {"exclude": {"a", "b"}}, {"exclude": None}]
+    wrong += [{"preset": "gqsgd_diloco"}, {"post_local_sgd": True}]
+    for fields in wrong:
         model = DistributedDataParallel(mlp())
         mine = fields if rank == 1 else {}
         found.append(_error(lambda model=model, mine=mine: register_gqsgd(model, **mine)))
@@ -59,6 +63,8 @@ def _refused_by_one(rank: int) -> list[Any]:
 def test_what_one_rank_refuses_is_an_error_of_all_at_once_and_all_can_try_again(tmp_path: Path) -> None:
     results = run(_refused_by_one, 3, tmp_path)
     reasons = ["bits=99 is out of range", "unknown field 'bit'", "match no parameter", "codec='sign' is biased"]
+    reasons += ["timeout=5 must be a positive datetime.timedelta", "exclude={'", "exclude=None must be a sequence"]
+    reasons += ["is for local steps", "must be torch's PostLocalSGDState"]
     for rank, found in enumerate(results):
         for (text, seconds), reason in zip(found[::2], reasons, strict=True):
             assert reason in text
@@ -216,6 +222,104 @@ def test_a_state_that_one_rank_loads_is_an_error_of_all_in_the_next_step(
         assert "load the same state on every rank" in text
         assert seconds < AT_ONCE
         assert finite
+
+
+def _frozen_elsewhere(rank: int) -> tuple[str, float]:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[rank].requires_grad_(False)  # of the same size, so that plain DDP does not notice
+    ddp = DistributedDataParallel(model)
+    return _error(lambda: register_gqsgd(ddp, bits=4))
+
+
+def test_ranks_that_train_other_parameters_of_the_same_size_are_an_error(tmp_path: Path) -> None:
+    for text, seconds in run(_frozen_elsewhere, 2, tmp_path):
+        assert "do not agree: parameters that require a gradient" in text
+        assert seconds < AT_ONCE
+
+
+def _other_memories(rank: int) -> list[str]:
+    """States of the same step of two runs; a state whose memory one rank does not load."""
+    shared: list[Any] = []
+    for seed in (0, 1):
+        model, state = wrapped({}, {"preset": "diana"})
+        train(model, rank + 7 * seed, range(3))
+        saved = [state.state_dict()]
+        dist.broadcast_object_list(saved)
+        shared += saved
+        state.close()
+    texts = []
+    without = {name: value for name, value in shared[0].items() if name != "memory"}
+    for other in (shared[1], without):
+        model, state = wrapped({}, {"preset": "diana"})
+        state.load_state_dict(other if rank else shared[0])
+        texts.append(_error(lambda model=model: train(model, rank, range(3, 4)), RuntimeError)[0])
+        state.close()
+    model, state = wrapped({}, {"preset": "diana"})
+    for _ in range(1 + rank):  # the same state, on one rank twice
+        state.load_state_dict(shared[0])
+    train(model, rank, range(3, 5))
+    texts.append(fingerprint(model))
+    state.close()
+    return texts
+
+
+def test_states_of_one_step_with_other_memories_are_an_error_of_all(tmp_path: Path) -> None:
+    first, second = run(_other_memories, 2, tmp_path)
+    for text in (*first[:2], *second[:2]):
+        assert "ranks 0 and 1 do not agree: digest" in text
+    assert first[2] == second[2]
+
+
+def _saved_in_inference_mode(rank: int) -> list[str]:
+    bits = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model, state = wrapped({}, {"preset": "diana", "warmup_steps": 2})
+        with mode():  # type: ignore[operator]
+            saved = [state.state_dict()]
+        train(model, rank, range(4))
+        with mode():  # type: ignore[operator]
+            saved = [state.state_dict()]
+        dist.broadcast_object_list(saved)
+        state.close()
+        again, state = wrapped({}, {"preset": "diana", "warmup_steps": 2}, model.module)
+        with mode():  # type: ignore[operator]
+            state.load_state_dict(saved[0])
+        train(again, rank, range(4, 6))
+        bits.append(fingerprint(again))
+        state.close()
+    return bits
+
+
+def test_states_may_be_saved_and_loaded_in_inference_mode(tmp_path: Path) -> None:
+    (first, second), *others = run(_saved_in_inference_mode, 2, tmp_path)
+    assert first == second
+    assert others == [[first, second]]
+
+
+def _in_threads(rank: int) -> list[str]:
+    """Two threads register on groups of the same ranks."""
+    models = [DistributedDataParallel(mlp(), process_group=dist.new_group([0, 1])) for _ in range(2)]
+    bits: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        model = models[number]
+        state = register_gqsgd(model, bits=4)
+        train(model, rank, range(2))
+        bits[number] = fingerprint(model)
+        state.close()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [bits.get(number, "no end") for number in range(2)]
+
+
+def test_threads_register_one_after_another(tmp_path: Path) -> None:
+    first, second = run(_in_threads, 2, tmp_path, collective_timeout=20)
+    assert first == second
+    assert first[0] == first[1] != "no end"
 
 
 def _foreign_states(rank: int) -> list[str]:

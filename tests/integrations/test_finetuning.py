@@ -127,3 +127,49 @@ def test_unfreezing_inside_a_step_is_an_error(tmp_path: Path) -> None:
     for text in run(_in_the_step, 2, tmp_path, initialise=False):
         assert "'backbone.0.weight'" in text
         assert "does this at the start of a batch" in text
+
+
+class _Freezes(Classifier):
+    """Freezes its backbone at a batch: inside of the step, or where the batch starts."""
+
+    def __init__(self, batch: int, inside: bool) -> None:
+        super().__init__()
+        self.batch, self.inside = batch, inside
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == self.batch and not self.inside:
+            self.backbone.requires_grad_(False)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == self.batch and self.inside:
+            self.backbone.requires_grad_(False)
+        return super().training_step(batch, index)
+
+
+def _frozen_in_the_step(_: int) -> list[str]:
+    texts = []
+    for strategy in ({"bits": 8}, {"auto": True}):
+        with pytest.raises(ConfigError) as error:
+            fitted(_Freezes(2, inside=True), strategy, batches=data(8))
+        texts.append(str(error.value))
+    return texts
+
+
+def test_freezing_inside_a_step_is_an_error(tmp_path: Path) -> None:
+    for texts in run(_frozen_in_the_step, 2, tmp_path, initialise=False):
+        for text in texts:
+            assert "parameter 'backbone.0.weight'" in text
+            assert "was frozen after the forward pass had begun" in text
+
+
+def _frozen_while_accumulating(_: int) -> list[str]:
+    ways = ({"bits": 8}, {"bits": 32}, {"preset": "diana"})
+    module = [_Freezes(5, inside=False) for _ in ways]
+    return [
+        fitted(m, w, batches=data(16), accumulate_grad_batches=4)["bits"] for m, w in zip(module, ways, strict=True)
+    ]
+
+
+def test_gradients_that_frozen_parameters_have_accumulated_are_averaged(tmp_path: Path) -> None:
+    first, second = run(_frozen_while_accumulating, 2, tmp_path, initialise=False)
+    assert first == second

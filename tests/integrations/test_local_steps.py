@@ -333,3 +333,26 @@ def test_validation_sees_the_model_that_was_asked_for_and_training_goes_on_with_
     for rank in (anchor, other_anchor):
         assert rank[1] == rank[2]
     assert local[3] == anchor[3]
+
+
+class _PutsOwnWeightsIn(pl.Callback):
+    """What callbacks that average weights do at the end: each rank has other ones."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.add_(0.1 * trainer.global_rank)
+
+
+def _changed_at_the_end(_: int) -> list[str]:
+    results = []
+    for batches in (8, 10):  # after the last average of a round, and in the middle of one
+        module = Classifier()
+        trainer_of({"local_steps": 4}, [_PutsOwnWeightsIn()], enable_checkpointing=False).fit(module, data(batches))
+        results.append(bits_of(module))
+    return results
+
+
+def test_weights_that_a_callback_puts_in_at_the_end_are_averaged(tmp_path: Path) -> None:
+    first, second = run(_changed_at_the_end, 2, tmp_path, initialise=False)
+    assert first == second
