@@ -26,7 +26,7 @@ WORTH = 0.05
 #: Predictions that differ by less are taken as equal, and the more exact candidate is recommended.
 CLOSE = 0.03
 #: The most ranks that are predicted: each of them is an owner of a shard in every piece, which takes time.
-MOST_RANKS = 4096
+MOST_RANKS = 8192
 #: The most samples of a rank in a step.
 MOST_SAMPLES = 1_000_000
 #: The numbers of nodes of a sweep, and the factors by which a sweep changes the rate of links.

@@ -157,8 +157,8 @@ def test_operations_count_a_convolution_once_for_each_position() -> None:
         (["--nodes", "1"], "one rank sends nothing"),
         (["--batch", "0"], "--batch 0 has to be at least 1"),
         (["--batch", "99999999999999999999"], "--batch 99999999999999999999 has to be at most 1,000,000"),
-        (["--nodes", "4097"], "--nodes 4097 with 1 ranks each are more than 4,096 ranks"),
-        (["--nodes", "9" * 30, "--gpus-per-node", "8"], "are more than 4,096 ranks, which is the most"),
+        (["--nodes", "8193"], "--nodes 8193 with 1 ranks each are more than 8,192 ranks"),
+        (["--nodes", "9" * 30, "--gpus-per-node", "8"], "are more than 8,192 ranks, which is the most"),
         (
             ["--local-steps", "/nowhere/x.json"],
             "--backward: no effect beside --local-steps, whose file has all numbers",
@@ -400,5 +400,5 @@ def test_what_is_said_of_compression_that_does_not_pay_is_true(saved: float, wor
 def test_a_sweep_has_no_more_ranks_than_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Question(USUAL[1], 8, None, "800gbit", None, None, 4, 64, "50ms", None, None).cluster()
     monkeypatch.setattr(advice, "candidates", lambda *_, **__: [])
-    assert list(advice.over_nodes(cluster)) == [1, 2, 4, 8, 16, 32, 64]
+    assert list(advice.over_nodes(cluster)) == [1, 2, 4, 8, 16, 32, 64, 128]
     assert list(advice.over_nodes(replace(cluster, per_node=4)))[-1] == 1024
