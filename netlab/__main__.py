@@ -7,6 +7,7 @@ python -m netlab --hosts 4 --rate 100mbit --check
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -31,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give a command after --, or --check")
     exit_on_signals()
     try:
-        hosts = max(options.hosts, 2) if options.check else options.hosts
-        with NetLab(hosts, options.rate, options.ranks_per_host) as lab:
+        _check_options(options)
+        with NetLab(options.hosts, options.rate, options.ranks_per_host) as lab:
             if options.check:
                 print(f"{lab.measure() / 1e6:.0f} Mbit/s of goodput at {options.rate}")
                 return 0
@@ -42,6 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options that no lab can follow, before a lab is built.
+
+    Raises:
+        NetLabError: an option is out of range.
+    """
+    timeout = options.timeout
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise NetLabError(
+            f"--timeout {timeout:g} is out of range: a finite number of seconds above 0; leave --timeout out "
+            "for no limit"
+        )
+    if options.check and options.hosts < 2:
+        raise NetLabError(f"--check measures between two hosts, and --hosts {options.hosts} is fewer; take --hosts 2")
 
 
 if __name__ == "__main__":

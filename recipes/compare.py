@@ -73,11 +73,13 @@ def _compare(overrides: Sequence[str], fresh: bool, command: str, parser: _Parse
 
     from recipes.comparison.plan import PlanError, make_plan
     from recipes.comparison.runner import run_all
+    from recipes.folders import FolderError, check_writable
 
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     try:
         plan = make_plan(overrides)
-    except PlanError as error:
+        check_writable("output", plan.settings.output)
+    except (PlanError, FolderError) as error:
         parser.error(str(error))
     console.print(_intention(plan), markup=False, highlight=False)
     failures = run_all((*plan.cells, *plan.probes), console, fresh)

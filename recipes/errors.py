@@ -5,6 +5,10 @@ class RecipeError(RuntimeError):
     """A run that cannot be made as asked; the message names the reason and the remedy."""
 
 
+class DivergedError(RecipeError):
+    """A training whose loss or weights ended as no finite numbers; the message names the remedy."""
+
+
 class DataError(RecipeError):
     """Data that are absent, or are not what the configuration says; the message names the remedy."""
 

@@ -192,7 +192,8 @@ def _in_words(section: Section, heading: str) -> str:
 def _elsewhere(links: Elsewhere) -> str:
     """The predictions for slower links, in words and as a table."""
     heads, *rows = links.rows
-    return f"<p>{html.escape(links.words)}</p>{_plain_table(heads, rows)}"
+    note = f"<p>{html.escape(links.note)}</p>" if links.note else ""
+    return f"<p>{html.escape(links.words)}</p>{_plain_table(heads, rows)}{note}"
 
 
 def _predictions(predicted: Mapping[str, Prediction]) -> str:

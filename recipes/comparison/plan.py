@@ -19,6 +19,7 @@ from recipes.data.named_files import check_named
 from recipes.errors import OverrideError, RecipeError
 from recipes.files import RESULT_FILE
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices, check_profile
+from recipes.limits import check_limits
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_strategies
@@ -58,8 +59,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.probe_steps < LEAST_PROBE:
             raise PlanError(f"probe_steps={self.probe_steps} is out of range: {LEAST_PROBE} or more")
+        given: dict[int | None, str] = {}
         for rate in self.links:
-            _check_rate(rate)
+            number = _checked_rate(rate)
+            if number in given:
+                both = rate if rate == given[number] else f"{given[number]} and {rate}"
+                raise PlanError(f"links={','.join(self.links)} names one rate twice ({both}); list every rate once")
+            given[number] = rate
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,17 @@ class Cell:
             recorded = json.loads((self.folder / CELL_FILE).read_text())
         except (OSError, ValueError):
             return False
-        return recorded == self.config and (self.folder / RESULT_FILE).is_file()
+        there = recorded == self.config and (self.folder / RESULT_FILE).is_file()
+        return there and self.divergence() is None
+
+    def divergence(self) -> str | None:
+        """What was not finite at the end of this run; None if all was, or if there is no result."""
+        try:
+            facts = json.loads((self.folder / RESULT_FILE).read_text())
+        except (OSError, ValueError):
+            return None
+        found = facts.get("diverged")
+        return None if found is None else str(found)
 
 
 @dataclass(frozen=True)
@@ -199,9 +215,10 @@ def _settings(overrides: Sequence[Override]) -> Settings:
     return Settings(**values)
 
 
-def _check_rate(rate: str) -> None:
+def _checked_rate(rate: str) -> int | None:
+    """Bits per second of a rate; None for no limit."""
     try:
-        parse_rate(rate)
+        return parse_rate(rate)
     except NetLabError as error:
         raise PlanError(f"links={rate}: {error}") from error
 
@@ -222,6 +239,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(composed(overrides), resolve=True)
         assert isinstance(resolved, dict)
+        check_limits(resolved)
         check_profile(resolved)
         check_named(resolved["data"])
         if resolved["trainer"]["accelerator"] == "cpu":

@@ -65,6 +65,8 @@ class Run:
             folder: folder of the run.
         """
         facts = json.loads((folder / RESULT_FILE).read_text())
+        # JSON has no NaN: a value that was not finite is null there.
+        facts["metrics"] = {name: math.nan if value is None else value for name, value in facts["metrics"].items()}
         rows = read_rows(folder / METRICS_FILE)
         metric = METRICS[facts["metric"]]
         points = [row for row in rows if metric.val in row]
@@ -129,7 +131,9 @@ class Run:
 
 
 def read_rows(file: Path) -> list[dict[str, float]]:
-    """Rows of a ``metrics.csv``, without empty cells."""
+    """Rows of a ``metrics.csv``, without empty cells; none if the run has logged nothing, and so has no such file."""
+    if not file.is_file():
+        return []
     with open(file, newline="") as lines:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
 

@@ -40,11 +40,13 @@ class Failure:
         cell: the cell.
         reason: what went wrong, in a few words.
         tail: the last lines of the cell's output.
+        outcome: what the line of the cell says.
     """
 
     cell: Cell
     reason: str
     tail: str
+    outcome: str = "failed"
 
 
 def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Failure]:
@@ -70,7 +72,7 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
             except KeyboardInterrupt:
                 line(number, "stopped", done=True)
                 raise
-            line(number, "[red]failed[/]" if failure else _outcome(cell), done=True)
+            line(number, f"[red]{failure.outcome}[/]" if failure else _outcome(cell), done=True)
             failures += [failure] if failure else []
     return failures
 
@@ -90,8 +92,11 @@ def _run(cell: Cell, starter: Starter, say: Callable[[str], None]) -> Failure | 
         run.end()
     if code == 0 and (cell.folder / RESULT_FILE).is_file():
         return None
-    reason = f"exit code {code}" if code else f"no {RESULT_FILE}"
-    return Failure(cell, reason, "\n".join(_read(log).splitlines()[-TAIL_LINES:]))
+    tail = "\n".join(_read(log).splitlines()[-TAIL_LINES:])
+    divergence = cell.divergence()
+    if divergence:
+        return Failure(cell, f"diverged, {divergence}", tail, "diverged")
+    return Failure(cell, f"exit code {code}" if code else f"no {RESULT_FILE}", tail)
 
 
 def _latest(log: Path) -> str:

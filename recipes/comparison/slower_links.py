@@ -49,14 +49,26 @@ class Elsewhere:
         return table
 
     @property
+    def note(self) -> str:
+        """Why a predicted step is shorter than the measured one, where there is such a step; "" elsewhere."""
+        below = any(row[variant] < self.measured[variant] for row in self.predicted.values() for variant in row)
+        if not below:
+            return ""
+        return (
+            "A predicted step may be shorter than the measured one, although its link is slower: on this machine, the "
+            "exchange and the codec share the cores with the computation of all processes. The prediction has a host "
+            "for each process, and the codec's usual costs, which are not measured here."
+        )
+
+    @property
     def lines(self) -> list[str]:
-        """The words and the table as plain text."""
+        """The words, the table and the note as plain text."""
         widths = [max(len(row[column]) for row in self.rows) for column in range(len(self.rows[0]))]
         texts = [
             "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs))
             for pairs in (list(zip(row, widths, strict=True)) for row in self.rows)
         ]
-        return [self.words, *(f"  {text}".rstrip() for text in texts)]
+        return [self.words, *(f"  {text}".rstrip() for text in texts), *([self.note] if self.note else [])]
 
 
 def elsewhere(configs: Sequence[Mapping[str, Any]], variants: Mapping[str, Sequence[Run]]) -> Elsewhere | None:

@@ -20,7 +20,8 @@ from lightning_gqsgd.errors import ConfigError, counted
 from netlab.lab import NetLabError
 from netlab.machine import cores
 from recipes.data.named_files import check_named
-from recipes.errors import OverrideError, RecipeError
+from recipes.errors import DivergedError, OverrideError, RecipeError
+from recipes.folders import check_writable
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
 from recipes.launch.hosts import run_on_hosts
@@ -34,13 +35,17 @@ from recipes.launch.processes import (
     torchrun_needed,
 )
 from recipes.launch.slurm import prepare_submission
+from recipes.limits import check_limits
 from recipes.opening import say, speaks
 from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import CONF, check_settings, check_strategies, register_presets
 from recipes.training.checkpoints import find_checkpoint, finished_message
+from recipes.training.continuing import check_continued, uncompared
 
 #: Exit code of a command line that asks for something that cannot be.
 REFUSED = 2
+#: Exit code of a training that ran to its end, and whose result is of no use.
+FAILED = 1
 MULTIRUN = ("-m", "--multirun")
 
 
@@ -48,7 +53,7 @@ def run() -> None:
     """Check the command line of this process, and train as it says.
 
     Raises:
-        SystemExit: with code `REFUSED` after one line on standard error, or `INTERRUPTED`.
+        SystemExit: with code `REFUSED` or `FAILED` after one line on standard error, or `INTERRUPTED`.
     """
     arguments = sys.argv[1:]
     if not speaks(os.environ):
@@ -78,6 +83,10 @@ def refusals_in_one_line() -> Iterator[None]:
     """
     try:
         yield
+    except DivergedError as error:
+        # The command line was right, and the run is complete: this is a failure, and no refusal.
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(FAILED)
     except (RecipeError, NetLabError, ConfigError) as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
@@ -116,14 +125,19 @@ def examine(arguments: Sequence[str]) -> str | None:
     with profile_environment(cfg.hardware.env, os.environ):
         check(cfg, cfg.hydra)
     checkpoint = None if multirun else find_checkpoint(cfg, Path(cfg.hydra.run.dir))
+    if checkpoint:
+        check_continued(cfg, checkpoint)
     finished = finished_message(cfg, checkpoint) if checkpoint else None
+    if not finished:
+        kind = "sweep" if multirun else "run"
+        check_writable(f"hydra.{kind}.dir", cfg.hydra[kind].dir)
     if not finished:
         _say_what_comes(cfg, checkpoint)
     return finished
 
 
 def check(cfg: DictConfig, hydra_config: Any) -> None:
-    """Check everything that can be wrong with hardware and launch, before data are prepared or processes started.
+    """Check numbers, hardware and launch, before data are prepared or processes started.
 
     Args:
         cfg: the configuration.
@@ -132,6 +146,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     Raises:
         RecipeError, NetLabError: the run cannot be made as asked.
     """
+    check_limits(cfg)
     check_profile(cfg)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None
@@ -188,6 +203,9 @@ def _say_what_comes(cfg: DictConfig, checkpoint: str | None) -> None:
     )
     if checkpoint:
         say(f"goes on from {checkpoint}")
+        warning = uncompared(checkpoint)
+        if warning:
+            say(warning)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from rich.markup import escape
 from lightning_gqsgd.errors import counted
 from netlab.machine import device_name
 from recipes.comparison.plots import save_curves
-from recipes.comparison.results import Run
+from recipes.comparison.results import Run, read_rows
 from recipes.data.task_data import TaskData
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.launch.hardware import hardware_facts
+from recipes.measuring import names
 from recipes.measuring.clock import TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
@@ -83,39 +85,66 @@ def run_facts(
         "mb_sent": counter.bytes_sent / 1e6,
         "bits_per_coordinate": counter.bits_per_coordinate(trainer.world_size),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "diverged": _divergence(module, trainer),
         "versions": {"torch": torch.__version__, "lightning": lightning.__version__},
     }
 
 
-def finish(folder: Path, facts: dict[str, Any], checkpoint: str | None) -> None:
+def _divergence(module: Task, trainer: Trainer) -> str | None:
+    """What is not finite at the end of a training, in words; None if all is well."""
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for name in (names.TRAIN_LOSS, names.VAL_LOSS, names.TEST_LOSS):
+        if not math.isfinite(logged.get(name, 0.0)):
+            return f"{name} is {logged[name]}"
+    # A gradient that was not finite in the last step is in the weights, and in no loss that was logged before.
+    for name, parameter in module.named_parameters():
+        if not bool(torch.isfinite(parameter.detach()).all()):
+            return f"{name} has values that are not finite"
+    return None
+
+
+def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None:
     """Write ``result.json`` and a plot of the metric, and say where all files are.
 
     Args:
         folder: folder of the run, in which ``metrics.csv`` is complete.
         facts: see `run_facts`.
-        checkpoint: path of the last checkpoint, if one was kept.
+        checkpoint: path of the last checkpoint, if one is kept; nothing is said of one that does not exist.
     """
-    (folder / RESULT_FILE).write_text(json.dumps(facts, indent=2) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)  # a run without a step has logged nothing
+    (folder / RESULT_FILE).write_text(json.dumps(strict(facts), indent=2, allow_nan=False) + "\n")
     run = Run.load(folder)
     lines = {}
     metric = run.metric
     if metric.test in facts["metrics"]:
         lines[f"test {metric.label}"] = metric.shown(facts["metrics"][metric.test])
-    if run.value.size:
+    # Without a validation, the points of the run are those of the test, which has a line of its own.
+    if run.value.size and any(metric.val in row for row in read_rows(folder / METRICS_FILE)):
         lines[f"validation {metric.label}"] = f"{metric.shown(run.value[-1])} (best {metric.shown(run.best)})"
+    if run.value.size and facts["steps"] and not facts["diverged"]:
         plot = folder / f"{metric.label.lower()}.png"
         title = f"{facts['title']} on {facts['data']}, {facts['strategy']}"
         save_curves({facts["strategy"]: [run]}, "time", title, plot)
         lines["plot"] = str(plot)
-    median = 1000 * facts["step_s"].get("median", float("nan"))
-    lines["training"] = f"{facts['train_time']:.1f} s, {counted(facts['steps'], 'step')}, median {median:.1f} ms"
+    median = f", median {1000 * facts['step_s']['median']:.1f} ms" if facts["step_s"] else ""
+    lines["training"] = f"{facts['train_time']:.1f} s, {counted(facts['steps'], 'step')}{median}"
     if facts["bits_per_coordinate"] is not None:
         lines["sent"] = f"{facts['mb_sent']:.1f} MB per process, {facts['bits_per_coordinate']:.2f} bits per coordinate"
-    lines["metrics"] = str(folder / METRICS_FILE)
+    if (folder / METRICS_FILE).is_file():
+        lines["metrics"] = str(folder / METRICS_FILE)
     lines["result"] = str(folder / RESULT_FILE)
-    if checkpoint:
-        lines["checkpoint"] = checkpoint
-    _print(f"{facts['title']} on {facts['data']}: done", lines)
+    if checkpoint is not None and checkpoint.is_file():
+        lines["checkpoint"] = str(checkpoint)
+    _print(f"{facts['title']} on {facts['data']}: {'diverged' if facts['diverged'] else 'done'}", lines)
+
+
+def strict(value: Any) -> Any:
+    """A value with None for numbers that JSON does not know: NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: strict(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _quantiles(seconds: Any) -> dict[str, float]:

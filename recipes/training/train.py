@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 import lightning_gqsgd  # noqa: F401  (registers its strategies)
 from lightning_gqsgd.errors import counted
 from recipes.data.task_data import TaskData
-from recipes.files import METRICS_FILE
+from recipes.errors import DivergedError
+from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.launch.environment import set_threads
 from recipes.launch.hardware import described
 from recipes.launch.processes import local_processes
@@ -35,7 +36,8 @@ from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
 from recipes.training.building import build
-from recipes.training.checkpoints import CHECKPOINTS, LAST, carry_wandb_id, find_checkpoint
+from recipes.training.checkpoints import CHECKPOINTS, LAST, CheckpointError, carry_wandb_id, find_checkpoint
+from recipes.training.continuing import asked_by, check_continued
 from recipes.training.machine import machine_facts
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.report import StartupSummary, finish, run_facts
@@ -53,12 +55,15 @@ def train(cfg: DictConfig, folder: Path) -> float:
 
     Raises:
         RecipeError: the run cannot be made as asked; the message says what to change.
+        DivergedError: on rank 0, after everything is written: the loss or the weights are not finite.
     """
     on_this_machine = local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
     threads = set_threads(cfg.threads, on_this_machine, environment=os.environ)
     seed_everything(cfg.seed, workers=True, verbose=False)
     _silence_expected_messages()
     checkpoint = find_checkpoint(cfg, folder)
+    if checkpoint:
+        check_continued(cfg, checkpoint)
 
     data: TaskData = build(cfg.data)
     if is_rank_zero():
@@ -97,7 +102,13 @@ def train(cfg: DictConfig, folder: Path) -> float:
             logger.experiment.finish()
     result = run_facts(config, data, module, trainer, numbers)
     if trainer.is_global_zero:
-        finish(folder, result, str(folder / CHECKPOINTS / LAST) if cfg.checkpoint else None)
+        finish(folder, result, folder / CHECKPOINTS / LAST if cfg.checkpoint else None)
+        if result["diverged"]:
+            # The other ranks end well: a launcher that sees one fail would end this one while it writes.
+            raise DivergedError(
+                f"the training diverged: {result['diverged']}; take an optimizer.lr below {cfg.optimizer.lr}, "
+                f"or trainer.gradient_clip_val=0.5; what was measured is in {folder / RESULT_FILE}"
+            )
     metrics = result["metrics"]
     return metrics.get(module.metric.test, metrics.get(module.metric.val, float("nan")))
 
@@ -143,7 +154,7 @@ def _loggers(
 ) -> list[Logger]:
     """The CSV logger, which every run has, and the chosen logger; both know the whole configuration and the machine."""
     if checkpoint:
-        step = torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]
+        step = _step_of(cfg, checkpoint)
         csv = ContinuedCSVLogger(folder, Path(checkpoint).parents[1] / METRICS_FILE, before_step=step)
     else:
         csv = ContinuedCSVLogger(folder)
@@ -157,6 +168,21 @@ def _loggers(
     for logger in loggers:
         logger.log_hyperparams(recorded)
     return loggers
+
+
+def _step_of(cfg: DictConfig, checkpoint: str) -> int:
+    """The optimizer step at which a checkpoint was written.
+
+    Raises:
+        CheckpointError: the file is not a checkpoint of Lightning.
+    """
+    try:
+        return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
+    except Exception as error:  # torch raises several families of errors for files that are damaged inside
+        raise CheckpointError(
+            f"{checkpoint} is no checkpoint of a run, or is damaged ({type(error).__name__}); name another one, or "
+            f"leave {asked_by(cfg)} out for a new run"
+        ) from error
 
 
 def _interactive() -> bool:

@@ -187,6 +187,26 @@ def test_a_cut_link_loses_everything_until_it_is_mended() -> None:
         assert answer(lab) == errno.ECONNREFUSED
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--timeout", "-1", "--", "true"], "netlab: --timeout -1 is out of range: a finite number of seconds above 0"),
+        (["--timeout", "0", "--", "true"], "netlab: --timeout 0 is out of range"),
+        (["--timeout", "nan", "--", "true"], "netlab: --timeout nan is out of range"),
+        (["--timeout", "inf", "--", "true"], "netlab: --timeout inf is out of range"),
+        (
+            ["--check", "--hosts", "1"],
+            "netlab: --check measures between two hosts, and --hosts 1 is fewer; take --hosts 2",
+        ),
+    ],
+)
+def test_options_that_no_lab_can_follow_are_one_line(options: list[str], message: str) -> None:
+    finished = _cli(*options)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith(message)
+    assert finished.stderr.count("\n") == 1
+
+
 @needs_root
 def test_a_command_that_does_not_exist() -> None:
     with NetLab(1) as lab, pytest.raises(NetLabError, match="command 'trian.py' was not found"):

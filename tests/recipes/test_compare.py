@@ -30,7 +30,7 @@ from recipes.comparison.runner import LOG
 from recipes.files import RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, PERPLEXITY
-from recipes.strategies.choices import ALL
+from recipes.strategies.choices import ALL, strategies
 from tests.recipes.conftest import ROOT, TINY
 from tests.recipes.made_up_runs import made_up_run
 
@@ -68,6 +68,10 @@ def test_default_strategies() -> None:
 
 def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("ddp", "ddp_bf16", *PRESETS) == ALL
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    assert re.search(rf"strategy=all trainer.devices=4 +# {len(ALL)} runs\n", readme)
+    (choices,) = [line for line in readme.splitlines() if line.startswith("| `strategy` |")]
+    assert re.findall(r"`(\w+)`", choices)[1:] == strategies()
     monkeypatch.setattr(planning, "ALL", ("ddp", "dore", "terngrad"))  # each takes its time to compose
     plan = make_plan(["+exp=quickstart", "strategy=all", "trainer.devices=4"])
     assert [cell.variant for cell in plan.cells] == ["ddp", "dore", "terngrad"]
@@ -93,6 +97,12 @@ def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pyte
         (["+exp=quickstart", "hardware=netlab", "links=fast"], "links=fast: rate 'fast' is not a number and a unit"),
         (["+exp=quickstart", "hardware=netlab", "hardware.rate=1gbit", "links=1gbit"], "leave hardware.rate out"),
         (["+exp=quickstart", "hardware=netlab", "links=1gbit", "probe_steps=2"], "probe_steps=2 is out of range: 8"),
+        (
+            ["+exp=quickstart", "hardware=netlab", "links=100mbit,100mbit"],
+            r"links=100mbit,100mbit names one rate twice \(100mbit\); list every rate once",
+        ),
+        (["+exp=quickstart", "hardware=netlab", "links=1gbit,1000mbit"], r"twice \(1gbit and 1000mbit\)"),
+        (["+exp=quickstart", "strategy=ddp", "optimizer.lr=0.1,inf"], "optimizer.lr=inf is out of range"),
         (["+exp=quickstart", "strategy=ddp,ddp"], "list every strategy and seed once"),
         (["+exp=quickstart", "model.blocks=[1"], "cannot read"),
     ],
@@ -454,6 +464,18 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
     assert "powersgd, seed 0: exit code 2" in again.stdout
     assert "powersgd needs CUDA" in again.stdout
     assert "table: " in again.stdout  # of the two others
+
+
+@pytest.mark.parametrize("folder", ["/dev/full", "/proc/x"])
+def test_an_output_that_takes_no_files_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["+exp=quickstart", f"output={folder}"])
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"compare.py: output={folder}")
+    assert line.count("\n") == 1
 
 
 def test_mistakes_are_explained_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,35 @@ MISTAKES = [
     (["trainer.num_nodes=0"], "HardwareError: trainer.num_nodes=0 makes no process"),
     (["trainer.devices=[]"], "HardwareError: trainer.devices=.* names no device"),
     (["ckpt_path=nowhere.ckpt"], "CheckpointError: ckpt_path=nowhere.ckpt is no file"),
+    (
+        ["optimizer.lr=nan"],
+        "LimitError: optimizer.lr=nan is out of range: a finite number above 0, e.g. optimizer.lr=0.1$",
+    ),
+    (["optimizer.lr=0"], "LimitError: optimizer.lr=0"),
+    (["optimizer.weight_decay=inf"], "LimitError: optimizer.weight_decay=inf is out of range: a finite number of at l"),
+    (["optimizer.momentum=1"], "LimitError: optimizer.momentum=1 is out of range: a number from 0 to less than 1"),
+    (["optimizer.warmup=-0.1"], "LimitError: optimizer.warmup=-0.1"),
+    (["task.label_smoothing=1.5"], "LimitError: task.label_smoothing=1.5 is out of range: a number from 0 to 1"),
+    (["trainer.gradient_clip_val=0"], "LimitError: trainer.gradient_clip_val=0 .* or null for no clipping"),
+    (["threads=0"], "LimitError: threads=0 is out of range: an integer of at least 1, or null"),
+    (["seed=-1"], "LimitError: seed=-1 is out of range: an integer from 0 to 4294967295"),
+    (["seed=4294967296"], "LimitError: seed=4294967296"),
+    (["model.width=0"], "LimitError: model.width=0"),
+    (["data.batch_size=0"], "LimitError: data.batch_size=0"),
+    (["trainer.max_epochs=-2"], "LimitError: trainer.max_epochs=-2 .* or -1 for no limit"),
+    (["trainer.max_steps=-5"], "LimitError: trainer.max_steps=-5"),
+    (
+        ["trainer.max_epochs=-1"],
+        "LimitError: trainer.max_epochs=-1 with trainer.max_steps=-1 makes a run without an end",
+    ),
+    (["trainer.precision=8"], "LimitError: trainer.precision=8 is not one of transformer-engine, .*bf16-mixed"),
+    (["trainer.limit_val_batches=1.5"], "LimitError: trainer.limit_val_batches=1.5"),
+    (["trainer.limit_train_batches=0"], "LimitError: trainer.limit_train_batches=0"),
+    (["trainer.accumulate_grad_batches=0"], "LimitError: trainer.accumulate_grad_batches=0"),
+    (["trainer.val_check_interval=0.0"], "LimitError: trainer.val_check_interval=0.0"),
+    (["hydra.run.dir=/dev/full"], "FolderError: hydra.run.dir=/dev/full: /dev/full is no folder; name a folder"),
+    (["hydra.run.dir=/dev/full/x"], "FolderError: hydra.run.dir=/dev/full/x: /dev/full is no folder"),
+    (["hydra.run.dir=/proc/x"], "FolderError: hydra.run.dir=/proc/x cannot be written to .*; name a folder that can$"),
     (["resume=true"], "CheckpointError: resume=true: there is no checkpoints/last.ckpt"),
     (["+exp=resnet_cifar", "data.root=/nowhere"], "DataError: data.root=/nowhere does not exist; name a folder"),
     (["+exp=transformer_wikitext", "data.train_file=no.txt"], "DataError: data.train_file=no.txt is no file; name"),
@@ -184,7 +214,8 @@ def test_a_finished_run_writes_nothing(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "outputs" / "quickstart" / "ddp-seed0" / "earlier"
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / "last.ckpt").touch()
+    with zipfile.ZipFile(folder / "checkpoints" / "last.ckpt", "w") as archive:
+        archive.writestr("last/data.pkl", b"")
     (folder / "result.json").write_text(json.dumps({"epochs": 20, "steps": 400}))
     files = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["recipes/run.py", "+exp=quickstart", "resume=true"])

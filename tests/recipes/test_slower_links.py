@@ -9,7 +9,7 @@ import pytest
 from recipes.comparison.page import Section, write_page
 from recipes.comparison.plan import make_plan
 from recipes.comparison.results import Run, compare
-from recipes.comparison.slower_links import LINKS, elsewhere
+from recipes.comparison.slower_links import LINKS, Elsewhere, elsewhere
 from tests.recipes.made_up_runs import made_up_run
 
 
@@ -42,6 +42,17 @@ def test_slower_links_are_predicted_where_the_links_are_those_of_one_machine(
     text = (tmp_path / "page.html").read_text()
     assert "later" not in text
     assert "10 Mbit/s" in text
+
+
+def test_a_prediction_below_the_measured_step_is_explained() -> None:
+    measured = {"ddp": 0.042, "gqsgd": 0.05}
+    below = Elsewhere(0.03, measured, {"1gbit": {"ddp": 0.039, "gqsgd": 0.06}}, processes=2)
+    assert below.lines[-1].startswith(
+        "A predicted step may be shorter than the measured one, although its link is slower"
+    )
+    above = Elsewhere(0.03, measured, {"1gbit": {"ddp": 0.043, "gqsgd": 0.06}}, processes=2)
+    assert above.note == ""
+    assert above.lines[-1].split() == ["1", "Gbit/s", "43.0", "60.0", "(0.7×)"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""Limits of the numbers of a configuration. Nothing heavy is imported: numbers are checked before torch is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.errors import RecipeError
+
+#: What Lightning's Trainer takes for ``precision``; a test compares the list with Lightning's.
+PRECISIONS = (
+    *("transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"),
+    *("32-true", "64-true", "64", "32", "16", "bf16"),
+)
+#: The largest seed that numpy takes.
+LARGEST_SEED = 2**32 - 1
+
+
+class LimitError(RecipeError):
+    """A number that is out of range; the message names the limit and a value that is inside."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a setting may be.
+
+    Attributes:
+        words: the limit in words.
+        example: a value inside.
+        holds: whether a value that is no text and no truth value is inside.
+        optional: whether null is a value.
+    """
+
+    words: str
+    example: Any
+    holds: Callable[[Any], bool]
+    optional: bool = False
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and value >= least
+
+
+def _part(value: Any) -> bool:
+    """Whether a value is a number of batches, or a part of all batches."""
+    return _whole(value, 0) or isinstance(value, float) and 0 <= value <= 1
+
+
+_COUNT = Limit("an integer of at least 1", 1, lambda value: _whole(value, 1))
+_OPTIONAL_COUNT = Limit("an integer of at least 1, or null", 1, lambda value: _whole(value, 1), optional=True)
+_FRACTION = Limit("a number from 0 to less than 1", 0.1, lambda value: _finite(value) and 0 <= value < 1)
+_DURATION = Limit("an integer of at least 0, or -1 for no limit", 20, lambda value: _whole(value, -1), optional=True)
+_BATCHES = Limit(
+    "an integer of at least 0, a fraction from 0.0 to 1.0, or null for all batches", 0.5, _part, optional=True
+)
+_SOME_BATCHES = Limit(
+    "an integer of at least 1, a fraction above 0.0 up to 1.0, or null for all batches",
+    0.5,
+    lambda value: _part(value) and value > 0,
+    optional=True,
+)
+
+#: The limits by the names of settings; a setting that a configuration does not have has none.
+LIMITS: dict[str, Limit] = {
+    "optimizer.lr": Limit("a finite number above 0", 0.1, lambda value: _finite(value) and value > 0),
+    "optimizer.weight_decay": Limit("a finite number of at least 0", 0.0005, lambda v: _finite(v) and v >= 0),
+    "optimizer.momentum": _FRACTION,
+    "optimizer.warmup": _FRACTION,
+    "task.label_smoothing": Limit("a number from 0 to 1", 0.1, lambda value: _finite(value) and 0 <= value <= 1),
+    "threads": _OPTIONAL_COUNT,
+    "seed": Limit(f"an integer from 0 to {LARGEST_SEED}", 0, lambda v: _whole(v, 0) and v <= LARGEST_SEED),
+    "model.width": _COUNT,
+    "data.batch_size": _COUNT,
+    "trainer.max_epochs": _DURATION,
+    "trainer.max_steps": _DURATION,
+    "trainer.accumulate_grad_batches": _COUNT,
+    "trainer.gradient_clip_val": Limit(
+        "a finite number above 0, or null for no clipping", 0.5, lambda v: _finite(v) and v > 0, optional=True
+    ),
+    "trainer.check_val_every_n_epoch": _OPTIONAL_COUNT,
+    "trainer.val_check_interval": _SOME_BATCHES,
+    "trainer.limit_train_batches": _SOME_BATCHES,
+    "trainer.limit_val_batches": _BATCHES,
+    "trainer.limit_test_batches": _BATCHES,
+}
+
+
+def check_limits(config: Mapping[str, Any]) -> None:
+    """Check the numbers of a configuration.
+
+    Args:
+        config: the whole configuration.
+
+    Raises:
+        LimitError: a number is not finite or out of range, or the run has no end.
+    """
+    for key, limit in LIMITS.items():
+        node, _, leaf = key.rpartition(".")
+        settings = config.get(node, {}) if node else config
+        if leaf in settings:
+            _check(key, settings[leaf], limit)
+    trainer = config["trainer"]
+    if str(trainer["precision"]) not in PRECISIONS:
+        raise LimitError(f"trainer.precision={trainer['precision']} is not one of {', '.join(PRECISIONS)}")
+    _check_end(trainer)
+
+
+def _check(key: str, value: Any, limit: Limit) -> None:
+    if value is None and limit.optional:
+        return
+    # True is an integer in Python, and no number that anybody means.
+    if isinstance(value, bool) or not limit.holds(value):
+        shown = "null" if value is None else value
+        raise LimitError(f"{key}={shown} is out of range: {limit.words}, e.g. {key}={limit.example}")
+
+
+def _check_end(trainer: Mapping[str, Any]) -> None:
+    """Refuse a run without an end, whose rates would have no schedule."""
+    epochs, steps = trainer["max_epochs"], trainer["max_steps"]
+    # Lightning takes 1,000 epochs for null, where there is no limit of steps.
+    if epochs == -1 and steps in (-1, None):
+        raise LimitError(
+            f"trainer.max_epochs={epochs} with trainer.max_steps={steps} makes a run without an end, for which there "
+            "is no schedule of rates; set either, e.g. trainer.max_epochs=20"
+        )
