@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
+from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import Preset, make_config
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
@@ -37,7 +38,9 @@ def split_arguments(
     """
     fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
     _check_hooks(strategy, base, arguments)
-    own = [name for name in parameter_names(strategy) if name not in parameter_names(base)]
+    own = ["preset", *GQSGDConfig.field_names()]  # Fabric's strategy takes them as keywords
+    own += [name for name in parameter_names(strategy) if name not in (*own, *parameter_names(base))]
+    own += [name for name in ("local_steps", *LocalOptions.field_names()) if name not in (*own, "every")]
     allowed = {*own, *parameter_names(base), *parameter_names(DistributedDataParallel)}
     for name in arguments:
         if name not in allowed:
