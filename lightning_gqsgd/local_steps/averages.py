@@ -294,7 +294,7 @@ class LocalAverages(Course[Average]):
         self.config = replace(self.config, seed=state["seed"])
         self.requested = replace(self.requested, seed=state["seed"])
         self.step, self.averages, self.skipped = state["step"], state["averages"], state["skipped"]
-        self.rounds.load_state_dict(state["rounds"])
+        self.rounds.load_state_dict(state["rounds"], self.step)
         self._engine.plans.clear()
 
     def mix_into_digest(self, number: int) -> None:

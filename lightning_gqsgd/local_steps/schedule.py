@@ -47,6 +47,13 @@ class Rounds:
         """Plain values."""
         return {"number": self.number, "begun_after": self.begun_after}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another run was."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Continue where another run was after a step.
+
+        If that run's rounds were longer, the present one may have more steps by now than this run's. Then it ends with
+        the next step.
+        """
         self.number, self.begun_after = state["number"], state["begun_after"]
+        steps = self._options.steps_of_round(self.number)
+        if step - self.begun_after >= steps:
+            self.begun_after = step + 1 - steps

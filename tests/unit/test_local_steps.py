@@ -50,6 +50,16 @@ def test_rounds_may_grow_and_are_cut_off_by_a_last_average() -> None:
     assert [rounds.due_after(step) for step in (4, 5)] == [[], [0]]
 
 
+def test_a_round_that_was_longer_in_the_run_that_is_resumed_ends_with_the_next_step() -> None:
+    rounds = Rounds(LocalOptions(every=8))
+    rounds.load_state_dict({"number": 2, "begun_after": 64}, step=84)  # 20 steps into a round of 32
+    assert rounds.due_after(85) == [0]
+    rounds.end_step(85)
+    assert [step for step in range(86, 102) if rounds.due_after(step)] == [93]
+    rounds.load_state_dict({"number": 2, "begun_after": 64}, step=70)  # not yet
+    assert [step for step in range(71, 80) if rounds.due_after(step)] == [72]
+
+
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, lambda number: 3 - number])
 def test_a_number_of_steps_that_is_none(every: object) -> None:
     with pytest.raises(ConfigError, match="every"):
