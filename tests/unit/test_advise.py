@@ -400,5 +400,5 @@ def test_what_is_said_of_compression_that_does_not_pay_is_true(saved: float, wor
 def test_a_sweep_has_no_more_ranks_than_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Question(USUAL[1], 8, None, "800gbit", None, None, 4, 64, "50ms", None, None).cluster()
     monkeypatch.setattr(advice, "candidates", lambda *_, **__: [])
-    assert list(advice.over_nodes(cluster)) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert list(advice.over_nodes(cluster)) == [1, 2, 4, 8, 16, 32, 64]
     assert list(advice.over_nodes(replace(cluster, per_node=4)))[-1] == 1024
