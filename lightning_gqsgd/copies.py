@@ -7,6 +7,8 @@ this holds for every hook of DDP's. The gradients of the copy are averaged uncom
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +33,44 @@ class DetachedState:
         return False
 
     def __getattr__(self, name: str) -> Any:
+        # An AttributeError, whatever the text: torch and this package ask hooks' states by hasattr() what they can do.
         if name.startswith("_"):
             raise AttributeError(name)
-        raise RuntimeError(
+        raise AttributeError(
             f"gqsgd: this is a copy of a hook's state (by copy or pickle), which has no {name!r}: a copy knows neither "
             "the copied model nor the other ranks; call register_gqsgd on the copied model"
         )
+
+
+class OwnHook:
+    """A forward hook, or forward pre-hook, of one model, which does nothing on copies of the model.
+
+    A closure would call the original's function for forward passes of its copies, and could not be pickled with the
+    model.
+
+    Args:
+        model: the model, which is not kept alive.
+        function: what torch is to call for that model: ``function(model, inputs)`` or ``function(model, inputs,
+            output)``.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable[..., None]) -> None:
+        self._model, self._function = weakref.ref(model), function
+
+    def __call__(self, model: nn.Module, *args: Any) -> None:
+        if model is self._model():
+            self._function(model, *args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """What a copy of a model has in place of an `OwnHook`."""
 
 
 def say_if_detached(model: nn.Module, inputs: Any) -> None:

@@ -16,6 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from lightning_gqsgd.copies import OwnHook
 from lightning_gqsgd.sparse.tables import gradient_of
 
 
@@ -40,7 +41,7 @@ def fill_missing_gradients(model: DistributedDataParallel, tables: Iterable[Tens
         if tensors:
             register_multi_grad_hook(tensors, fill, mode="any")
 
-    model.register_forward_hook(watch)
+    model.register_forward_hook(OwnHook(model, watch))
 
 
 def empty_gradient(table: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gqsgd.copies import OwnHook
+
 
 class StepClock:
     """Measures steps from their first bucket to the first bucket of the next step.
@@ -43,7 +45,7 @@ class StepClock:
             else:
                 here._was_interrupted = True
 
-        model.register_forward_pre_hook(count)
+        model.register_forward_pre_hook(OwnHook(model, count))
 
     def begin_step(self) -> int:
         """Begin a step; returns the length of the step before in microseconds, at least 1, or 0 if it does not

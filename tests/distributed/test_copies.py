@@ -24,7 +24,7 @@ from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
 
 #: One that remembers, and one that does not.
-HOOKS: list[dict[str, Any]] = [{"bits": 4}, {"preset": "signsgd_ef"}]
+HOOKS: list[dict[str, Any]] = [{"bits": 4}, {"preset": "signsgd_ef"}, {"auto": True}]
 
 
 def _saved_and_loaded(model: DistributedDataParallel) -> DistributedDataParallel:
@@ -65,7 +65,10 @@ def _copied(rank: int) -> list[Any]:
         assert records == []
         assert fingerprint(model) == fingerprint(alone)
         detached = copy.deepcopy(state)
-        assert (detached.step, detached.config["codec"]) == (6, state.config.codec)
+        assert (detached.step, detached.config["codec"]) == (6, state.requested.codec)
+        assert not hasattr(detached, "before_forward")
+        with pytest.raises(AttributeError, match="this is a copy of a hook's state .* no 'counters'"):
+            _ = detached.counters
         state.close()
         its_state.close()
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,14 @@ def test_parameters_are_bit_identical_on_all_ranks(ranks: int, tmp_path: Path) -
         assert len(set(bits)) == 1
 
 
+def _check_that_copies_train_apart(model: DistributedDataParallel, rank: int) -> None:
+    model.zero_grad()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        _train(other, rank, range(1))
+        assert fingerprint(other) != fingerprint(model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def _all_options(rank: int) -> list[str]:
     bits = []
     options: list[dict[str, Any]] = [
@@ -134,6 +144,8 @@ def _all_options(rank: int) -> list[str]:
         model, state = _wrapped(Tables(), ddp, bits=5)
         _train(model, rank, range(4))
         bits.append(fingerprint(model))
+        if "find_unused_parameters" in ddp:
+            _check_that_copies_train_apart(model, rank)
         state.close()
     for limit in (0.0, 1.0):
         model, state = _wrapped(Tables(), reducer="hierarchical", node_size=2, sparse_limit=limit)
