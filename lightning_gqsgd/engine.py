@@ -114,8 +114,8 @@ class Engine:
         key: a name that no other engine has had, the same on all ranks (see `transport.meeting.Meeting.agree`).
         timeout: of collectives; None takes that of ``group``.
         streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
-        beside: another engine, which was made with one stream. Both engines use the other engine's runner, so that
-            their collectives never run at the same time, and both add to the same counters.
+        shares_runner_of: another engine, which was made with one stream. Both engines use the other engine's runner,
+            so that their collectives never run at the same time, and both add to the same counters.
         messages: what errors say of the caller.
 
     Attributes:
@@ -135,17 +135,19 @@ class Engine:
         *,
         timeout: timedelta | None = None,
         streams: int = 2,
-        beside: Engine | None = None,
+        shares_runner_of: Engine | None = None,
         messages: Messages | None = None,
     ) -> None:
         self.communicator = Communicator(device, group, key, timeout)
-        self.telemetry: Telemetry = Telemetry() if beside is None else beside.telemetry
+        self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
         self._messages, self._process = messages or Messages(), os.getpid()
         self._stamps = StampCheck(self.world_size, self.communicator.control_device, self._messages.differ)
         self._refusal: BaseException | None = None  # why this rank sends nothing any more
-        self._owns_runner = beside is None
-        self._runner: Runner | None = runner_for(self.communicator, streams) if beside is None else beside._runner
+        self._owns_runner = shares_runner_of is None
+        self._runner: Runner | None = (
+            runner_for(self.communicator, streams) if shares_runner_of is None else shares_runner_of._runner
+        )
         is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.communicator.size > 1
         self._direct = DirectRunner(self.communicator) if is_simple else None
 

@@ -292,30 +292,28 @@ def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
 
 
 def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes: int, block_size: int) -> Layout:
-    """The table with positions: shard k has the blocks from ``first[k]`` to ``first[k + 1]``."""
+    """The table with positions: shard k has the blocks from ``first[k]`` to ``first[k + 1]``.
+
+    A shard's message has the scales, the codes and the uncompressed blocks, in this order.
+    """
     table, raw = table.copy(), table[:, RAW] == 1
-    table[:, SCALE] = -1
-    lengths = []
-    for lo, hi in zip(first[:-1], first[1:], strict=True):
-        lengths.append(_place_shard(table[lo:hi], raw[lo:hi], record[lo:hi], scale_bytes))
-    shard_bytes = max(lengths)
-    for number, (lo, hi) in enumerate(zip(first[:-1], first[1:], strict=True)):
-        table[lo:hi, CODES] += number * shard_bytes
-        table[lo:hi, SCALE] += np.where(table[lo:hi, SCALE] >= 0, number * shard_bytes, 0)
+    shard = np.repeat(np.arange(len(first) - 1), np.diff(first))
+    scales, scales_bytes = _positions(np.where(raw, 0, scale_bytes), first, shard)
+    codes, codes_bytes = _positions(np.where(raw, 0, record), first, shard)
+    raws, raws_bytes = _positions(np.where(raw, record, 0), first, shard)
+    before_codes = _align(scales_bytes)
+    shard_bytes = int((before_codes + codes_bytes + raws_bytes).max())
+    start = shard_bytes * shard
+    table[:, SCALE] = np.where(raw | (scale_bytes == 0), -1, start + scales)
+    table[:, CODES] = start + before_codes[shard] + np.where(raw, codes_bytes[shard] + raws, codes)
     return Layout(table, tuple(first), shard_bytes, block_size)
 
 
-def _place_shard(table: np.ndarray, raw: np.ndarray, record: np.ndarray, scale_bytes: int) -> int:
-    """Set the positions of one shard's blocks, counted from its start; return its length in bytes."""
-    at = 0
-    if scale_bytes:
-        coded = int((~raw).sum())
-        table[~raw, SCALE] = np.arange(coded) * scale_bytes
-        at = int(_align(np.int64(coded * scale_bytes)))
-    for kind in (~raw, raw):
-        table[kind, CODES] = at + np.cumsum(record[kind]) - record[kind]
-        at += int(record[kind].sum())
-    return at
+def _positions(sizes: np.ndarray, first: list[int], shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each block's ``sizes`` bytes lie behind those before it in its shard, and all bytes of each shard."""
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    starts = ends[first[:-1]]
+    return ends[:-1] - starts[shard], ends[first[1:]] - starts
 
 
 def _align(length: np.ndarray) -> np.ndarray:

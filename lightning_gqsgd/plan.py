@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -38,6 +38,15 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
         raise ConfigError(f"{what} has dtype {dtype}; only floating-point tensors can be averaged: {names}")
 
 
+def check_parameters(trained: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for parameters, by their names, that cannot be averaged together."""
+    for name, parameter in trained.items():
+        check_dtype(parameter.dtype, f"parameter {name!r}")
+    devices = {parameter.device for parameter in trained.values()}
+    if len(devices) > 1:
+        raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+
+
 class _Piece(NamedTuple):
     """Some coordinates, what reduces them, and where to sample them; nothing is sampled of what is not compressed."""
 
@@ -55,14 +64,14 @@ class _Run:
         first: number of the first segment.
         end: number of the first segment behind the run.
         start: first coordinate.
-        is_open: whether nothing in it is quantised so far, so that any setting with codes will do.
+        only_raw: whether nothing in it is quantised so far, so that any setting with codes will do.
     """
 
     choice: int
     first: int
     end: int
     start: int
-    is_open: bool
+    only_raw: bool
 
 
 class Plan:
@@ -240,21 +249,21 @@ def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run
     runs: list[_Run] = []
     start = 0
     for number, segment in enumerate(segments):
-        is_open = segment.raw and _has_codes(settings[segment.choice])
+        only_raw = segment.raw and _has_codes(settings[segment.choice])
         last = runs[-1] if runs else None
-        if last is not None and (last.choice == segment.choice or _join(last, segment.choice, is_open, settings)):
-            last.choice = segment.choice if last.is_open else last.choice
-            last.end, last.is_open = number + 1, last.is_open and is_open
+        if last is not None and (last.choice == segment.choice or _join(last, segment.choice, only_raw, settings)):
+            last.choice = segment.choice if last.only_raw else last.choice
+            last.end, last.only_raw = number + 1, last.only_raw and only_raw
         else:
-            runs.append(_Run(segment.choice, number, number + 1, start, is_open))
+            runs.append(_Run(segment.choice, number, number + 1, start, only_raw))
         start += segment.numel
     return runs
 
 
-def _join(run: _Run, choice: int, is_open: bool, settings: Sequence[Setting]) -> bool:
+def _join(run: _Run, choice: int, only_raw: bool, settings: Sequence[Setting]) -> bool:
     """Whether a segment of another choice can be reduced with a run, because one of them has nothing to quantise."""
     both = _has_codes(settings[run.choice]) and _has_codes(settings[choice])
-    return both and (run.is_open or is_open)
+    return both and (run.only_raw or only_raw)
 
 
 def _has_codes(setting: Setting) -> bool:

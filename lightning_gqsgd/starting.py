@@ -17,7 +17,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.parameters import Parameter, digest
-from lightning_gqsgd.plan import check_dtype
+from lightning_gqsgd.plan import check_parameters
 from lightning_gqsgd.tuning.plain import obstacle
 
 
@@ -79,12 +79,7 @@ def check_model(model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients, not buckets; '
             'set it to True or "ddp_optimizer"'
         )
-    trained = trained_by(model)
-    for name, p in trained.items():
-        check_dtype(p.dtype, f"parameter {name!r}")
-    devices = {p.device for p in trained.values()}
-    if len(devices) > 1:
-        raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+    check_parameters(trained_by(model))
 
 
 def check_divisor(model: DistributedDataParallel | None) -> None:

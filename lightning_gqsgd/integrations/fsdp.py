@@ -34,7 +34,6 @@ from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.integrations.fsdp_modules import (
     ShardedGroup,
     ShardedParameter,
-    digest,
     parameter_bits,
     row,
     shard_group,
@@ -44,6 +43,7 @@ from lightning_gqsgd.integrations.fsdp_starting import check_groups, check_repli
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
+from lightning_gqsgd.parameters import digest
 from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, resolve_each
@@ -109,7 +109,11 @@ class GQSGDFSDPState:
             check_replicas(shards, replicate)
             check_request(config, replicate, reduce_scatter)
             check_groups(self._groups, replicate)
-            facts = {**config.to_dict(), "parameters": digest(self._groups), "reduce_scatter": reduce_scatter}
+            facts = {
+                **config.to_dict(),
+                "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
+                "reduce_scatter": reduce_scatter,
+            }
             facts |= {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
             scattered = _for_scatter(config, self._replica) if reduce_scatter else []
             averaged = _for_average(config, replicate) if replicate is not None else []
@@ -120,11 +124,13 @@ class GQSGDFSDPState:
             undo.callback(engine.close)
             self._sharded, self._average, self._scatter = engine, None, None
             if replicate is not None:
-                beside = Engine(device, replicate, keys[1], timeout=timeout, beside=engine, messages=_MESSAGES)
-                undo.callback(beside.close)
+                second = Engine(
+                    device, replicate, keys[1], timeout=timeout, shares_runner_of=engine, messages=_MESSAGES
+                )
+                undo.callback(second.close)
                 for one_width in averaged:
-                    beside.connect(one_width)
-                self._average = _Collective("all-reduce", beside, averaged, Plan, [engine.rank], 0)
+                    second.connect(one_width)
+                self._average = _Collective("all-reduce", second, averaged, Plan, [engine.rank], 0)
             if reduce_scatter:
                 for one_width in scattered:
                     engine.connect(one_width)

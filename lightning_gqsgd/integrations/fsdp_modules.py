@@ -147,11 +147,6 @@ def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Ma
     ]
 
 
-def digest(groups: list[ShardedGroup]) -> str:
-    """What all ranks must have in common: names, sizes and order of all parameters, group by group."""
-    return hashlib.sha256("\n".join(f"{g.name} {g.parameters}" for g in groups).encode()).hexdigest()[:16]
-
-
 def parameter_bits(groups: list[ShardedGroup]) -> str:
     """A digest of the values of this rank's shards of all parameters. Waits for the device."""
     sums = [group.bit_sums() for group in groups]

@@ -31,12 +31,12 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.local_steps.course import Course
+from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
-from lightning_gqsgd.local_steps.rules import Dialogue, Question, Talk
+from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.starting import (
     IntegerBuffers,
     OwnBuffers,
@@ -75,7 +75,7 @@ class Average:
         fragment: number of the fragment.
         use_after: the step after which it is used.
         changes: the mean change of each bundle of the fragment, a flat tensor; empty as long as it is under way.
-        dialogues: what finds the mean change of each bundle; empty once the means are there.
+        pending_means: what finds the mean change of each bundle; empty once the means are there.
         inner_job: what averages the inner optimizers' tensors; None: nothing does, or it is over.
         integers: the first rank's values of buffers that are not averaged.
         works: what sends them.
@@ -86,7 +86,7 @@ class Average:
     fragment: int
     use_after: int
     changes: list[Tensor] = field(default_factory=list)
-    dialogues: list[Dialogue] = field(default_factory=list)
+    pending_means: list[PendingMean] = field(default_factory=list)
     inner_job: Job | None = None
     integers: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
@@ -100,12 +100,12 @@ class Average:
             ConfigError: the ranks do not agree.
             CollectiveError: a collective failed.
         """
-        self.changes = [dialogue.wait() for dialogue in self.dialogues]
+        self.changes = [pending.wait() for pending in self.pending_means]
         if self.inner_job is not None:
             self.inner_job.wait()
         for work in self.works:
             work.wait()
-        self.dialogues, self.inner_job, self.works = [], None, []
+        self.pending_means, self.inner_job, self.works = [], None, []
 
     def is_finite(self) -> bool:
         """Whether all means are finite, which is the same on all ranks. Waits for a GPU."""
@@ -113,7 +113,7 @@ class Average:
         return all(bool(mean.isfinite().all()) for mean in means)
 
 
-class LocalAverages(Course[Average]):
+class LocalAverages(AveragingLoop[Average]):
     """Averages what ranks learn in their own optimizer steps.
 
     Creating one is a collective on the process group. All ranks then have the first rank's parameters and buffers.
@@ -133,7 +133,7 @@ class LocalAverages(Course[Average]):
         outer: the outer optimizer; its tensors are the anchors.
         device: device of the model.
         store: what this rank remembers of the compressed parameters.
-        parts: this rank's part in the rule of averages, by fragment and bundle.
+        averagers: this rank's averagers, by fragment and bundle.
         compressed_numbers: numbers of the compressed parameters.
 
     Raises:
@@ -183,8 +183,8 @@ class LocalAverages(Course[Average]):
         for fragment in self.fragments:
             for bundle in fragment.bundles:
                 bundle.take_anchors()
-        self.parts = [
-            [options.averaging.part(bundle, self.rank, self.world_size) for bundle in fragment.bundles]
+        self.averagers = [
+            [options.averaging.averager(bundle, self.rank, self.world_size) for bundle in fragment.bundles]
             for fragment in self.fragments
         ]
         # Also at exit: Gloo groups that are still open then can abort the process.
@@ -325,15 +325,15 @@ class LocalAverages(Course[Average]):
     # --- one average -------------------------------------------------------------------------------------------------
 
     def _start(self, number: int, delay: int) -> Average:
-        """See `Course`."""
+        """See `AveragingLoop`."""
         entries = [entry for fragment in self.fragments for entry, _ in fragment.entries()]
         check_that_all_are_averaged(self._optimizers, entries)
         self._buffers.take_back()
         fragment = self.fragments[number]
         average = Average(number, self.step + delay)
         put = partial(self._put, fragment=number)
-        for bundle, part in zip(fragment.bundles, self.parts[number], strict=True):
-            average.dialogues.append(Dialogue(part.questions(bundle.change()), put))
+        for bundle, averager in zip(fragment.bundles, self.averagers[number], strict=True):
+            average.pending_means.append(PendingMean(averager.requests(bundle.change()), put))
         if self.options.inner_state == "average":
             self._start_inner(average)
         if number == len(self.fragments) - 1:
@@ -350,19 +350,18 @@ class LocalAverages(Course[Average]):
         request = self._request((Segment(0, flat.numel(), raw=True),), average.fragment)
         average.inner_job = self._engine.reduce(flat, replace(request, agreement=card))
 
-    def _put(self, question: Question, count: int, fragment: int) -> Job:
-        """Start to answer a rule's question; ``count`` counts those of one bundle's average."""
-        if isinstance(question, Talk):
-            request = replace(self._request((), fragment), varies=True)
-            return self._engine.run(question.x, request, question.counted)
-        return self._engine.reduce(question.x, self._request(question.segments, fragment, count))
+    def _put(self, asked: RuleRequest, count: int, fragment: int) -> Job:
+        """Start to answer a rule's request; ``count`` counts those of one bundle's average."""
+        if isinstance(asked, Exchanges):
+            return self._engine.run(asked.x, replace(self._request((), fragment), varies=True), asked.counted)
+        return self._engine.reduce(asked.x, self._request(asked.segments, fragment, count))
 
     def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:
         return Request(
             name=f"average {self.averages} (fragment {fragment}, after step {self.step})",
             config=self.config,
             segments=segments,
-            step=self.averages * self.options.averaging.most_questions + count,
+            step=self.averages * self.options.averaging.most_requests + count,
             store=self.store,
             # The step, and not the number of the average: ranks that make different numbers of steps find out.
             agreement=Stamp(self.config.seed, self.step, self._digest),
@@ -371,15 +370,15 @@ class LocalAverages(Course[Average]):
         )
 
     def _wait(self, average: Average) -> None:
-        """See `Course`."""
-        if average.dialogues:
+        """See `AveragingLoop`."""
+        if average.pending_means:
             since = moment(self.device)
             average.wait()
             self.telemetry.expose(since, moment(self.device))
             self.telemetry.end_step()
 
     def _apply(self, average: Average, weight: float) -> None:
-        """See `Course`."""
+        """See `AveragingLoop`."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
         fragment.move_anchors(average.changes, self.outer, plain=average.is_last)
@@ -394,7 +393,7 @@ class LocalAverages(Course[Average]):
             self._inner.forget(entry.tensor for entry, _ in fragment.entries())
 
     def _go_back(self, average: Average) -> None:
-        """See `Course`."""
+        """See `AveragingLoop`."""
         self.start_from_anchors()
         cleared = self._inner.clear_what_is_not_finite()
         own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""

@@ -34,7 +34,7 @@ def check_local_state(averages: LocalAverages, state: Mapping[str, Any], own: bo
             f"the state of local steps was written with fragments={state['fragments']}, this run has "
             f"fragments={averages.options.fragments}; resume with the same number"
         )
-    _check_course(averages, state)
+    _check_order(averages, state)
     if own:
         _check_own(averages, state)
     same_ranks = state["world_size"] == averages.world_size
@@ -84,7 +84,7 @@ def _check_tensor(name: str, saved: object, here: Tensor) -> None:
         )
 
 
-def _check_course(averages: LocalAverages, state: Mapping[str, Any]) -> None:
+def _check_order(averages: LocalAverages, state: Mapping[str, Any]) -> None:
     """Check where in its rounds the other run was."""
     settled, rounds = state["settled_after"], state["rounds"]
     if len(settled) != len(averages.fragments) or not all(step is None or is_count(step) for step in settled):
@@ -110,7 +110,7 @@ def _check_average(averages: LocalAverages, saved: Any) -> None:
 
 def _check_own(averages: LocalAverages, state: Mapping[str, Any]) -> None:
     """Check what this rank itself remembered."""
-    here = [part.state() for parts in averages.parts for part in parts]
+    here = [averager.state() for row in averages.averagers for averager in row]
     saved = state["rule"]
     if len(saved) != len(here) or any(set(one) != set(other) for one, other in zip(saved, here, strict=True)):
         raise ConfigError(

@@ -23,7 +23,7 @@ from lightning_gqsgd.local_steps.checking import check_local_state, check_tensor
 from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.local_steps.outer import load_outer
-from lightning_gqsgd.local_steps.rules import Part
+from lightning_gqsgd.local_steps.rules import Averager
 from lightning_gqsgd.transport.agreement import digest_of
 
 logger = logging.getLogger(__name__)
@@ -97,11 +97,11 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     averages.mix_into_digest(_digest(state["anchors"]))
     if own:
         averages.store.take(rows_of(state["memory"]), 0)
-        for part, saved_part in zip(_parts(averages), state["rule"], strict=True):
-            part.take(saved_part)
+        for averager, saved in zip(_averagers(averages), state["rule"], strict=True):
+            averager.take(saved)
         return
-    for part in _parts(averages):
-        part.take({})
+    for averager in _averagers(averages):
+        averager.take({})
     averages.start_from_anchors()
     logger.warning(
         "gqsgd: the state is that of rank %d of %d, and this is rank %d of %d: this rank starts from the anchor, which "
@@ -167,13 +167,13 @@ def load_gathered(
     load_state(averages, {**common, "rank": rank, "memory": own["memory"], "rule": own["rule"]}, load_own)
 
 
-def _parts(averages: LocalAverages) -> list[Part]:
-    """This rank's parts in the rule of averages, in order."""
-    return [part for parts in averages.parts for part in parts]
+def _averagers(averages: LocalAverages) -> list[Averager]:
+    """This rank's averagers, in order."""
+    return [averager for row in averages.averagers for averager in row]
 
 
 def _states(averages: LocalAverages) -> list[dict[str, Tensor]]:
-    return [part.state() for part in _parts(averages)]
+    return [averager.state() for averager in _averagers(averages)]
 
 
 def _saved(average: Average, fragment: Fragment) -> dict[str, Any]:

@@ -55,11 +55,26 @@ class Bundle:
         dtype, device = options.anchor_dtype or self._dtype, options.anchor_device or self._device
         self.anchors = [torch.empty(entry.tensor.shape, dtype=dtype, device=device) for entry in entries]
         self.take_anchors()
+        self._check_range()
 
     def take_anchors(self) -> None:
         """Take the tensors' present values for the anchors."""
         for entry, anchor in zip(self.entries, self.anchors, strict=True):
             anchor.copy_(entry.tensor.detach())
+
+    def _check_range(self) -> None:
+        """Raise ConfigError where a tensor's value is beyond the anchors' dtype: it would be infinite for ever."""
+        for entry, anchor in self._pairs():
+            limit = torch.finfo(anchor.dtype).max
+            if limit >= torch.finfo(self._dtype).max:
+                return  # the usual case
+            lost = torch.isinf(anchor).to(entry.tensor.device) & torch.isfinite(entry.tensor.detach())
+            if lost.any():
+                largest = entry.tensor.detach().abs()[lost].max().item()
+                raise ConfigError(
+                    f"anchor_dtype={anchor.dtype} holds numbers up to {limit:g}, and {entry.name} has {largest:g}; "
+                    "take torch.bfloat16 or torch.float32"
+                )
 
     def flat_anchors(self) -> Tensor:
         """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""

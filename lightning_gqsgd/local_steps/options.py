@@ -66,9 +66,9 @@ class LocalOptions:
         check_real("mixing", self.mixing, 0, 1)
         check_one_of("inner_state", self.inner_state, INNER_STATES)
         object.__setattr__(self, "rule", parse_rule(self.rule))
-        if self.delay and self.averaging.most_questions > 1:
+        if self.delay and self.averaging.most_requests > 1:
             raise ConfigError(
-                f"rule={self.rule} sends {self.averaging.most_questions} messages one after the other, and steps wait "
+                f"rule={self.rule} sends {self.averaging.most_requests} messages one after the other, and steps wait "
                 f"for all but the first, so delay={self.delay} hides nothing; take delay=0"
             )
         if self.inner_state == "average" and self.delay:
@@ -98,8 +98,8 @@ class LocalOptions:
             check_integer(f"every({number})", steps, 1, _MOST_STEPS)
         if self.delay >= steps:
             raise ConfigError(
-                f"delay={self.delay} must be less than every={steps}: an average is used before the next one of the "
-                f"same parameters starts; take delay={steps - 1} or less"
+                f"delay={self.delay} must be less than every={steps} (local_steps of a strategy): an average is used "
+                f"before the next one of the same parameters starts; take delay={steps - 1} or less"
             )
         return steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,9 +44,14 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
     """The outer optimizer of some tensors.
 
     Raises:
-        ConfigError: ``outer`` makes something else, or an optimizer of other tensors.
+        ConfigError: ``outer`` makes something else, an optimizer of other tensors, or one whose steps need the loss.
     """
-    optimizer = (OUTERS[outer] if isinstance(outer, str) else outer)(anchors)
+    try:
+        optimizer = (OUTERS[outer] if isinstance(outer, str) else outer)(anchors)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"outer={outer!r} makes no optimizer of a list of {len(anchors)} tensors ({type(error).__name__}: {error})"
+        ) from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"outer={outer!r} makes a {type(optimizer).__name__}, not a torch optimizer")
     own = [id(tensor) for group in optimizer.param_groups for tensor in group["params"]]
@@ -54,6 +60,12 @@ def make_outer(outer: OuterOptimizer, anchors: list[Tensor]) -> Optimizer:
             f"outer={outer!r} makes a {type(optimizer).__name__} of {len(own)} tensors that are not the {len(anchors)} "
             "anchors which it is called with, and would not move them; make it of all of them, e.g. "
             "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"outer={outer!r} makes a {type(optimizer).__name__}, whose steps evaluate the loss again; a mean change "
+            "has no loss, so take an optimizer of gradients alone, such as torch.optim.SGD or torch.optim.Adam"
         )
     return optimizer
 

@@ -21,7 +21,7 @@ from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.parameters import Parameter, digest, number_parameters
-from lightning_gqsgd.plan import check_dtype
+from lightning_gqsgd.plan import check_parameters
 
 #: Rounds of a schedule that ranks compare when they start.
 _COMPARED_ROUNDS = 16
@@ -68,11 +68,7 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
     trained = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
     if not trained:
         raise ConfigError("no parameter of the optimizer requires a gradient; unfreeze some before LocalSteps is made")
-    for name, parameter in trained.items():
-        check_dtype(parameter.dtype, f"parameter {name!r}")
-    devices = {parameter.device for parameter in trained.values()}
-    if len(devices) > 1:
-        raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+    check_parameters(trained)
     return trained
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.local_steps.course import Course
+from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import make_outer
-from lightning_gqsgd.local_steps.rules import MeanOf, Question, Questions
+from lightning_gqsgd.local_steps.rules import MeanOf, RuleRequest, RuleRequests
 from lightning_gqsgd.reducers import run_virtual
 from lightning_gqsgd.simulation.problems import Problem
 from lightning_gqsgd.simulation.virtual import VirtualRanks, relative_error
@@ -107,7 +107,7 @@ class Crowd:
         return sorted(drawn[: self.each_round].tolist())
 
 
-class LocalWorkers(Course["VirtualAverage"]):
+class LocalWorkers(AveragingLoop["VirtualAverage"]):
     """Virtual workers that train by themselves.
 
     Args:
@@ -150,11 +150,15 @@ class LocalWorkers(Course["VirtualAverage"]):
         crowd.check(options, self.config)
         self._parameters = [nn.Parameter(point) for point in self.points]
         self._inner = make_optimizer(list(self._parameters))
-        self._parts = [
-            [options.averaging.part(of_worker.bundles[0], rank, crowd.each_round) for rank, of_worker in enumerate(row)]
+        self._averagers = [
+            [
+                options.averaging.averager(of_worker.bundles[0], rank, crowd.each_round)
+                for rank, of_worker in enumerate(row)
+            ]
             for row in self._replicas
         ]
-        self._talked_bytes, self._talked_message_bytes, self._latest = 0, 0, self._ranks_of(tuple(problem.segments))
+        self._own_bytes = self._own_message_bytes = 0
+        self._latest = self._ranks_of(tuple(problem.segments))
         self.error = math.nan
 
     @property
@@ -166,13 +170,13 @@ class LocalWorkers(Course["VirtualAverage"]):
     def bytes_sent(self) -> int:
         """Bytes that a worker has sent, on average over all workers."""
         by_ranks = sum(ranks.bytes_sent for ranks in self._ranks.values()) * self._crowd.each_round
-        return (by_ranks + self._talked_bytes) // self._crowd.workers
+        return (by_ranks + self._own_bytes) // self._crowd.workers
 
     @property
     def wire_bits(self) -> float:
         """Bits of one worker's message per coordinate in the latest average, on average over those that take part."""
-        if self._talked_message_bytes:
-            return 8 * self._talked_message_bytes / self._crowd.each_round / self.points.shape[1]
+        if self._own_message_bytes:
+            return 8 * self._own_message_bytes / self._crowd.each_round / self.points.shape[1]
         return self._latest.wire_bits
 
     def train(self, step: int) -> None:
@@ -187,56 +191,56 @@ class LocalWorkers(Course["VirtualAverage"]):
         self.advance()
 
     def _start(self, number: int, delay: int) -> VirtualAverage:
-        """See `Course`. All is done at once; the mean is used when it is due."""
+        """See `AveragingLoop`. All is done at once; the mean is used when it is due."""
         workers, replicas = self._crowd.of_round(self.rounds.number), self._replicas[number]
         changes = [replicas[worker].bundles[0].change() for worker in workers]
         exact = [change.clone() for change in changes]
-        questions = [self._parts[number][rank].questions(change) for rank, change in enumerate(changes)]
-        mean = self._answer(questions)
+        requests = [self._averagers[number][rank].requests(change) for rank, change in enumerate(changes)]
+        mean = self._answer(requests)
         self.error = relative_error(mean, exact)
         return VirtualAverage(number, self.step + delay, mean)
 
     def _wait(self, average: VirtualAverage) -> None:
-        """See `Course`."""
+        """See `AveragingLoop`."""
 
     def _apply(self, average: VirtualAverage, weight: float) -> None:
-        """See `Course`."""
+        """See `AveragingLoop`."""
         replicas = self._replicas[average.fragment]
         replicas[0].move_anchors([average.mean], self.outer, plain=average.is_last)
         for fragment in replicas:
             fragment.set_tensors(weight)
 
     def _go_back(self, average: VirtualAverage) -> None:
-        """See `Course`."""
+        """See `AveragingLoop`."""
         for replicas in self._replicas:
             for fragment in replicas:
                 fragment.set_tensors()
 
-    def _answer(self, parts: Sequence[Questions]) -> Tensor:
-        """Lead the parts of all workers in lock-step; returns the mean change, which is the first worker's."""
-        step, answer = self.averages * self.options.averaging.most_questions, None
+    def _answer(self, workers: Sequence[RuleRequests]) -> Tensor:
+        """Lead the averagers of all workers in lock-step; returns the mean change, which is the first worker's."""
+        step, answer = self.averages * self.options.averaging.most_requests, None
         while True:
-            questions: list[Question] = []
-            for part in parts:
+            requests: list[RuleRequest] = []
+            for worker in workers:
                 try:
-                    questions.append(next(part) if answer is None else part.send(answer))
+                    requests.append(next(worker) if answer is None else worker.send(answer))
                 except StopIteration as end:
                     mean = end.value
-            if not questions:
+            if not requests:
                 return mean
-            answer = self._mean_of(questions, step)
+            answer = self._mean_of(requests, step)
             step += 1
 
-    def _mean_of(self, questions: Sequence[Question], step: int) -> Tensor:
-        first = questions[0]
+    def _mean_of(self, requests: Sequence[RuleRequest], step: int) -> Tensor:
+        first = requests[0]
         if isinstance(first, MeanOf):
             self._latest = self._ranks_of(first.segments)
-            return self._latest.mean([question.x for question in questions], step)
-        talks = [question for question in questions if not isinstance(question, MeanOf)]
-        if len(talks) > 1:
-            run_virtual([talk.start() for talk in talks])
-        self._talked_bytes += sum(talk.sent_bytes for talk in talks)
-        self._talked_message_bytes = sum(talk.message_bytes for talk in talks)
+            return self._latest.mean([request.x for request in requests], step)
+        exchanges = [request for request in requests if not isinstance(request, MeanOf)]
+        if len(exchanges) > 1:
+            run_virtual([own.start() for own in exchanges])
+        self._own_bytes += sum(own.sent_bytes for own in exchanges)
+        self._own_message_bytes = sum(own.message_bytes for own in exchanges)
         return first.x
 
     def _ranks_of(self, segments: tuple[Segment, ...]) -> VirtualRanks:
@@ -248,7 +252,7 @@ class LocalWorkers(Course["VirtualAverage"]):
 
 @dataclass(eq=False)
 class VirtualAverage:
-    """An average that is not used yet; see `course.Pending`."""
+    """An average that is not used yet; see `averaging_loop.Pending`."""
 
     fragment: int
     use_after: int

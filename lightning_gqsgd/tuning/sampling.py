@@ -71,9 +71,6 @@ class GradientSampler:
 
     Args:
         candidates: the configurations by their bits, widest first, with their reducers chosen.
-
-    Attributes:
-        is_pending: whether a measurement has begun that was not collected yet.
     """
 
     def __init__(self, candidates: Mapping[int, GQSGDConfig]) -> None:
@@ -87,11 +84,6 @@ class GradientSampler:
         # By parameter: |g|² and |Q(g) - g|² at each number of bits; and <g, m>.
         self._own: dict[int, Tensor] = {}
         self._inner: dict[int, Tensor] = {}
-
-    @property
-    def is_pending(self) -> bool:
-        """See the class."""
-        return bool(self._own)
 
     def take(self, x: Tensor, segments: Sequence[Segment], step: int, seed: int) -> Taken | None:
         """Copy the sample of a bucket; None if nothing in the bucket is compressed.

@@ -118,6 +118,17 @@ def test_the_anchor_may_have_a_dtype_of_its_own() -> None:
         LocalOptions(anchor_dtype=torch.int8)
 
 
+def test_an_anchor_that_cannot_hold_a_parameter_is_refused() -> None:
+    for value in (65504.0, torch.inf):  # what float16 holds, and what is infinite anyway
+        (entry,) = entries([4])
+        entry.tensor.detach()[2] = value
+        Bundle([entry], LocalOptions(anchor_dtype=torch.float16))
+    (entry,) = entries([4])
+    entry.tensor.detach()[2] = -1e5
+    with pytest.raises(ConfigError, match="float16 holds numbers up to 65504, and .* has 100000; take torch.bfloat16"):
+        Bundle([entry], LocalOptions(anchor_dtype=torch.float16))
+
+
 def test_outer_optimizers_by_name_by_class_and_by_function() -> None:
     anchors = [torch.zeros(3)]
     assert describe_outer(make_outer("nesterov", anchors)) == "SGD(lr=0.7, momentum=0.9, nesterov=True)"
@@ -129,6 +140,10 @@ def test_outer_optimizers_by_name_by_class_and_by_function() -> None:
             LocalOptions(outer=outer)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="makes a list, not a torch optimizer"):
         make_outer(list, anchors)
+    with pytest.raises(ConfigError, match="makes a LBFGS, whose steps evaluate the loss again"):
+        make_outer(torch.optim.LBFGS, anchors)
+    with pytest.raises(ConfigError, match=r"makes no optimizer of a list of 1 tensors \(TypeError"):
+        make_outer(partial(torch.optim.SGD, speed=1), anchors)
 
 
 def test_presets_work_and_are_replaced_by_what_is_given() -> None:

@@ -6,13 +6,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_gqsgd.errors import ConfigError, check_one_of
-from lightning_gqsgd.local_steps.rules.base import Dialogue, MeanOf, Part, Question, Questions, Rule, Talk
+from lightning_gqsgd.local_steps.rules.base import (
+    Averager,
+    Exchanges,
+    MeanOf,
+    PendingMean,
+    Rule,
+    RuleRequest,
+    RuleRequests,
+)
 from lightning_gqsgd.local_steps.rules.censored import Censored
 from lightning_gqsgd.local_steps.rules.mean import Mean
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
 from lightning_gqsgd.local_steps.rules.predicted import Predicted
 
-__all__ = ["RULES", "Dialogue", "MeanOf", "Part", "Question", "Questions", "Rule", "Talk", "parse_rule"]
+__all__ = [
+    "RULES",
+    "Averager",
+    "Exchanges",
+    "MeanOf",
+    "PendingMean",
+    "Rule",
+    "RuleRequest",
+    "RuleRequests",
+    "parse_rule",
+]
 
 RULES: dict[str, type[Rule]] = {
     "mean": Mean,

@@ -1,7 +1,8 @@
 """What a rule of averages is: a description of what a rank asks the others for until it has the mean change.
 
-A rule issues no collective itself. The `Part` of a rank yields what it asks for and is resumed with the answer, so that
-the same objects run over process groups (`Dialogue`) and over virtual workers in one process (`simulation.local`).
+A rule issues no collective itself. The `Averager` of a rank yields what it asks for and is resumed with the answer, so
+that the same objects run over process groups (`PendingMean`) and over virtual workers of one process
+(`simulation.local`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeanOf:
-    """A question: the mean of a flat tensor over ranks, by the configuration's codec, memory and reducer.
+    """A request: the mean of a flat tensor over ranks, by the configuration's codec, memory and reducer.
 
     Attributes:
         x: this rank's values, [numel], which become the mean.
@@ -37,8 +38,8 @@ class MeanOf:
 
 
 @dataclass
-class Talk:
-    """A question: exchanges of the rule's own.
+class Exchanges:
+    """A request: exchanges of the rule's own.
 
     Attributes:
         x: what the exchanges replace, the same on all ranks afterwards.
@@ -62,18 +63,18 @@ class Talk:
         return bad
 
 
-Question = MeanOf | Talk
+RuleRequest = MeanOf | Exchanges
 
-#: Yields questions, is resumed with the tensor of each, and returns the mean change, [numel], which has the same bits
+#: Yields requests, is resumed with the tensor of each, and returns the mean change, [numel], which has the same bits
 #: on all ranks.
-Questions = Generator[Question, Tensor, Tensor]
+RuleRequests = Generator[RuleRequest, Tensor, Tensor]
 
 
-class Part(ABC):
-    """One rank's part in the averages of one bundle, with what it remembers."""
+class Averager(ABC):
+    """What one rank asks for to average one bundle, and what it remembers from average to average."""
 
     @abstractmethod
-    def questions(self, change: Tensor) -> Questions:
+    def requests(self, change: Tensor) -> RuleRequests:
         """Ask for the mean of all ranks' changes.
 
         What is remembered moves only if the mean is finite: otherwise all ranks leave the average out.
@@ -103,16 +104,16 @@ class Rule(ABC):
     remembers: ClassVar[bool] = False
 
     @property
-    def most_questions(self) -> int:
-        """The most questions of an average. Those after the first one are asked while steps wait."""
+    def most_requests(self) -> int:
+        """The most requests of an average. Those after the first one are asked while steps wait."""
         return 1
 
     def check(self, config: GQSGDConfig) -> None:  # noqa: B027  # most rules go with every configuration
         """Raise ConfigError for a compression, with its reducer chosen, that does not go with the rule."""
 
     @abstractmethod
-    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
-        """The part of a rank.
+    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+        """The averager of a rank.
 
         Args:
             bundle: what is averaged, with its anchors.
@@ -121,16 +122,16 @@ class Rule(ABC):
         """
 
 
-class Dialogue:
-    """Puts the questions of a part, one after the other, and hands the part the answers.
+class PendingMean:
+    """A mean change that is under way: starts an averager's requests one after the other, and hands it the answers.
 
     Args:
-        questions: of the part.
-        put: starts to answer a question; the second argument counts the questions from 0.
+        requests: of the averager.
+        put: starts to answer a request; the second argument counts the requests from 0.
     """
 
-    def __init__(self, questions: Questions, put: Callable[[Question, int], Job]) -> None:
-        self._questions, self._put = questions, put
+    def __init__(self, requests: RuleRequests, put: Callable[[RuleRequest, int], Job]) -> None:
+        self._requests, self._put = requests, put
         self._count, self._job, self._mean = 0, None, None  # type: tuple[int, Job | None, Tensor | None]
         self._go_on(None)
 
@@ -148,9 +149,9 @@ class Dialogue:
 
     def _go_on(self, answer: Tensor | None) -> None:
         try:
-            question = next(self._questions) if answer is None else self._questions.send(answer)
+            request = next(self._requests) if answer is None else self._requests.send(answer)
         except StopIteration as end:
             self._job, self._mean = None, end.value
             return
-        self._job = self._put(question, self._count)
+        self._job = self._put(request, self._count)
         self._count += 1

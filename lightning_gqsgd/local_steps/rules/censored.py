@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError, check_real
-from lightning_gqsgd.local_steps.rules.base import Part, Questions, Rule, Talk
+from lightning_gqsgd.local_steps.rules.base import Averager, Exchanges, Rule, RuleRequests
 from lightning_gqsgd.reducers import Steps
 from lightning_gqsgd.reducers.base import Exchange
 
@@ -58,12 +58,12 @@ class Censored(Rule):
                 f"rule='censored' sends differences as they are, without reducer={config.reducer!r}; take bits=32"
             )
 
-    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
-        """See `Rule.part`."""
-        return _CensoredPart(self, bundle, rank, ranks)
+    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+        """See `Rule.averager`."""
+        return _CensoredAverager(self, bundle, rank, ranks)
 
 
-class _CensoredPart(Part):
+class _CensoredAverager(Averager):
     def __init__(self, rule: Censored, bundle: Bundle, rank: int, ranks: int) -> None:
         self._bundle, self._rank, self._ranks = bundle, rank, ranks
         self._threshold = rule.threshold
@@ -72,19 +72,19 @@ class _CensoredPart(Part):
         self._anchors = anchors
 
     def state(self) -> dict[str, Tensor]:
-        """See `Part.state`: h_i, h̄, and the anchor at the latest average."""
+        """See `Averager.state`: h_i, h̄, and the anchor at the latest average."""
         return {"sent": self._sent, "mean": self._mean, "anchors": self._anchors}
 
-    def questions(self, change: Tensor) -> Questions:
-        """See `Part.questions`."""
+    def requests(self, change: Tensor) -> RuleRequests:
+        """See `Averager.requests`."""
         anchors = self._bundle.flat_anchors()
         moved = float((anchors - self._anchors).double().square().sum())
         difference = change - self._sent
         size = float(difference.double().square().sum())
         sends = not size <= self._threshold * moved  # also if it is NaN
         total = difference if sends else torch.zeros_like(difference)
-        talk = Talk(total, lambda: self._steps(talk, sends))
-        mean = self._mean + (yield talk) / self._ranks
+        exchanges = Exchanges(total, lambda: self._steps(exchanges, sends))
+        mean = self._mean + (yield exchanges) / self._ranks
         if bool(mean.isfinite().all()):
             if sends:
                 self._sent.copy_(change)
@@ -92,11 +92,11 @@ class _CensoredPart(Part):
             self._anchors.copy_(anchors)
         return mean.clone()
 
-    def _steps(self, talk: Talk, sends: bool) -> Steps:
-        """Exchange differences; ``talk.x``: this rank's, which becomes the sum of all."""
-        x, ranks = talk.x, self._ranks
+    def _steps(self, exchanges: Exchanges, sends: bool) -> Steps:
+        """Exchange differences; ``exchanges.x``: this rank's, which becomes the sum of all."""
+        x, ranks = exchanges.x, self._ranks
         flags = torch.empty(ranks, 1, dtype=torch.uint8, device=x.device)
-        talk.message_bytes, talk.sent_bytes = 1, ranks - 1
+        exchanges.message_bytes, exchanges.sent_bytes = 1, ranks - 1
         yield (Exchange("all_gather", flags, torch.full((1,), sends, dtype=torch.uint8, device=x.device)),)
 
         senders = flags.flatten().nonzero().flatten().tolist()
@@ -113,6 +113,6 @@ class _CensoredPart(Part):
         for difference in received.view(len(senders), -1):
             x += difference
         if sends:
-            talk.message_bytes += x.nbytes
-            talk.sent_bytes += (ranks - 1) * x.nbytes
+            exchanges.message_bytes += x.nbytes
+            exchanges.sent_bytes += (ranks - 1) * x.nbytes
         return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_gqsgd.local_steps.rules.base import MeanOf, Part, Questions, Rule
+from lightning_gqsgd.local_steps.rules.base import Averager, MeanOf, Rule, RuleRequests
 
 if TYPE_CHECKING:
     from lightning_gqsgd.local_steps.fragments import Bundle
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 class Mean(Rule):
     """See the module."""
 
-    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
-        """See `Rule.part`."""
-        return _MeanPart(bundle)
+    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+        """See `Rule.averager`."""
+        return _MeanAverager(bundle)
 
 
-class _MeanPart(Part):
+class _MeanAverager(Averager):
     def __init__(self, bundle: Bundle) -> None:
         self._segments = bundle.segments
 
-    def questions(self, change: Tensor) -> Questions:
-        """See `Part.questions`."""
+    def requests(self, change: Tensor) -> RuleRequests:
+        """See `Averager.requests`."""
         return (yield MeanOf(change, self._segments))

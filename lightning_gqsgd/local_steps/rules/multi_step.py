@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError, check_integer
-from lightning_gqsgd.local_steps.rules.base import MeanOf, Part, Questions, Rule
+from lightning_gqsgd.local_steps.rules.base import Averager, MeanOf, Rule, RuleRequests
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
@@ -45,8 +45,8 @@ class MultiStep(Rule):
         check_integer("messages", self.messages, 1, 1000)
 
     @property
-    def most_questions(self) -> int:
-        """See `Rule.most_questions`."""
+    def most_requests(self) -> int:
+        """See `Rule.most_requests`."""
         return self.messages
 
     def check(self, config: GQSGDConfig) -> None:
@@ -61,17 +61,17 @@ class MultiStep(Rule):
                     f"{name}={getattr(config, name)!r}"
                 )
 
-    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
-        """See `Rule.part`."""
-        return _MultiStepPart(bundle, self.messages)
+    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+        """See `Rule.averager`."""
+        return _MultiStepAverager(bundle, self.messages)
 
 
-class _MultiStepPart(Part):
+class _MultiStepAverager(Averager):
     def __init__(self, bundle: Bundle, messages: int) -> None:
         self._segments, self._messages = bundle.segments, messages
 
-    def questions(self, change: Tensor) -> Questions:
-        """See `Part.questions`."""
+    def requests(self, change: Tensor) -> RuleRequests:
+        """See `Averager.requests`."""
         total = (yield MeanOf(change, self._segments)).clone()
         for _ in range(self._messages - 1):
             total += yield MeanOf(torch.zeros_like(total), self._segments)

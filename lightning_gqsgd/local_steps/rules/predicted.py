@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.local_steps.rules.base import MeanOf, Part, Questions, Rule
+from lightning_gqsgd.local_steps.rules.base import Averager, MeanOf, Rule, RuleRequests
 
 if TYPE_CHECKING:
     from lightning_gqsgd.local_steps.fragments import Bundle
@@ -40,12 +40,12 @@ class Predicted(Rule):
 
     remembers: ClassVar[bool] = True
 
-    def part(self, bundle: Bundle, rank: int, ranks: int) -> Part:
-        """See `Rule.part`."""
-        return _PredictedPart(bundle)
+    def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
+        """See `Rule.averager`."""
+        return _PredictedAverager(bundle)
 
 
-class _PredictedPart(Part):
+class _PredictedAverager(Averager):
     def __init__(self, bundle: Bundle) -> None:
         self._sizes = [segment.numel for segment in bundle.segments]
         # The number of a parameter that no model has, for what is told of the predictions.
@@ -57,11 +57,11 @@ class _PredictedPart(Part):
         self._averages = torch.zeros(2, *like.shape, dtype=like.dtype, device=like.device)
 
     def state(self) -> dict[str, Tensor]:
-        """See `Part.state`: the last mean changes, their number, and moving averages."""
+        """See `Averager.state`: the last mean changes, their number, and moving averages."""
         return {"last": self._last, "count": self._count, "averages": self._averages}
 
-    def questions(self, change: Tensor) -> Questions:
-        """See `Part.questions`."""
+    def requests(self, change: Tensor) -> RuleRequests:
+        """See `Averager.requests`."""
         predictions = self._predictions()
         parts = [prediction.split(self._sizes) for prediction in predictions]
         wanted = change.split(self._sizes)

@@ -38,7 +38,7 @@ class Pending(Protocol):
 AnyPending = TypeVar("AnyPending", bound=Pending)
 
 
-class Course(ABC, Generic[AnyPending]):
+class AveragingLoop(ABC, Generic[AnyPending]):
     """Counts optimizer steps; starts and uses averages when they are due.
 
     Attributes:
