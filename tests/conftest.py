@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.distributed.server import SharedServer
 from tests.touched import (  # noqa: F401
@@ -15,6 +16,10 @@ from tests.touched import (  # noqa: F401
     pytest_configure,
     pytest_runtest_setup,
 )
+
+# No test of wall-clock time: on a busy machine any example may take long.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 # Without a GPU, Triton's kernels run in its interpreter; it decides when it is imported.
 if not torch.cuda.is_available():

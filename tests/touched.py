@@ -24,7 +24,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/distributed/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
     "tests/reliability/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
     "tests/integrations/test_examples.py": ("examples/",),
-    "tests/integrations/test_readme.py": ("README.md",),
+    "tests/integrations/test_readme.py": ("README.md", "docs/api/simulate.md"),
     **{
         f"tests/integrations/test_{part}.py": ("lightning_gqsgd/hook", "lightning_gqsgd/integrations/")
         for part in ("finetuning", "loops", "precision", "resume")

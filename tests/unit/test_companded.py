@@ -40,7 +40,7 @@ def test_the_box_mean_of_the_decoder_is_the_curve_of_the_encoder(bits: int) -> N
     assert (q._expanded(z).diff() > 0).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**32),
     dtype=st.sampled_from(DTYPES),
@@ -54,7 +54,7 @@ def test_both_kernels_give_the_same_bits(seed, dtype, bits, dither, block, rows)
     check_messages(segments, xs, CompandedCodec(bits, dither).quantiser(block))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from(WIDTHS), st.sampled_from([1.0, 3.1415, 1e-30, 1.5e38, 1e-40, 6e-8]))
 def test_an_error_is_within_the_curves_slope(seed: int, bits: int, largest: float) -> None:
     """A decoded number and its mean lie in the decoder's range over a box, which is as long as the curve is steep."""

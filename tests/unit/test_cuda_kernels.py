@@ -44,7 +44,7 @@ pytestmark = [
     # NumPy's, of infinity less infinity, within the interpreter.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
-random_cases = settings(max_examples=15, deadline=None)
+random_cases = settings(max_examples=15)
 
 BLOCKS = (16, 40, 64, 256)
 #: A raw segment, an empty one, and lengths beside multiples of all block sizes.

@@ -56,7 +56,7 @@ def test_distortion_is_that_of_the_literature() -> None:
         theory.omega_eden(5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**32),
     dtype=st.sampled_from(DTYPES),

@@ -131,7 +131,7 @@ def test_forms_by_hand() -> None:
     assert readable.reference_block_bits([2, 4, 0], 5) == "10" + "0" + "1100" + "1101"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(messages())
 def test_round_trip_is_exact_and_equals_the_reference(case: tuple[np.ndarray, Tensor, Tensor, LinearQuantiser]) -> None:
     codes, message, blocks, q = case
@@ -144,7 +144,7 @@ def test_round_trip_is_exact_and_equals_the_reference(case: tuple[np.ndarray, Te
     assert torch.equal(elias.expand(stream, blocks, q, len(message)), message)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(messages())
 def test_the_reference_decodes_itself(case: tuple[np.ndarray, Tensor, Tensor, LinearQuantiser]) -> None:
     codes, _, blocks, q = case
@@ -226,7 +226,7 @@ def test_bits_of_qsgd_where_s_is_the_root_of_the_dimension() -> None:
 # --- corrupt streams -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(messages(), st.data())
 def test_streams_that_are_too_short_or_too_long_are_refused(case: tuple, data: st.DataObject) -> None:
     _, message, blocks, q = case
@@ -239,7 +239,7 @@ def test_streams_that_are_too_short_or_too_long_are_refused(case: tuple, data: s
             elias.expand(stream[: data.draw(st.integers(0, len(stream) - 1))], blocks, q, len(message))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(messages(), st.data())
 def test_any_other_corruption_is_refused_or_decodes_to_valid_codes(case: tuple, data: st.DataObject) -> None:
     _, message, blocks, q = case

@@ -84,7 +84,7 @@ def drawn(case: dict) -> tuple[list[Segment], list[torch.Tensor]]:
     return segments, [gradient(case["seed"] + rank, numel, case["dtype"]) for rank in range(case["ranks"])]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_both_kernels_give_the_same_bits(case: dict) -> None:
     segments, xs = drawn(case)
@@ -95,7 +95,7 @@ def test_both_kernels_give_the_same_bits(case: dict) -> None:
     check_messages(segments, xs, q)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases, st.sampled_from(other_codecs()), st.booleans())
 def test_both_kernels_give_the_same_bits_with_every_codec(case: dict, q: Quantiser, given_scales: bool) -> None:
     segments, xs = drawn(case)
@@ -136,7 +136,7 @@ def check_messages(segments: list[Segment], xs: list[Tensor], q: Quantiser, scal
     assert all(torch.equal(slow, fast) for slow, fast in zip(*results, strict=True))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases)
 def test_both_kernels_give_the_same_bits_with_a_rotation(case: dict) -> None:
     segments, xs = drawn(case)
@@ -162,7 +162,7 @@ def test_a_rotation_within_encoding_is_that_of_rotate() -> None:
         assert torch.equal(y, z)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(cases)
 def test_both_kernels_give_the_same_sums(case: dict) -> None:
     check_sums(case)
@@ -359,7 +359,7 @@ def test_dither_is_uniform_and_independent() -> None:
     assert 255 - 5 * (2 * 255) ** 0.5 < chi2 < 255 + 5 * (2 * 255) ** 0.5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_both_kernels_give_the_same_moments_and_rotations(case: dict) -> None:
     check_moments_and_rotations(case)

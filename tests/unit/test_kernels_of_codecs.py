@@ -112,7 +112,7 @@ def test_combine_adds_powers_of_two() -> None:
         assert mine[: len(cases)].tolist() == list(cases.values())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(2, 8), st.integers(1, 300))
 @example(0, 3, 41)  # 17 bytes in bit planes, 16 in lanes for sums
 def test_both_kernels_combine_alike(seed: int, bits: int, numel: int) -> None:

@@ -182,7 +182,7 @@ def test_messages_of_unknown_length_are_refused() -> None:
         bucket_profiles(config, [Segment(0, 5000, False)], RANKS, torch.float32, 1 << 19)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     rates=st.tuples(st.floats(1e6, 1e11), st.floats(1e6, 1e11)),
     name=st.sampled_from(sorted(FIELDS)),

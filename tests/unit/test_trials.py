@@ -36,7 +36,7 @@ def constant(lengths: dict[int, float]) -> Length:
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=4, max_size=4), st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_stationary_lengths_end_in_the_widest_candidate_within_the_tie_of_the_shortest(
     lengths: list[float], start: int
 ) -> None:
@@ -53,7 +53,7 @@ lengths_or_none = st.one_of(st.none(), st.floats(1e-6, 100.0))
 
 
 @given(st.lists(lengths_or_none, min_size=50, max_size=400), st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @pytest.mark.slow
 def test_ranks_that_know_the_same_lengths_choose_alike_whatever_the_lengths_are(
     lengths: list[float | None], seed: int
@@ -67,7 +67,7 @@ def test_ranks_that_know_the_same_lengths_choose_alike_whatever_the_lengths_are(
 
 
 @given(st.integers(0, 2**32), st.floats(1.2, 20.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_trials_take_a_bounded_share_of_the_steps_on_a_machine_that_never_rests(seed: int, factor: float) -> None:
     def length(step: int, bits: int) -> float:
         noisy = hash((seed, step // 60, bits)) % 2
@@ -227,7 +227,7 @@ def test_nothing_is_left_out_where_steps_turn_out_shorter_than_they_could_be() -
 
 
 @given(st.lists(lengths_or_none, min_size=50, max_size=200), st.floats(0.0, 1.0), st.integers(0, 2**32))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_ranks_predict_and_choose_alike_whatever_the_lengths_are(
     lengths: list[float | None], exposed_s: float, seed: int
 ) -> None:
