@@ -13,5 +13,9 @@ class DataError(RecipeError):
     """Data that are absent, or are not what the configuration says; the message names the remedy."""
 
 
+class ModelError(RecipeError, ValueError):
+    """A network that cannot be built as asked; the message names the setting."""
+
+
 class OverrideError(RecipeError):
     """An override that no configuration has; the message names the override that was probably meant."""

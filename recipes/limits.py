@@ -53,6 +53,7 @@ def _part(value: Any) -> bool:
 
 
 _COUNT = Limit("an integer of at least 1", 1, lambda value: _whole(value, 1))
+_PIXELS = Limit("an integer of at least 0, in pixels", 2, lambda value: _whole(value, 0))
 _OPTIONAL_COUNT = Limit("an integer of at least 1, or null", 1, lambda value: _whole(value, 1), optional=True)
 _FRACTION = Limit("a number from 0 to less than 1", 0.1, lambda value: _finite(value) and 0 <= value < 1)
 _DURATION = Limit("an integer of at least 0, or -1 for no limit", 20, lambda value: _whole(value, -1), optional=True)
@@ -77,6 +78,8 @@ LIMITS: dict[str, Limit] = {
     "seed": Limit(f"an integer from 0 to {LARGEST_SEED}", 0, lambda v: _whole(v, 0) and v <= LARGEST_SEED),
     "model.width": _COUNT,
     "data.batch_size": _COUNT,
+    "data.shift": _PIXELS,
+    "data.cutout": _PIXELS,
     "trainer.max_epochs": _DURATION,
     "trainer.max_steps": _DURATION,
     "trainer.accumulate_grad_batches": _COUNT,

@@ -6,32 +6,51 @@ process, nor on the number of processes, and a resumed run draws the same number
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-#: A further key of the hash, so that squares do not depend on shifts.
-_CUTOUT = 1
+#: How images are mirrored: never, half of them at random, or each of them in every second epoch.
+Flip = bool | Literal["alternating"]
+FLIPS: tuple[Flip, ...] = (False, True, "alternating")
+#: What comes in at the edges of shifted images.
+Edges = Literal["black", "mirrored"]
+EDGES: tuple[Edges, ...] = ("black", "mirrored")
+
+#: Further keys of the hash, so that squares and the first epoch of mirror images do not depend on shifts.
+_CUTOUT, _FIRST_FLIP = 1, 2
 #: What hides pixels: close to the mean of natural images.
 _GREY = 128
 
 
 def augment(
-    images: Tensor, indices: Tensor, *, seed: int, epoch: int, shift: int, flip: bool, cutout: int = 0
+    images: Tensor,
+    indices: Tensor,
+    *,
+    seed: int,
+    epoch: int,
+    shift: int,
+    flip: Flip,
+    cutout: int = 0,
+    edges: Edges = "black",
 ) -> Tensor:
     """Shift every image by up to ``shift`` pixels in each direction, mirror half of the images, and hide a square.
 
-    Black pixels come in at the edges. A hidden square is grey, and its centre is any pixel of the image, so that some
-    of it may lie outside (DeVries and Taylor, arXiv 1708.04552).
+    A hidden square is grey, and its centre is any pixel of the image, so that some of it may lie outside (DeVries and
+    Taylor, arXiv 1708.04552). With ``flip="alternating"``, a hash of seed and index says whether an image is mirrored
+    in even epochs or in odd ones, so that two epochs show both sides of each image (Jordan, arXiv 2404.00498).
 
     Args:
         images: uint8 (N, H, W, C).
         indices: place of each image in the training split, int64 (N,).
         seed: seed of the run.
         epoch: number of the epoch.
-        shift: largest shift in pixels.
-        flip: whether images are mirrored.
+        shift: largest shift in pixels, less than height and width.
+        flip: which images are mirrored.
         cutout: edge of the hidden square in pixels; 0: none.
+        edges: what comes in at the edges: black pixels, or the mirror image of the pixels inside of the edge.
 
     Returns:
         uint8 (N, H, W, C), a new tensor.
@@ -40,20 +59,31 @@ def augment(
     noise = hashed(indices, seed, epoch)
     places = 2 * shift + 1
     top, left, mirror = noise % places, (noise >> 16) % places, (noise >> 32) & 1
+    if flip == "alternating":
+        mirror = (hashed(indices, seed, _FIRST_FLIP) + epoch) & 1
     rows = top[:, None] + torch.arange(height, device=images.device)
     columns = torch.arange(width, device=images.device).expand(n, width)
     if flip:
         columns = torch.where(mirror[:, None] == 1, width - 1 - columns, columns)
     columns = columns + left[:, None]
-    padded = F.pad(images, (0, 0, shift, shift, shift, shift))
+    if edges == "mirrored":
+        rows, columns = _reflected(rows - shift, height), _reflected(columns - shift, width)
+    else:
+        images = F.pad(images, (0, 0, shift, shift, shift, shift))
     batch = torch.arange(n, device=images.device)
-    augmented = padded[batch[:, None, None], rows[:, :, None], columns[:, None, :]]
+    augmented = images[batch[:, None, None], rows[:, :, None], columns[:, None, :]]
     if cutout:
         places = hashed(indices, seed, epoch, _CUTOUT)
         down = _covered(places % height, height, cutout)
         across = _covered((places >> 24) % width, width, cutout)
         augmented[down[:, :, None] & across[:, None, :]] = _GREY
     return augmented
+
+
+def _reflected(places: Tensor, length: int) -> Tensor:
+    """Places on an axis of ``length`` pixels, those up to ``length - 1`` outside of it mirrored at the edge pixel."""
+    last = length - 1
+    return last - (last - places.abs()).abs()
 
 
 def _covered(centres: Tensor, length: int, size: int) -> Tensor:

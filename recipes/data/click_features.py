@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.criteo import MISSING, NUMERICAL, ClickLog
+from recipes.data.click_lines import MISSING
+from recipes.data.criteo import NUMERICAL, ClickLog
 
 #: Number of classes into which the values of a numerical field fall; with fewer buckets the classes wrap around.
 NUMBER_CLASSES = 928

@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,7 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from recipes.data.named_files import is_tokenizer_file
 from recipes.data.sources import store_arrays
+from recipes.data.tokenizer_files import FileTokenizer
 from recipes.data.tokenizers import Ids, Vocabulary, splitter
 from recipes.errors import DataError
 
@@ -143,14 +145,14 @@ def encode(train: Text, valid: Text, tokenizer: str, vocabulary_size: int) -> tu
 
     Args:
         train, valid: the texts.
-        tokenizer: see `tokenizers.splitter`.
-        vocabulary_size: see `tokenizers.Vocabulary`.
+        tokenizer: see `tokenizers.splitter`; or the path of a file, see `tokenizer_files.FileTokenizer`.
+        vocabulary_size: see `tokenizers.Vocabulary` and `tokenizer_files.FileTokenizer`.
 
     Returns:
         Numbers of the tokens of the training text and of the validation text, (N,) each.
 
     Raises:
-        DataError: a text is not UTF-8, or the tokenizer is unknown.
+        DataError: a text is not UTF-8, or the tokenizer is none.
     """
     columns = (
         SpinnerColumn(),
@@ -161,29 +163,37 @@ def encode(train: Text, valid: Text, tokenizer: str, vocabulary_size: int) -> tu
     )
     # On standard error: standard output holds the run's own lines.
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        counts: Counter[str] = Counter()
-        for tokens in _tokens(train, tokenizer, progress, "counting"):
-            counts.update(tokens)
-        vocabulary = Vocabulary(counts, vocabulary_size)
+        if is_tokenizer_file(tokenizer):
+            encoders: list[Callable[[str], Ids]] = [FileTokenizer(Path(tokenizer), vocabulary_size).encode] * 2
+        else:
+            encoders = _encoders((train, valid), tokenizer, vocabulary_size, progress)
         ids = [
-            np.concatenate(
-                [vocabulary.encode(tokens) for tokens in _tokens(text, tokenizer, progress, "encoding")]
-                or [vocabulary.encode([])]
-            )
-            for text in (train, valid)
+            np.concatenate([encoder(part) for part in _parts(text, progress, "encoding")] or [encoder("")])
+            for text, encoder in zip((train, valid), encoders, strict=True)
         ]
     return ids[0], ids[1]
 
 
-def _tokens(text: Text, tokenizer: str, progress: Progress, doing: str) -> Iterator[list[str]]:
-    """The tokens of a text, some lines at a time; ``doing`` is the verb beside the progress bar."""
-    split = splitter(tokenizer, text.raw)
+def _encoders(
+    texts: tuple[Text, Text], tokenizer: str, vocabulary_size: int, progress: Progress
+) -> list[Callable[[str], Ids]]:
+    """What turns lines of either text into numbers, by the vocabulary of the first one."""
+    splits = [splitter(tokenizer, text.raw) for text in texts]
+    counts: Counter[str] = Counter()
+    for part in _parts(texts[0], progress, "counting"):
+        counts.update(splits[0](part))
+    vocabulary = Vocabulary(counts, vocabulary_size)
+    return [lambda part, split=split: vocabulary.encode(split(part)) for split in splits]  # type: ignore[misc]
+
+
+def _parts(text: Text, progress: Progress, doing: str) -> Iterator[str]:
+    """The text, some lines at a time; ``doing`` is the verb beside the progress bar."""
     task = progress.add_task(f"{doing} {text.name} (once)", total=max(1, len(text.contents)))
     buffer = io.BytesIO(text.contents)
     try:
         with io.TextIOWrapper(buffer, encoding="utf-8") as lines:
             while part := lines.readlines(_CHARACTERS_AT_ONCE):
-                yield split("".join(part))
+                yield "".join(part)
                 progress.update(task, completed=buffer.tell())
     except UnicodeDecodeError as error:
         raise DataError(f"{text.name} is no UTF-8 text ({error})") from error
@@ -225,8 +235,10 @@ def _check_size(size: int, name: str) -> None:
         raise DataError(f"{name} has {size} bytes, more than {MAX_FILE_BYTES}; take a part of the text")
 
 
-def _fingerprint(files: tuple[TextFile, ...], tokenizer: str, vocabulary_size: int) -> str:
+def _fingerprint(files: Sequence[TextFile], tokenizer: str, vocabulary_size: int) -> str:
     digest = hashlib.blake2b(f"{tokenizer} {vocabulary_size}".encode(), digest_size=8)
+    if is_tokenizer_file(tokenizer):
+        files = (*files, TextFile(Path(tokenizer)))
     for file in files:
         status = file.path.stat()
         digest.update(f"\n{file.path.resolve()} {file.member} {status.st_size} {status.st_mtime_ns}".encode())

@@ -7,7 +7,6 @@ import hashlib
 import re
 import zipfile
 import zlib
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +16,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recipes.data.click_lines import parse_lines
 from recipes.data.sources import store_arrays
 from recipes.errors import DataError
 
 NUMERICAL = 13
 CATEGORICAL = 26
 FIELDS = NUMERICAL + CATEGORICAL
-
-#: Stands for a number that is missing in the log.
-MISSING = np.iinfo(np.int32).min
 
 TEXT = (".txt", ".tsv", ".txt.gz", ".tsv.gz")
 ARRAYS = (".npz",)
@@ -39,7 +36,9 @@ _COLUMNS = [
     *[re.compile(rb"(-?\d{1,10})?")] * NUMERICAL,
     *[re.compile(rb"[0-9a-fA-F]{0,8}")] * CATEGORICAL,
 ]
-_LINE = re.compile(b"\t".join(column.pattern for column in _COLUMNS))
+_NEWLINE = ord("\n")
+#: Bytes of the text that are parsed at once.
+_BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -97,31 +96,35 @@ def parse(path: Path, max_rows: int | None) -> ClickLog:
     Raises:
         DataError: the file is no log; the message names the line, the column and what stands there.
     """
-    labels, numerical, categorical = array("b"), array("i"), array("I")
-    for number, line in enumerate(_lines(path), start=1):
-        if max_rows is not None and number > max_rows:
+    parts: list[ClickLog] = []
+    rows = 0
+    for block in _blocks(path):
+        count = int(np.count_nonzero(block == _NEWLINE))
+        wanted = count if max_rows is None else min(count, max_rows - rows)
+        part = ClickLog(
+            np.empty((wanted, CATEGORICAL), np.uint32),
+            np.empty((wanted, NUMERICAL), np.int32),
+            np.empty(wanted, np.int8),
+        )
+        right, place = parse_lines(block, part.labels, part.numerical, part.categorical)
+        if right < wanted:
+            line = block[place:].tobytes().partition(b"\n")[0].rstrip(b"\r")
+            raise DataError(f"{path}, line {rows + right + 1}: {_what_is_wrong(line)}")
+        parts.append(part)
+        rows += wanted
+        if wanted < count:
             break
-        if not _LINE.fullmatch(line):
-            raise DataError(f"{path}, line {number}: {_what_is_wrong(line)}")
-        label, *features = line.split(b"\t")
-        labels.append(label == b"1")
-        try:
-            numerical.extend(int(text) if text else MISSING for text in features[:NUMERICAL])
-        except OverflowError:
-            reason = "a number does not fit 32 bits; is this column one of counts?"
-            raise DataError(f"{path}, line {number}: {reason}") from None
-        categorical.extend(int(text, 16) if text else 0 for text in features[NUMERICAL:])
-    if not labels:
+    if not rows:
         raise DataError(f"{path} has no lines; expected {LAYOUT}")
     return ClickLog(
-        np.frombuffer(categorical, np.uint32).reshape(-1, CATEGORICAL),
-        np.frombuffer(numerical, np.int32).reshape(-1, NUMERICAL),
-        np.frombuffer(labels, np.int8),
+        np.concatenate([part.categorical for part in parts]),
+        np.concatenate([part.numerical for part in parts]),
+        np.concatenate([part.labels for part in parts]),
     )
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a text, without their ends."""
+def _blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
+    """The text in blocks of whole lines, each with a newline at its end, uint8 (bytes,)."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     # On standard error: standard output holds the run's own lines.
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -129,21 +132,28 @@ def _lines(path: Path) -> Iterator[bytes]:
         try:
             with open(path, "rb") as raw:
                 text = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
-                for number, line in enumerate(text):
-                    if number % 10_000 == 0:
-                        progress.update(task, completed=raw.tell())
-                    yield line.rstrip(b"\r\n")
+                rest = b""
+                # A line that is longer than a block is none of a log, and is shown to be none.
+                while len(rest) <= _BLOCK_BYTES and (part := text.read(_BLOCK_BYTES)):
+                    progress.update(task, completed=raw.tell())
+                    lines, newline, rest = (rest + part).rpartition(b"\n")
+                    if newline:
+                        yield np.frombuffer(lines + newline, np.uint8)
+                if rest:
+                    yield np.frombuffer(rest + b"\n", np.uint8)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path} cannot be read ({error}); is the download complete?") from error
 
 
 def _what_is_wrong(line: bytes) -> str:
-    """The reason why a line is none of a log."""
+    """The reason why `click_lines` refuses a line."""
     texts = line.split(b"\t")
     if len(texts) != len(_COLUMNS):
         hint = "; Criteo's test file has no labels" if len(texts) == len(_COLUMNS) - 1 else ""
         return f"{len(texts)} columns instead of {len(_COLUMNS)}{hint}; expected {LAYOUT}"
-    wrong = next(place for place, text in enumerate(texts) if not _COLUMNS[place].fullmatch(text))
+    wrong = next((place for place, text in enumerate(texts) if not _COLUMNS[place].fullmatch(text)), None)
+    if wrong is None:
+        return "a number does not fit 32 bits; is this column one of counts?"
     kind = "the label, 0 or 1" if wrong == 0 else "an integer" if wrong <= NUMERICAL else "a hexadecimal number"
     return f"column {wrong + 1} is {texts[wrong][:20].decode(errors='replace')!r}, not {kind}; expected {LAYOUT}"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.data.augmentation import augment
+from recipes.data.augmentation import EDGES, FLIPS, Edges, Flip, augment
 from recipes.data.splits import stratified
 from recipes.data.task_data import TaskData, whole_batches
 from recipes.errors import DataError
@@ -51,7 +51,7 @@ class ImageDataModule(TaskData):
         train_samples, test_samples: number of images of a stratified part of each split; None: all.
         val_samples: number of training images that validation has and training does not, a stratified part; None:
             validation has the test split, and nothing may be chosen by it.
-        shift, flip, cutout, seed: see `augmentation.augment`.
+        shift, flip, cutout, edges, seed: see `augmentation.augment`.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class ImageDataModule(TaskData):
         test_samples: int | None = None,
         val_samples: int | None = None,
         shift: int = 0,
-        flip: bool = False,
+        flip: Flip = False,
         cutout: int = 0,
+        edges: Edges = "black",
         seed: int = 0,
     ) -> None:
         super().__init__(name, batch_size)
@@ -76,7 +77,19 @@ class ImageDataModule(TaskData):
         self._val_samples = val_samples
         if not 0 <= cutout <= image_size:
             raise DataError(f"data.cutout={cutout} is out of range: 0 (none) to data.image_size={image_size}")
-        self._augment: dict[str, Any] = {"seed": seed, "shift": shift, "flip": flip, "cutout": cutout}
+        if not 0 <= shift < image_size:
+            raise DataError(f"data.shift={shift} is out of range: 0 (none) to {image_size - 1}, less than the image")
+        if flip not in FLIPS:
+            raise DataError(f"data.flip={flip} is not one of {', '.join(str(known).lower() for known in FLIPS)}")
+        if edges not in EDGES:
+            raise DataError(f"data.edges={edges} is not one of {', '.join(EDGES)}")
+        self._augment: dict[str, Any] = {
+            "seed": seed,
+            "shift": shift,
+            "flip": flip,
+            "cutout": cutout,
+            "edges": edges,
+        }
         self._set: ImageSet | None = None
         self._kept: tuple[Images, Labels] | None = None
 

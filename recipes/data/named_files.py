@@ -12,6 +12,11 @@ from recipes.errors import DataError
 FILES = ("train_file", "valid_file")
 
 
+def is_tokenizer_file(tokenizer: str) -> bool:
+    """Whether ``data.tokenizer`` is the path of a file, and not the name of a way to split text."""
+    return tokenizer.endswith(".json")
+
+
 def named_file(name: str | Path, root: str | Path | None) -> Path | None:
     """The file of this name, as it stands or in ``root``; None if neither is a file.
 
@@ -40,8 +45,11 @@ def check_named(data: Mapping[str, Any]) -> None:
             f"data.root={root} does not exist{_near(Path(str(root)).expanduser())}; name a folder or a file that "
             f"exists (conf/data/ says what it may hold), or leave data.root out"
         )
-    for key in FILES:
-        name = data.get(key)
+    named = {key: data.get(key) for key in FILES}
+    tokenizer = data.get("tokenizer")
+    if tokenizer is not None and is_tokenizer_file(str(tokenizer)):
+        named["tokenizer"] = tokenizer
+    for key, name in named.items():
         if name is not None and named_file(str(name), root) is None:
             inside = "" if root is None else f", neither in {Path.cwd()} nor in data.root={root}"
             raise DataError(f"data.{key}={name} is no file{inside}; name a file that exists")

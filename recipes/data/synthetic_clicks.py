@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.criteo import CATEGORICAL, FIELDS, MISSING, NUMERICAL, ClickLog
+from recipes.data.click_lines import MISSING
+from recipes.data.criteo import CATEGORICAL, FIELDS, NUMERICAL, ClickLog
 
 ROWS = 20_480
 FACTORS = 4

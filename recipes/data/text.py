@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gqsgd.errors import counted
+from recipes.data.named_files import is_tokenizer_file
 from recipes.data.task_data import TaskData, whole_batches
-from recipes.data.tokenizers import TOKENIZERS, Ids
+from recipes.data.tokenizers import TOKENIZERS, Ids, unknown_tokenizer
 from recipes.errors import DataError
 
 #: Inputs and targets.
@@ -64,7 +65,7 @@ class TextDataModule(TaskData):
 
     Args:
         name, batch_size: see `TaskData`.
-        tokenizer: see `tokenizers.splitter`.
+        tokenizer: see `tokenizers.splitter`; or the path of a file, see `tokenizer_files.FileTokenizer`.
         vocabulary_size: see `tokenizers.Vocabulary`.
         sequence_length: number of tokens in a window, at least 1.
         train_samples, valid_samples: number of windows from the beginning of each text; None: all.
@@ -84,8 +85,8 @@ class TextDataModule(TaskData):
         valid_samples: int | None = None,
     ) -> None:
         super().__init__(name, batch_size)
-        if tokenizer not in TOKENIZERS:
-            raise DataError(f"data.tokenizer={tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
+        if tokenizer not in TOKENIZERS and not is_tokenizer_file(tokenizer):
+            raise unknown_tokenizer(tokenizer)
         if vocabulary_size < 3:
             raise DataError(f"data.vocabulary_size={vocabulary_size} must be at least 3")
         if sequence_length < 1:

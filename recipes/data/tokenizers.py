@@ -22,6 +22,11 @@ Ids = NDArray[np.integer]
 _RAW_WORDS = re.compile(rf"{END_OF_LINE}|\w+|[^\w\s]")
 
 
+def unknown_tokenizer(tokenizer: str) -> DataError:
+    """The error for a tokenizer that is neither a name nor a file."""
+    return DataError(f"data.tokenizer={tokenizer!r} is not one of {', '.join(TOKENIZERS)}, nor a file tokenizer.json")
+
+
 def splitter(tokenizer: str, raw: bool) -> Callable[[str], list[str]]:
     """The function that splits whole lines of text into tokens; every newline becomes the token ``<eos>``.
 
@@ -34,7 +39,7 @@ def splitter(tokenizer: str, raw: bool) -> Callable[[str], list[str]]:
         DataError: an unknown tokenizer.
     """
     if tokenizer not in TOKENIZERS:
-        raise DataError(f"data.tokenizer={tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
+        raise unknown_tokenizer(tokenizer)
     if tokenizer == "char":
         return lambda text: [END_OF_LINE if sign == "\n" else sign for sign in text]
     if raw:

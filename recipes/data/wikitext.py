@@ -9,7 +9,7 @@ from typing import Any
 from recipes.data import corpus
 from recipes.data.corpus import Text, TextFile
 from recipes.data.download import download as download_file
-from recipes.data.named_files import named_file
+from recipes.data.named_files import is_tokenizer_file, named_file
 from recipes.data.sources import announce_fallback, cache_folder, unreachable
 from recipes.data.text import TextDataModule, TextSet
 from recipes.data.tokenizers import Ids
@@ -81,6 +81,11 @@ class WikiTextData(TextDataModule):
         if "train" in self._files:
             # Another training text makes other results, which must not carry the same name.
             self.data_name = f"{self.data_name} (trained on {self._files['train'].name})"
+        if is_tokenizer_file(self.tokenizer):
+            found = named_file(self.tokenizer, self._root)
+            if found is None:
+                raise DataError(f"data.tokenizer={self.tokenizer} is no file; name a tokenizer.json")
+            self.tokenizer = str(found)
         self._prepared = False
 
     def prepare_data(self) -> None:

@@ -6,6 +6,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.errors import ModelError
+
+
+def check_shape(vocabulary_size: int, max_length: int, dropout: float, **sizes: int) -> None:
+    """Check the settings of a transformer; ``sizes`` are those of its node `model`, ``width`` and ``heads`` among them.
+
+    Raises:
+        ModelError: a setting is out of range, or ``heads`` does not divide ``width``.
+    """
+    if min(vocabulary_size, max_length, *sizes.values()) < 1:
+        named = ", ".join(f"model.{name}={size}" for name, size in sizes.items())
+        raise ModelError(
+            f"vocabulary_size={vocabulary_size}, max_length={max_length}, {named}: each must be at least 1"
+        )
+    width, heads = sizes["width"], sizes["heads"]
+    if width % heads:
+        raise ModelError(f"model.width={width} is not divisible by model.heads={heads}; change one of them")
+    if not 0 <= dropout < 1:
+        raise ModelError(f"model.dropout={dropout} is out of range: 0 to less than 1")
+
 
 class Transformer(nn.Module):
     """Predicts each next token. Normalisations are in front of each part of a block, and positions are learnt.
@@ -22,7 +42,7 @@ class Transformer(nn.Module):
         dropout: probability of dropout, 0 to less than 1.
 
     Raises:
-        ValueError: a setting is out of range.
+        ModelError: a setting is out of range.
     """
 
     def __init__(
@@ -36,15 +56,7 @@ class Transformer(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        if min(vocabulary_size, max_length, layers, width, heads, inner) < 1:
-            raise ValueError(
-                f"vocabulary_size={vocabulary_size}, max_length={max_length}, model.layers={layers}, "
-                f"model.width={width}, model.heads={heads}, model.inner={inner}: each must be at least 1"
-            )
-        if width % heads:
-            raise ValueError(f"model.width={width} is not divisible by model.heads={heads}; change one of them")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"model.dropout={dropout} is out of range: 0 to less than 1")
+        check_shape(vocabulary_size, max_length, dropout, layers=layers, width=width, heads=heads, inner=inner)
         self.max_length = max_length
         self.tokens = nn.Embedding(vocabulary_size, width)
         self.positions = nn.Embedding(max_length, width)

@@ -20,20 +20,32 @@ class ImageClassifier(Task):
         settings: settings of the optimizer.
         num_classes: number of outputs of the network.
         label_smoothing: label smoothing of the loss in training, 0 to 1.
+        both_sides: whether validation and test judge the mean of the logits of each image and its mirror image.
     """
 
     metric = ACCURACY
 
     def __init__(
-        self, network: nn.Module, settings: OptimizerSettings, num_classes: int, label_smoothing: float = 0.0
+        self,
+        network: nn.Module,
+        settings: OptimizerSettings,
+        num_classes: int,
+        label_smoothing: float = 0.0,
+        both_sides: bool = False,
     ) -> None:
         self._num_classes, self._label_smoothing = num_classes, label_smoothing
+        self._both_sides = both_sides
         super().__init__(network, settings)
 
     def evaluator(self) -> torchmetrics.Metric:
         """See `Task.evaluator`."""
         # "micro" is the accuracy over all samples; the default, "macro", would be the mean over classes.
         return MulticlassAccuracy(self._num_classes, average="micro")
+
+    def judged(self, inputs: Tensor) -> Tensor:
+        """See `Task.judged`."""
+        outputs = super().judged(inputs)
+        return (outputs + super().judged(inputs.flip(-1))) / 2 if self._both_sides else outputs
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See `Task.loss`."""

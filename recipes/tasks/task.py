@@ -61,6 +61,11 @@ class Task(LightningModule):
         outputs: Tensor = self.network(inputs)
         return outputs
 
+    def judged(self, inputs: Any) -> Tensor:
+        """The outputs that validation and test judge: the network's, unless a task says otherwise."""
+        outputs: Tensor = self(inputs)
+        return outputs
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of a training batch; logs loss, metric and learning rate."""
         inputs, targets = batch
@@ -88,7 +93,7 @@ class Task(LightningModule):
 
     def _evaluate(self, batch: Batch, loss_name: str, metric_name: str, metric: torchmetrics.Metric) -> None:
         inputs, targets = batch
-        outputs = self(inputs)
+        outputs = self.judged(inputs)
         metric.update(outputs, targets)
         loss, size = self.loss(outputs, targets), len(targets)
         self.log(loss_name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)

@@ -6,8 +6,9 @@ from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
-from recipes.errors import RecipeError
+from recipes.errors import ModelError, RecipeError
 
 #: Everything that a configuration may call. A `_target_` on the command line, or in a file from elsewhere, cannot name
 #: another function, not even one that is reachable through these modules.
@@ -22,6 +23,7 @@ ALLOWED_TARGETS = frozenset(
         "recipes.loggers.tensorboard_events.tensorboard_logger",
         "recipes.loggers.wandb_runs.wandb_logger",
         "recipes.models.deepfwfm.DeepFwFM",
+        "recipes.models.gpt2.GPT2",
         "recipes.models.imagenet.torchvision_resnet",
         "recipes.models.transformer.Transformer",
         "recipes.strategies.baselines.BaselineDDPStrategy",
@@ -36,6 +38,20 @@ ALLOWED_TARGETS = frozenset(
 
 class TargetError(RecipeError):
     """A configuration that names a `_target_` which recipes do not call."""
+
+
+def build_network(node: DictConfig) -> nn.Module:
+    """The network of the node `model`.
+
+    Raises:
+        TargetError: see `build`.
+        ModelError: the network refuses a setting.
+    """
+    try:
+        network: nn.Module = build(node, leave_out=("name",))
+    except ValueError as error:  # networks outside of recipes know no errors of recipes
+        raise ModelError(str(error)) from error
+    return network
 
 
 def build(node: DictConfig, *, leave_out: tuple[str, ...] = (), **arguments: Any) -> Any:

@@ -35,7 +35,7 @@ from recipes.measuring.metrics import Metric
 from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
-from recipes.training.building import build
+from recipes.training.building import build, build_network
 from recipes.training.checkpoints import CHECKPOINTS, LAST, CheckpointError, carry_wandb_id, find_checkpoint
 from recipes.training.continuing import asked_by, check_continued
 from recipes.training.machine import machine_facts
@@ -74,7 +74,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     config["data"]["name"] = data.data_name
     title = f"{cfg.title} on {data.data_name}"
 
-    network = build(cfg.model, leave_out=("name",))
+    network = build_network(cfg.model)
     settings = OptimizerSettings(**config["optimizer"])
     module: Task = build(cfg.task, leave_out=("metric",), network=network, settings=settings)
     numbers = (TrainingClock(), CommunicationCounter(), ExposedCommunication())

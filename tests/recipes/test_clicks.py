@@ -22,8 +22,9 @@ from torchmetrics.functional.classification import binary_auroc
 
 from recipes.data import criteo
 from recipes.data.click_features import NUMBER_CLASSES, field_ids, mixed, number_classes
+from recipes.data.click_lines import MISSING
 from recipes.data.clicks import FALLBACK, ClickData, ClickSet
-from recipes.data.criteo import MISSING, ClickLog, load_log
+from recipes.data.criteo import ClickLog, load_log
 from recipes.data.splits import split
 from recipes.data.synthetic_clicks import TRUE_AUC, synthetic_clicks
 from recipes.errors import DataError

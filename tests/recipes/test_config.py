@@ -143,7 +143,7 @@ def test_every_field_is_a_named_argument_that_keeps_the_presets() -> None:
 
 
 #: Networks take their shape from data of their kind.
-_PAIRS = (("deepfwfm", "criteo"), ("transformer_small", "wikitext"), ("transformer_xl_base", "wikitext"))
+_PAIRS = {"deepfwfm": "criteo", **dict.fromkeys(("gpt2", "transformer_small", "transformer_xl_base"), "wikitext")}
 _TASKS = {"criteo": "click_prediction", "wikitext": "language_model"}
 
 
@@ -152,7 +152,7 @@ def test_every_choice_composes(composed: Compose) -> None:
     others = {group: itertools.cycle(_choices(group)) for group in ("hardware", "logger", "trainer")}
     tried = set()
     for model in _choices("model"):
-        data = dict(_PAIRS).get(model) or next(images)
+        data = _PAIRS.get(model) or next(images)
         chosen = {"model": model, "data": data, "task": _TASKS.get(data, "image_classification")}
         chosen |= {group: next(choices) for group, choices in others.items()}
         cfg = composed(*(f"{group}={choice}" for group, choice in chosen.items()))

@@ -167,6 +167,46 @@ def test_augmentation_shifts_and_mirrors() -> None:
     assert 900 < int(mirrored[:, 2, 0, 0].sum()) < 1100
 
 
+def test_alternating_mirror_images_are_those_of_every_second_epoch() -> None:
+    images = torch.randint(0, 256, (400, 4, 6, 3), dtype=torch.uint8)
+
+    def draw(epoch: int, seed: int = 0) -> torch.Tensor:
+        drawn = augment(images, torch.arange(400), seed=seed, epoch=epoch, shift=0, flip="alternating")
+        return (drawn != images).any((1, 2, 3))  # which images are mirrored
+
+    assert torch.equal(draw(1), ~draw(0))
+    assert torch.equal(draw(2), draw(0))
+    assert not torch.equal(draw(0, seed=1), draw(0))
+    assert 150 < int(draw(0).sum()) < 250
+
+
+@pytest.mark.parametrize("shift", [1, 3])
+def test_mirrored_edges_are_those_of_numpys_reflection(shift: int) -> None:
+    images = torch.randint(0, 256, (50, 4, 5, 3), dtype=torch.uint8)
+    shifted = augment(images, torch.arange(50), seed=0, epoch=0, shift=shift, flip=False, edges="mirrored")
+    for image, found in zip(images.numpy(), shifted.numpy(), strict=True):
+        padded = np.pad(image, ((shift, shift), (shift, shift), (0, 0)), mode="reflect")
+        windows = [
+            padded[row : row + 4, column : column + 5] for row, column in np.ndindex(2 * shift + 1, 2 * shift + 1)
+        ]
+        assert any(np.array_equal(window, found) for window in windows)
+    assert len({shifted[i].numpy().tobytes() for i in range(50)}) == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shift": -1}, r"data.shift=-1 is out of range: 0 \(none\) to 7"),
+        ({"shift": 8}, r"data.shift=8 is out of range"),
+        ({"flip": "sometimes"}, r"data.flip=sometimes is not one of false, true, alternating"),
+        ({"edges": "white"}, r"data.edges=white is not one of black, mirrored"),
+    ],
+)
+def test_unknown_augmentations_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DigitsData("digits", 32, 8, 1, 10, **options)
+
+
 def test_a_square_is_hidden_at_any_place_and_may_lie_outside_in_part() -> None:
     images = torch.zeros(2000, 8, 8, 1, dtype=torch.uint8)
     options: dict[str, Any] = {"seed": 0, "shift": 0, "flip": False}

@@ -64,6 +64,7 @@ MISTAKES = [
     (["optimizer.weight_decay=inf"], "LimitError: optimizer.weight_decay=inf is out of range: a finite number of at l"),
     (["optimizer.momentum=1"], "LimitError: optimizer.momentum=1 is out of range: a number from 0 to less than 1"),
     (["optimizer.warmup=-0.1"], "LimitError: optimizer.warmup=-0.1"),
+    (["data.shift=-1"], "LimitError: data.shift=-1 is out of range: an integer of at least 0, in pixels"),
     (["task.label_smoothing=1.5"], "LimitError: task.label_smoothing=1.5 is out of range: a number from 0 to 1"),
     (["trainer.gradient_clip_val=0"], "LimitError: trainer.gradient_clip_val=0 .* or null for no clipping"),
     (["threads=0"], "LimitError: threads=0 is out of range: an integer of at least 1, or null"),

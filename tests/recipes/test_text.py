@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.data import corpus, wikitext
 from recipes.data.download import download
+from recipes.data.named_files import check_named
 from recipes.data.text import Windows
 from recipes.data.tokenizers import Vocabulary, splitter
 from recipes.data.wikitext import FALLBACK, WikiTextData
@@ -109,6 +110,47 @@ def test_round_trip(tokenizer: str, text: str) -> None:
     joined = (" " if tokenizer == "word" else "").join(tokens).replace("<eos>", "\n")
     assert joined.split() == text.split()
     assert tokenizer == "word" or joined == text
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    """Byte pairs of the training text, as Hugging Face's library writes them: 270 tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TRAIN], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_a_tokenizer_file_reads_text_as_it_is(folder: Path, tmp_path: Path, tokenizer_file: Path) -> None:
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    settings: dict[str, Any] = {"root": str(folder), "vocabulary_size": 270}
+    text = _ready(_data(tmp_path, tokenizer=str(tokenizer_file), **settings)).text
+    assert library.decode(text.train.tolist()) == TRAIN
+    assert library.decode(text.valid.tolist()) == VALID
+    assert text.train.dtype == np.uint16
+    # A name is looked for in data.root, too; a changed file makes another cache.
+    (folder / "own.json").write_bytes(tokenizer_file.read_bytes())
+    assert np.array_equal(_ready(_data(tmp_path, tokenizer="own.json", **settings)).text.train, text.train)
+    assert len(list((tmp_path / "cache").glob("text-*.npz"))) == 2
+
+
+def test_a_tokenizer_file_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path, tokenizer_file: Path) -> None:
+    with pytest.raises(DataError, match=r"vocabulary_size=100 is not the 270 tokens .* set data.vocabulary_size=270"):
+        _data(tmp_path, root=str(folder), tokenizer=str(tokenizer_file)).prepare_data()
+    tokenizer_file.write_text("{}")
+    with pytest.raises(DataError, match="is no tokenizer of Hugging Face's library"):
+        _data(tmp_path, root=str(folder), tokenizer=str(tokenizer_file)).prepare_data()
+    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is no file"):
+        _data(tmp_path, root=str(folder), tokenizer="nowhere.json")
+    with pytest.raises(DataError, match=r"data\.tokenizer=nowhere\.json is no file, neither in"):
+        check_named({"root": str(folder), "tokenizer": "nowhere.json"})
 
 
 def test_vocabulary_keeps_the_most_frequent_and_the_rest_is_unknown() -> None:

@@ -23,6 +23,8 @@ from recipes.measuring.metrics import ACCURACY
 from recipes.measuring.stopwatch import Stopwatch
 from recipes.strategies import baselines
 from recipes.strategies.baselines import BaselineDDPStrategy, StrategyError
+from recipes.tasks.image_classification import ImageClassifier
+from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
 from recipes.training.checkpoints import CheckpointError, find_checkpoint
 from recipes.training.train import train
@@ -319,3 +321,14 @@ def test_ring_factor() -> None:
 def test_unlimited_run_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises((ValueError, MisconfigurationException), match="max_"):
         train(tiny("trainer.max_epochs=-1"), tmp_path)
+
+
+def test_both_sides_of_an_image_are_judged_and_one_is_trained() -> None:
+    settings = OptimizerSettings("sgd", 0.1, 0.0, False, (0.9, 0.999), 0.0, "cosine", 0.0)
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    images = torch.randn(4, 3, 2, 2)
+    one, both = (ImageClassifier(network, settings, num_classes=2, both_sides=flag) for flag in (False, True))
+    assert torch.equal(both(images), network(images))
+    assert torch.equal(one.judged(images), network(images))
+    assert torch.equal(both.judged(images), (network(images) + network(images.flip(3))) / 2)
+    assert torch.equal(both.judged(images), both.judged(images.flip(3)))

@@ -10,9 +10,11 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from recipes.errors import ModelError
+from recipes.models.gpt2 import GPT2
 from recipes.models.transformer import Transformer
 from recipes.tasks.language_model import Perplexity
-from recipes.training.building import build
+from recipes.training.building import build, build_network
 
 
 def _transformer(**settings: Any) -> Transformer:
@@ -42,6 +44,23 @@ def test_no_output_knows_later_tokens() -> None:
         assert ((after[:, position:] - before[:, position:]).abs().amax(-1) > 1e-6).all()
 
 
+def test_gpt2_predicts_and_trains_and_refuses_what_it_cannot_build() -> None:
+    torch.manual_seed(0)
+    network = GPT2(vocabulary_size=50, max_length=8, layers=1, width=16, heads=4, dropout=0.0)
+    ids = torch.randint(50, (2, 8))
+    before = network(ids)
+    assert before.shape == (2, 8, 50)
+    changed = ids.clone()
+    changed[:, 4] = (changed[:, 4] + 1) % 50
+    assert torch.allclose(network(changed)[:, :4], before[:, :4], atol=1e-6)
+    before.square().mean().backward()
+    assert all(p.grad is not None for p in network.parameters())
+    with pytest.raises(ModelError, match=r"model\.width=16 is not divisible by model\.heads=3"):
+        GPT2(vocabulary_size=50, max_length=8, layers=1, width=16, heads=3)
+    with pytest.raises(ModelError, match=r"model\.layers=0, model\.width=16, model\.heads=4: each must be at least 1"):
+        GPT2(vocabulary_size=50, max_length=8, layers=0, width=16, heads=4)
+
+
 def test_tied_weights_are_one_parameter() -> None:
     network = _transformer()
     assert sum(p.shape == (50, 16) for p in network.parameters()) == 1
@@ -55,6 +74,7 @@ def test_tied_weights_are_one_parameter() -> None:
         ("transformer_small", 5000, 2.76),
         ("transformer_small", 33278, 8.20),
         ("transformer_xl_base", 267735, 148.2),
+        ("gpt2", 33278, 110.7),
     ],
 )
 def test_models_have_the_size_that_their_files_say(
@@ -64,6 +84,21 @@ def test_models_have_the_size_that_their_files_say(
     with torch.device("meta"):
         network = build(cfg.model, leave_out=("name",))
     assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+exp=transformer_wikitext", "model.heads=5"], r"model\.width=192 is not divisible by model\.heads=5"),
+        (["+exp=transformer_wikitext", "model.dropout=1.5"], r"model\.dropout=1\.5 is out of range"),
+        (["model=convnet", "data=cifar10", "model.widths=[]"], r"model\.widths=\[\]: needs at least one group"),
+    ],
+)
+def test_a_refused_setting_is_an_error_of_recipes(
+    composed: Callable[..., DictConfig], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_network(composed(*overrides).model)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""Tokenizers of Hugging Face's library, from the files that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from recipes.data.tokenizers import Ids
+from recipes.errors import DataError
+
+
+class FileTokenizer:
+    """A tokenizer from a file ``tokenizer.json``, such as GPT-2's. It reads text as it is, newlines included.
+
+    Args:
+        file: the file.
+        vocabulary_size: the number of its tokens, which is that of the network's outputs as well.
+
+    Raises:
+        DataError: the file is no tokenizer, it has another number of tokens, or the library is not installed.
+    """
+
+    def __init__(self, file: Path, vocabulary_size: int) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise DataError(
+                f"data.tokenizer={file} needs the package tokenizers: uv sync --extra transformers, or take "
+                "data.tokenizer=word"
+            ) from error
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library has no class of its own for what it refuses
+            raise DataError(
+                f"data.tokenizer={file} is no tokenizer of Hugging Face's library ({error}); name a tokenizer.json"
+            ) from error
+        size = self._tokenizer.get_vocab_size()
+        if size != vocabulary_size:
+            raise DataError(
+                f"data.vocabulary_size={vocabulary_size} is not the {size} tokens of data.tokenizer={file}; "
+                f"set data.vocabulary_size={size}"
+            )
+        self._dtype = np.uint16 if size <= 2**16 else np.int32
+
+    def encode(self, text: str) -> Ids:
+        """Numbers (N,) of the N tokens of a text: uint16, or int32 for more than 65,536 different tokens."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, self._dtype)
