@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
+from netlab.ranks import exit_on_signals
 from recipes.opening import announce
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ Settings of the comparison itself, beside all overrides of run.py:
   links=100mbit,1gbit  with hardware=netlab: train once, on unlimited links, and measure the step of every strategy on
                     each of these in a run of probe_steps=30 steps; a table and plots for each, in seconds of that link
 """
+
+
+#: Exit codes after the signals of `exit_on_signals`.
+_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+#: What is said after them, and after an interrupt.
+_GOES_ON = "finished runs are kept, and the same command goes on with the others"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,8 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         announce("compare.py", "a comparison", arguments)
         return _compare(options.overrides, options.fresh, command, parser)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; finished runs are kept, and the same command goes on with the others:\n  {command}")
+        print(f"\ninterrupted; {_GOES_ON}:\n  {command}")
         return 130
+    except SystemExit as end:
+        if end.code in _STOPPED:
+            print(f"\nstopped by a signal; {_GOES_ON}:\n  {command}")
+        raise
 
 
 def _compare(overrides: Sequence[str], fresh: bool, command: str, parser: _Parser) -> int:
@@ -102,4 +114,5 @@ def _intention(plan: Plan) -> str:
 
 
 if __name__ == "__main__":
+    exit_on_signals()  # schedulers end a comparison with SIGTERM, and its run has to end with it
     sys.exit(main())

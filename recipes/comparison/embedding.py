@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import colorsys
-import html
 import io
 import re
 from collections.abc import Callable, Sequence
 from typing import IO
 
+from markupsafe import Markup
+
 #: Width of a screen in CSS pixels up to which it counts as narrow.
 NARROW = 640
+#: What is put in here is escaped.
+_SOURCE = Markup('<source media="{}" srcset="{}">')
+_PICTURE = Markup('<picture>{}<img alt="{}" src="{}"></picture>')
 #: A colour is grey if the largest and the smallest of its red, green and blue differ by less than this, of 1.
 _GREY = 0.08
 #: Least lightness of a colour on a dark page, 0 to 1.
@@ -22,7 +26,7 @@ _MOST_SATURATION = 0.7
 _DARKEST, _BRIGHTEST = 0.09, 0.92
 
 
-def picture(saves: Sequence[Callable[[IO[bytes]], None]], alternative: str) -> str:
+def picture(saves: Sequence[Callable[[IO[bytes]], None]], alternative: str) -> Markup:
     """An element that shows a picture as an image of its own, so that its names and styles reach no other picture.
 
     Args:
@@ -35,8 +39,8 @@ def picture(saves: Sequence[Callable[[IO[bytes]], None]], alternative: str) -> s
         *((f"(max-width: {NARROW}px)", svg) for svg in narrow),
         ("(prefers-color-scheme: dark)", dark(wide)),
     ]
-    inside = "".join(f'<source media="{media}" srcset="{_address(svg)}">' for media, svg in sources)
-    return f'<picture>{inside}<img alt="{html.escape(alternative)}" src="{_address(wide)}"></picture>'
+    inside = Markup().join(_SOURCE.format(media, _address(svg)) for media, svg in sources)
+    return _PICTURE.format(inside, alternative, _address(wide))
 
 
 def dark(svg: str) -> str:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import matplotlib
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.performance.model import Prediction
 from lightning_gqsgd.performance.pictures import draw_steps
 from pictures.style import STYLE as PICTURE_STYLE
 from pictures.style import colours
-from recipes.comparison.embedding import on_dark, picture
-from recipes.comparison.page_style import STYLE
+from recipes.comparison.embedding import NARROW, on_dark, picture
 from recipes.comparison.pairs import pair_table, pairs_of, signed
 from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
 from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
 from recipes.comparison.slower_links import Elsewhere
+
+#: Names of files and strategies, and command lines, are escaped.
+_TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined)
 
 AXES: tuple[Axis, ...] = ("time", "epoch", "mb_sent")
 #: Sizes of the curves in inches, on wide screens and on narrow ones: text keeps its size on both.
@@ -37,6 +40,8 @@ PREDICTION_NOTE = (
     "plain DDP's step, and an estimate of a processor's speed in encoding. "
     "It knows nothing of hosts that share processors."
 )
+#: Background of the page, the same as that of its pictures.
+PAPER = "#ffffff"
 TABS: dict[Axis, str] = {"time": "against time", "epoch": "against epochs", "mb_sent": "against MB sent"}
 
 
@@ -74,21 +79,19 @@ def write_page(sections: Sequence[Section], title: str, command: str, file: Path
         file: path of the page.
     """
     facts = next(iter(sections[0].variants.values()))[0].facts
-    body = [
-        f"<header><h1>{html.escape(title)}</h1>",
-        f"<p class=facts>{_chips(facts, sections)}</p>",
-        f"<pre>{html.escape(command)}</pre></header>",
-        *(_section(number, section, len(sections) > 1) for number, section in enumerate(sections)),
-    ]
-    if any(knows_bound(section.lines) for section in sections):
-        body.append(f"<footer>{html.escape(BOUND_NOTE)}</footer>")
-    file.write_text(
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
+    page = _TEMPLATES.get_template("page.html.j2").render(
+        title=title,
+        command=command,
+        chips=_chips(facts, sections),
+        # Final values are the same on every link, and so are their differences.
+        sections=[_view(section, with_pairs=not number) for number, section in enumerate(sections)],
+        prediction_note=PREDICTION_NOTE,
+        footnote=BOUND_NOTE if any(knows_bound(section.lines) for section in sections) else "",
+        paper=PAPER,
+        dark_paper=on_dark(PAPER),
+        narrow=NARROW,
     )
+    file.write_text(page + "\n")
 
 
 def headlines(
@@ -138,48 +141,50 @@ def _faster(ratio: float, timed: bool) -> str:
     return f"{ratio:.1f}× {words[0]}" if ratio >= 1 else f"{1 / ratio:.1f}× {words[1]}"
 
 
-def _chips(facts: dict[str, object], sections: Sequence[Section]) -> str:
+def _chips(facts: dict[str, object], sections: Sequence[Section]) -> list[str]:
     seeds = max(len(runs) for section in sections for runs in section.variants.values())
     parameters = facts.get("parameters")
     nodes = counted(int(str(facts["nodes"])), "node")
-    chips = [
+    return [
         f"{facts['model']}" + (f", {parameters / 1e6:.2f} M parameters" if isinstance(parameters, int) else ""),
         f"{facts['data']}",
         f"{counted(int(str(facts['processes'])), 'process', 'processes')} on {nodes}",
         f"{facts['device']}",
-        f"{facts['steps']} steps",
+        counted(int(str(facts["steps"])), "step"),
         f"{seeds} seeds" if seeds > 1 else "1 seed",
     ]
-    return "".join(f"<span>{html.escape(chip)}</span>" for chip in chips)
 
 
-def _section(number: int, section: Section, titled: bool) -> str:
-    tiles = "".join(
-        f'<div class="{_tone(value)}"><b>{html.escape(value)}</b>{html.escape(text)}</div>'
-        for value, text in headlines(section.lines, section.target, variants=section.variants)
-    )
+def _view(section: Section, with_pairs: bool) -> dict[str, Any]:
+    """What the template shows of a section."""
     steps = partial(save_step_times, section.variants, "", predicted=section.predicted)
-    bars = picture(
-        [partial(steps, width=width) for width in STEP_WIDTHS], f"Parts of a step: {_in_words(section, 'step (ms)')}"
-    )
-    parts = [
-        "<section>",
-        f"<h2>{html.escape(section.title)}</h2>" if titled else "",
-        _elsewhere(section.elsewhere) if section.elsewhere else f"<div class=tiles>{tiles}</div>" if tiles else "",
-        _tabs(number, section),
-        f"<h3>Parts of a step</h3><figure class=bars>{bars}</figure>",
-        _predictions(section.predicted) if section.predicted else "",
-        f"<h3>Table</h3>{_table(section)}",
-        _pairs(section) if not number else "",  # final values are the same on every link
-        "</section>",
+    words = f"Parts of a step: {_in_words(section, 'step (ms)')}"
+    heads, rows = _table(section)
+    chosen = colours([line.variant for line in section.lines])
+    return {
+        "title": section.title,
+        "elsewhere": section.elsewhere,
+        "tiles": _tiles(section),
+        "tabs": [_tab(section, axis) for axis in AXES],
+        "step": picture([partial(steps, width=width) for width in STEP_WIDTHS], words),
+        "prediction": _prediction(section.predicted) if section.predicted else "",
+        "heads": heads,
+        "rows": rows,
+        "colours": {variant: {"light": colour, "dark": on_dark(colour)} for variant, colour in chosen.items()},
+        "pairs": pair_table(pairs_of(section.variants)) if with_pairs else [],
+    }
+
+
+def _tiles(section: Section) -> list[dict[str, Any]]:
+    """The headlines: what is gained stands out, and what is lost looks like any other number."""
+    return [
+        {
+            "value": value,
+            "meaning": meaning,
+            "is_gain": value.endswith(("sooner", "shorter", "less")) and not value.startswith("1.0×"),
+        }
+        for value, meaning in headlines(section.lines, section.target, variants=section.variants)
     ]
-    return "\n".join(part for part in parts if part)
-
-
-def _tone(value: str) -> str:
-    """The classes of a tile: what is gained stands out, and what is lost looks like any other number."""
-    is_gain = value.endswith(("sooner", "shorter", "less")) and not value.startswith("1.0×")
-    return "tile good" if is_gain else "tile"
 
 
 def _in_words(section: Section, heading: str) -> str:
@@ -189,21 +194,11 @@ def _in_words(section: Section, heading: str) -> str:
     return ", ".join(f"{line.variant} {cells(line)[column]}" for line in section.lines)
 
 
-def _elsewhere(links: Elsewhere) -> str:
-    """The predictions for slower links, in words and as a table."""
-    heads, *rows = links.rows
-    note = f"<p>{html.escape(links.note)}</p>" if links.note else ""
-    return f"<p>{html.escape(links.words)}</p>{_plain_table(heads, rows)}{note}"
-
-
-def _predictions(predicted: Mapping[str, Prediction]) -> str:
-    """What each resource does in a step as it is predicted, in a picture and in words."""
+def _prediction(predicted: Mapping[str, Prediction]) -> Markup:
+    """What each resource does in a step as it is predicted, in a picture."""
     words = ", ".join(f"{variant} {1e3 * made.step_s:.1f} ms" for variant, made in predicted.items())
     saves = [partial(_save_timeline, predicted, width) for width in TIMELINE_WIDTHS]
-    return (
-        f"<h3>A step as it is predicted</h3><figure class=bars>{picture(saves, f'Predicted steps: {words}')}</figure>"
-        f"<p>{html.escape(PREDICTION_NOTE)}</p>"
-    )
+    return picture(saves, f"Predicted steps: {words}")
 
 
 def _save_timeline(predicted: Mapping[str, Prediction], width: float, file: IO[bytes]) -> None:
@@ -211,54 +206,20 @@ def _save_timeline(predicted: Mapping[str, Prediction], width: float, file: IO[b
         draw_steps(predicted, file, width)
 
 
-def _tabs(number: int, section: Section) -> str:
-    """The three pictures of the curves, one of them shown at a time; radio buttons switch without a script."""
-    buttons, figures = [], []
-    for place, axis in enumerate(AXES):
-        identity = f"s{number}-{axis}"
-        checked = " checked" if not place else ""
-        buttons.append(
-            f"<input type=radio name=s{number} id={identity}{checked}><label for={identity}>{TABS[axis]}</label>"
-        )
-        target = section.target if axis == "time" else math.nan
-        saves = [partial(save_curves, section.variants, axis, "", target=target, size=size) for size in SIZES]
-        quality = headings(section.lines[0].metric, section.target)[1]
-        ends = f"{quality} at the end: {_in_words(section, quality)}"
-        words = f"{section.lines[0].metric.label} against {LABELS[axis]}; {ends}"
-        figures.append(f"<figure>{picture(saves, words)}</figure>")
-    return f"<div class=tabs>{''.join(buttons)}{''.join(figures)}</div>"
+def _tab(section: Section, axis: Axis) -> dict[str, Any]:
+    """One of the pictures of the curves, of which radio buttons show one at a time, without a script."""
+    target = section.target if axis == "time" else math.nan
+    saves = [partial(save_curves, section.variants, axis, "", target=target, size=size) for size in SIZES]
+    metric = section.lines[0].metric
+    quality = headings(metric, section.target)[1]
+    ends = f"{quality} at the end: {_in_words(section, quality)}"
+    words = f"{metric.label} against {LABELS[axis]}; {ends}"
+    return {"axis": axis, "label": TABS[axis], "picture": picture(saves, words)}
 
 
-def _table(section: Section) -> str:
+def _table(section: Section) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of the table, without columns that say nothing."""
     heads = headings(section.lines[0].metric, section.target)
     rows = [cells(line) for line in section.lines]
     shown = [column for column in range(len(heads)) if any(row[column] != "–" for row in rows)]
-    chosen = colours([line.variant for line in section.lines])
-    head = "".join(f"<th scope=col>{html.escape(heads[column])}</th>" for column in shown)
-    body = ""
-    for row in rows:
-        dot = f'<i style="--light:{chosen[row[0]]};--dark:{on_dark(chosen[row[0]])}"></i>'
-        values = "".join(f"<td>{html.escape(row[column])}</td>" for column in shown[1:])
-        body += f"<tr><th scope=row>{dot}{html.escape(row[0])}</th>{values}</tr>"
-    return _scrolled(head, body)
-
-
-def _pairs(section: Section) -> str:
-    """What strategies end with, less what ddp ends with from the same seed."""
-    heads, *rows = pair_table(pairs_of(section.variants)) or [[]]
-    return f"<h3>Seed by seed</h3>{_plain_table(heads, rows)}" if rows else ""
-
-
-def _plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = "".join(f"<th scope=col>{html.escape(cell)}</th>" for cell in heads)
-    body = "".join(
-        f"<tr><th scope=row>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
-    )
-    return _scrolled(titles, body)
-
-
-def _scrolled(head: str, body: str) -> str:
-    """A table that scrolls by itself on a narrow screen, also by keyboard."""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class=wide tabindex=0 role=region aria-label="Table">{table}</div>'
+    return [heads[column] for column in shown], [[row[column] for column in shown] for row in rows]

@@ -51,10 +51,10 @@ def predicted_steps(
     from lightning_gqsgd.performance.costs import ESTIMATES, Link
     from lightning_gqsgd.performance.timeline import estimated
     from lightning_gqsgd.performance.units import bytes_per_second
-    from recipes.training.building import build
+    from recipes.training.building import build_network
 
     with torch.device("meta"):
-        network = build(OmegaConf.create(dict(config["model"])), leave_out=("name",))
+        network = build_network(OmegaConf.create(dict(config["model"])))
     # A backward pass has twice the operations of a forward pass.
     timeline = estimated(network, compute_s * 2 / 3)
     link = Link(bytes_per_second(rate, "link"), LATENCY_S)

@@ -9,16 +9,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from recipes.comparison.plan import Cell
-from recipes.launch.forking import PROGRAM
+from recipes.launch.forking import PROGRAM, end_with_parent
 from recipes.launch.processes import folder_argument, local_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds that a run has to end after it was asked to; netlab gives its hosts 5 s, and takes the lab down then.
 END_S = 20
+
+
+#: Whether the kernel ends processes with their parents.
+_CAN_FOLLOW = sys.platform == "linux"
 
 
 class Running(Protocol):
@@ -58,6 +63,8 @@ class FreshRun:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A comparison that is killed takes its run along. With SIGTERM a run takes down its lab of hosts.
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM) if _CAN_FOLLOW else None,
             )
 
     def poll(self) -> int | None:

@@ -105,13 +105,14 @@ def lead(arguments: Sequence[str], ranks: int, log: Path, parent: int) -> bool:
     os._exit(code)
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
     """Have the kernel end this process when its parent ends.
 
     Args:
         parent: number of the parent, if it may have ended already; None: that is known not to be so.
+        number: the signal that this process gets then.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 

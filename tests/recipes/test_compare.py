@@ -85,6 +85,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pyte
     ("arguments", "message"),
     [
         (["+exp=quickstart", "strategy=ddp,all"], "strategy=ddp,all: 'all' includes the others; take strategy=all"),
+        (["+exp=quickstart", "trainer.max_epochs=0"], "trainer.max_epochs=0 trains no step"),
         (["strategy=ddp"], r"\+exp=NAME, one of convnet_cifar, deeplight_criteo, quickstart"),
         (["+exp=quickstart", "strategy=dpp"], "strategy=dpp is not one of ddp, .*; did you mean 'ddp'"),
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
@@ -293,7 +294,8 @@ def test_a_loss_does_not_stand_out_and_differences_have_a_spread(tmp_path: Path)
     write_page([section], "title", "command", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert '<div class="tile"><b>2.0× later' in text
-    assert "<h3>Seed by seed</h3>" in text
+    assert "<main>" in text
+    assert "<h2>Seed by seed</h2>" in text  # the only section needs no title of its own
     assert "<th scope=row>gqsgd</th><td>+0.00</td><td>1.41</td><td>+1.00</td><td>−1.00</td>" in text
     assert '<div class="tile good"><b>' not in text.split("2.0× later")[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,12 @@ from tests.recipes.conftest import ROOT, TINY, clean_environment
 LONG = (*TINY, "data.batch_size=16", "trainer.max_epochs=100000")
 
 
-def _interrupted(tmp_path: Path, script: str, *arguments: str, sign: str) -> tuple[int, str, list[psutil.Process]]:
-    """Interrupt a script as a terminal does, once its output or the log of a cell has a line that begins with ``sign``.
+def _interrupted(
+    tmp_path: Path, script: str, *arguments: str, sign: str, number: int = signal.SIGINT
+) -> tuple[int, str, list[psutil.Process]]:
+    """Send a script a signal, once its output or the log of a cell has a line that begins with ``sign``.
+
+    An interrupt goes to the whole group of processes, as that of a terminal does; other signals to the script alone.
 
     Returns:
         The exit code, the output, and the processes that the script had started.
@@ -57,7 +62,7 @@ def _interrupted(tmp_path: Path, script: str, *arguments: str, sign: str) -> tup
             if ready.wait(0.1) or any(f"\n{sign}" in log for log in logs):
                 break
         started = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         code = process.wait(60)
         reader.join(10)
     finally:
@@ -94,6 +99,24 @@ def test_an_interrupted_comparison_goes_on_with_the_same_command_and_leaves_no_p
     assert output.splitlines()[-1].startswith("  python recipes/compare.py +exp=quickstart")
     assert len(started) == 4  # the process that forks, the leader, and two ranks
     assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
+)
+LAB = ("hardware=netlab", "hardware.nodes=2", "hardware.rate=1gbit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", [(), pytest.param(LAB, marks=needs_root)], ids=["processors", "lab"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_comparison_that_is_ended_leaves_no_process(tmp_path: Path, hardware: tuple[str, ...], number: int) -> None:
+    code, output, started = _interrupted(tmp_path, "compare.py", *LONG, *hardware, sign="epoch 2/", number=number)
+    assert len(started) >= 3
+    assert not psutil.wait_procs(started, timeout=30)[1]
+    if number == signal.SIGTERM:
+        assert code == 143
+        assert "stopped by a signal; finished runs are kept, and the same command goes on with the others" in output
 
 
 @pytest.mark.parametrize(
