@@ -47,6 +47,11 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: prediction(3),
         lambda: str(sum(error <= 10 for error in errors())),
     ],
+    ("performance.md", r"over (\d+) settings at .*?: the median is ([\d.]+) % and the worst ([\d.]+) %"): [
+        lambda: prediction(1, "prediction_4_hosts"),
+        lambda: prediction(2, "prediction_4_hosts"),
+        lambda: prediction(3, "prediction_4_hosts"),
+    ],
     ("performance.md", r"The medians by rate are ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) %"): [
         lambda: str(median(errors("50mbit"))),
         lambda: str(median(errors("200mbit"))),

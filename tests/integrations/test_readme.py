@@ -1,4 +1,4 @@
-"""The README's examples, as they stand there."""
+"""The examples of README and of the page about simulation, as they stand there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/api/simulate.md")
+EXAMPLES = [
+    example for page in PAGES for example in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
