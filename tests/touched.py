@@ -2,11 +2,13 @@
 
 ``pytest -m slow --touched-since main --slow-seconds 600`` runs the slow tests whose own file, or whose subject (see
 `SUBJECTS`), differs between ``main`` and the files here. After 600 seconds it starts no other, and says which were
-left.
+left. Tests whose own file differs are first. The others have another order after each commit, so that no test is always
+among those that are left.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import time
@@ -21,6 +23,16 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/distributed/test_benchmarks.py": ("benchmarks/", "workloads/", "pictures/"),
     "tests/distributed/test_netlab.py": ("netlab/",),
     "tests/distributed/test_probe.py": ("lightning_gqsgd/performance/", "lightning_gqsgd/cli/"),
+    "tests/distributed/test_auto.py": ("lightning_gqsgd/tuning/", "lightning_gqsgd/performance/"),
+    "tests/distributed/test_copies.py": (
+        "lightning_gqsgd/copies",
+        "lightning_gqsgd/tuning/",
+        "lightning_gqsgd/sparse/",
+    ),
+    "tests/distributed/test_functional.py": ("lightning_gqsgd/functional", "lightning_gqsgd/reducers/"),
+    "tests/distributed/test_local": ("lightning_gqsgd/local_steps/",),
+    "tests/distributed/test_plain.py": ("lightning_gqsgd/tuning/", "lightning_gqsgd/copies"),
+    "tests/distributed/test_sparse.py": ("lightning_gqsgd/sparse/", "lightning_gqsgd/copies"),
     "tests/distributed/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
     "tests/reliability/": ("lightning_gqsgd/engine", "lightning_gqsgd/hook", "lightning_gqsgd/transport/"),
     "tests/integrations/test_examples.py": ("examples/",),
@@ -62,7 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("slow") and not touches(changed, item.nodeid)]
     config.hook.pytest_deselected(items=left_out)
     kept = set(items) - set(left_out)
-    items[:] = [item for item in items if item in kept]
+    head = last_commit()
+    # Files stay together, because some have fixtures of their own. Python's sort keeps the order within a file.
+    places = {file: place(file, changed, head) for file in {_file(item.nodeid) for item in items}}
+    items[:] = sorted([item for item in items if item in kept], key=lambda item: places[_file(item.nodeid)])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -76,15 +91,33 @@ def changed_since(commit: str) -> list[str]:
     Raises:
         pytest.UsageError: git does not know the commit.
     """
-    command = ["git", "diff", "--name-only", commit, "--"]
+    return _git("diff", "--name-only", commit, "--").splitlines()
+
+
+def place(file: str, changed: list[str], commit: str) -> tuple[bool, bytes]:
+    """What files are sorted by: changed ones first, the others in an order that depends on a commit."""
+    return file not in changed, hashlib.sha256(f"{commit} {file}".encode()).digest()
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def last_commit() -> str:
+    """The commit that is checked out."""
+    return _git("rev-parse", "HEAD").strip()
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        raise pytest.UsageError(f"--touched-since {commit}: {done.stderr.strip()}")
-    return done.stdout.splitlines()
+        raise pytest.UsageError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def touches(changed: list[str], test: str) -> bool:
     """Whether changed paths have a part in a test, which is named by its file and whatever follows."""
-    file = test.partition("::")[0]
+    file = _file(test)
     subjects = [subject for start, paths in SUBJECTS.items() if file.startswith(start) for subject in paths]
     return any(path == file or path.startswith(tuple(subjects)) for path in changed)

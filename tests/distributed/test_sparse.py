@@ -126,7 +126,8 @@ def test_parameters_are_bit_identical_on_all_ranks(ranks: int, tmp_path: Path) -
 
 def _check_that_copies_train_apart(model: DistributedDataParallel, rank: int) -> None:
     model.zero_grad()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    unpickled = pickle.loads(pickle.dumps(model))  # noqa: S301
+    for other in (copy.deepcopy(model), unpickled):
         _train(other, rank, range(1))
         assert fingerprint(other) != fingerprint(model)
         assert all(parameter.grad is None for parameter in model.parameters())

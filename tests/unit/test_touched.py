@@ -17,6 +17,8 @@ from tests import touched
         ("docs/index.md", "tests/recipes/test_run.py::test_a", False),
         ("README.md", "tests/integrations/test_readme.py::test_example", True),
         ("lightning_gqsgd/integrations/fabric.py", "tests/integrations/test_lightning.py::test_a", True),
+        ("lightning_gqsgd/copies.py", "tests/distributed/test_plain.py::test_a", True),
+        ("lightning_gqsgd/copies.py", "tests/distributed/test_staging.py::test_a", False),
         ("lightning_gqsgd/codecs/linear.py", "tests/statistics/test_systems.py::test_a", True),
     ],
 )
@@ -30,6 +32,13 @@ def test_every_subject_and_every_file_of_tests_exists() -> None:
             assert list(touched.ROOT.glob(f"{name.rstrip('/')}*")), name
 
 
+def test_changed_files_come_first_and_the_others_in_an_order_of_each_commit() -> None:
+    files = [f"tests/test_{letter}.py" for letter in "abcdefgh"]
+    orders = [sorted(files, key=lambda file: touched.place(file, [files[5]], commit)) for commit in ("1f", "2e")]
+    assert orders[0] != orders[1]
+    assert {order[0] for order in orders} == {files[5]}
+
+
 def test_an_unknown_commit_is_an_error_that_names_it() -> None:
-    with pytest.raises(pytest.UsageError, match="--touched-since no-such-commit: fatal"):
+    with pytest.raises(pytest.UsageError, match="git diff --name-only no-such-commit --: fatal"):
         touched.changed_since("no-such-commit")
