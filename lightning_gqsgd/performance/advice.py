@@ -191,13 +191,15 @@ def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
 def best_of(choices: Sequence[Candidate]) -> Candidate:
     """The most exact candidate among those whose steps are about as short as the shortest.
 
-    Plain DDP is the best one as long as none gains as much as is `WORTH` a change. Candidates with fewer than
-    `FEWEST_BITS` bits do not count.
+    Plain DDP is the best one as long as the shortest step does not gain as much as is `WORTH` a change. If it does, a
+    more exact candidate may gain a little less than that. So faster links never lead to fewer bits. Candidates with
+    fewer than `FEWEST_BITS` bits do not count.
     """
     choices = recommendable(choices)
     shortest = min(candidate.prediction.step_s for candidate in choices)
-    limit = min(shortest * (1 + CLOSE), choices[0].prediction.step_s * (1 - WORTH))
-    return next((candidate for candidate in choices if candidate.prediction.step_s <= limit), choices[0])
+    if shortest > choices[0].prediction.step_s * (1 - WORTH):
+        return choices[0]
+    return next(candidate for candidate in choices if candidate.prediction.step_s <= shortest * (1 + CLOSE))
 
 
 def recommendation(choices: Sequence[Candidate]) -> str:

@@ -131,6 +131,18 @@ def test_the_break_even_is_where_plain_ddp_begins_to_be_the_best() -> None:
         assert (advice.best_of(advised) is advised[0]) == (factor >= limit)
 
 
+def test_faster_links_never_lead_to_fewer_bits() -> None:
+    question = {"model": f"{HERE}:network", "batch": 8, "probe": None, "link": "100mbit", "latency": "10us"}
+    rest = {"intra": "100gbit", "nodes": 2, "gpus_per_node": 1, "backward": "50ms", "forward": None, "codec": "h100"}
+    cluster = Question(**{**question, **rest}).cluster()
+    places = []
+    for exponent in range(40):
+        choices = advice.candidates(cluster, factor=1.15**exponent)
+        places.append([candidate.name for candidate in choices].index(advice.best_of(choices).name))
+    assert places == sorted(places, reverse=True)
+    assert len(set(places)) > 2
+
+
 def test_operations_count_a_convolution_once_for_each_position() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(2 * 16, 5, bias=False))
     built = models.Built("x", model, (torch.zeros(1, 1, 4, 4),))
