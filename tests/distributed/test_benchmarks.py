@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import accuracy, kernels, report
+from benchmarks import accuracy, kernels, noise_bits, report
 from lightning_gqsgd.performance.turns import in_turns, ratio
 
 needs_root = pytest.mark.skipif(
@@ -119,3 +120,25 @@ def test_prediction() -> None:
 def test_local_steps() -> None:
     few = ("--steps", "4", "--validate-every", "2", "--case", "ddp", "diloco, H=16, 4 bits")
     assert "diloco, H=16, 4 bits" in _run("local_steps", "--hosts", "2", "--rate", "none", *few)
+
+
+def test_a_row_of_the_benchmark_of_noise_has_paired_differences_and_says_when_bits_fell(tmp_path: Path) -> None:
+    def run(accuracy: float, curve: list[tuple[int, float, float]]) -> dict[str, Any]:
+        return {"metrics": {"test/acc": accuracy}, "curve": curve, "bits_per_coordinate": 6.0, "mb_sent": 2.0}
+
+    fell = [(1, 32.0, float("nan")), (50, 32.0, 7.0), (60, 4.0, 9.0)]
+    stayed = [(1, 32.0, float("nan")), (60, 8.0, 3.0)]
+    ways = {"ddp": [run(0.5, []), run(0.6, [])], 'bits="auto"': [run(0.51, fell), run(0.61, stayed)]}
+    row = noise_bits.row_of("name", noise_bits.tasks(None)["digits, batch 32"], ways)
+    assert row[:5] == ["name", "%", "55.00 ± 7.07", "56.00 ± 7.07", "+1.00 ± 0.00"]
+    assert row[5:] == [6.0, "32 (1), 4 (60); 32 (1), 8 (60)", 5.0, 6.0, 2.0, 2.0]
+    noise_bits._draw({"name": ways}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_bits_that_noise_allows(tmp_path: Path) -> None:
+    words = ["--seeds", "1", "--task", "digits, batch 350", "--folder", str(tmp_path)]
+    assert "digits, batch 350" in _run("noise_bits", *words)
+    results = sorted(path.parent.name for path in tmp_path.glob("*/result.json"))
+    assert results == ["digits,_batch_350-bits=auto-0", "digits,_batch_350-ddp-0"]
