@@ -119,7 +119,7 @@ class Communicator:
             made = make(store, members.index(self.rank), len(members), self.timeout)
         except RuntimeError as error:  # e.g. another rank has refused, or died
             raise self.describe(error, f"connecting to {len(members)} ranks") from error
-        _groups.add(made)
+        _connected.add(made)
         return made
 
     def start(self, exchange: Exchange, stage: int) -> Any:
@@ -146,6 +146,7 @@ class Communicator:
             work = group._allgather_base(output.view(-1), source)
         else:
             work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
+        _connected.add(work)
         if self.backend == "nccl" and len(set(self._groups.values())) > 1:
             self._latest = (group, work)
         return work
@@ -273,18 +274,19 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 #: The communicators of this process, which a forked child must not touch.
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-#: The process groups of this process, also of communicators that were closed while something else still held a group.
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+#: What ends a connection when it is dropped: process groups and works of this process, also those of communicators that
+#: were closed. Something else may still hold one, as a traceback does.
+_connected: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _abandon_after_fork() -> None:
-    """Keep all groups for ever, and forget the communicators.
+    """Keep all groups and works for ever, and forget the communicators.
 
     The groups' threads live in the other process. Destructors would wait for these threads, and would shut down the
     connections, which the other process still uses.
     """
-    for group in list(_groups):
-        pythonapi.Py_IncRef(py_object(group))
+    for connected in list(_connected):
+        pythonapi.Py_IncRef(py_object(connected))
     for communicator in list(_alive):
         communicator.abandon()
     _alive.clear()

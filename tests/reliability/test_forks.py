@@ -5,23 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.functional import all_reduce, close
 from tests.distributed.models import train, wrapped
 from tests.distributed.ranks import run
 
 
-def _child_drops_the_groups_of_a_closed_hook(rank: int) -> tuple[int, float]:
-    model, state = wrapped({}, {})
-    train(model, rank, range(1))
-    groups = list(state._engine.communicator._groups.values())
-    state.close()
+def _code_of_a_child_that_drops(held: list[Any]) -> int:
+    """Exit code of a forked child that empties a list, and collects what nothing refers to; -9: it had to be killed."""
     child = os.fork()
     if child == 0:
-        groups.clear()
+        held.clear()
         gc.collect()
         os._exit(0)
     deadline = time.monotonic() + 60
@@ -29,11 +30,35 @@ def _child_drops_the_groups_of_a_closed_hook(rank: int) -> tuple[int, float]:
         if time.monotonic() > deadline:
             os.kill(child, 9)
         time.sleep(0.05)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def _child_drops_the_groups_of_a_closed_hook(rank: int) -> tuple[int, float]:
+    model, state = wrapped({}, {})
+    train(model, rank, range(1))
+    groups = list(state._engine.communicator._groups.values())
+    state.close()
+    code = _code_of_a_child_that_drops(groups)
     tensor = torch.ones(3)
     groups[0].allreduce([tensor]).wait()
-    return os.waitstatus_to_exitcode(ended[1]), float(tensor.sum())
+    return code, float(tensor.sum())
+
+
+def _child_collects_what_an_error_has_left_behind(rank: int) -> tuple[int, float]:
+    gc.disable()  # the parent keeps the cycle of the error and its frames
+    with suppress(ConfigError):
+        all_reduce(torch.ones(3000), step=rank, async_op=True).wait()
+    close()
+    code = _code_of_a_child_that_drops([])
+    gc.enable()
+    return code, float(all_reduce(torch.ones(3000), bits=32).sum())
 
 
 @pytest.mark.slow
 def test_a_forked_child_does_not_end_the_groups_of_a_closed_hook(tmp_path: Path) -> None:
     assert run(_child_drops_the_groups_of_a_closed_hook, 2, tmp_path, collective_timeout=20) == [(0, 6.0)] * 2
+
+
+@pytest.mark.slow
+def test_a_forked_child_does_not_wait_for_the_works_that_an_error_has_left_behind(tmp_path: Path) -> None:
+    assert run(_child_collects_what_an_error_has_left_behind, 2, tmp_path, collective_timeout=20) == [(0, 3000.0)] * 2
