@@ -61,7 +61,7 @@ def tasks(data: Path | None) -> dict[str, Task]:
     found = {f"digits, batch {size}": Task(("+exp=quickstart", f"data.batch_size={size}")) for size in (8, 32)}
     large = ("+exp=quickstart", "data.batch_size=350", "trainer.max_epochs=75", "trainer.log_every_n_steps=1")
     found["digits, batch 350"] = Task(large)
-    found["digits, batch 350, max_slowdown 0.02"] = Task(large, fields=("strategy.max_slowdown=0.02",))
+    found["digits, batch 350, max_slowdown 0.02"] = Task(large, fields=("+strategy.max_slowdown=0.02",))
     if data is None:
         return found
     found["CIFAR-10, small network"] = Task(
@@ -79,7 +79,7 @@ def tasks(data: Path | None) -> dict[str, Task]:
             *("data.valid_samples=256", "trainer.max_steps=600", "trainer.val_check_interval=100"),
             *("trainer.check_val_every_n_epoch=null", "threads=1", "test=false"),
         ),
-        metric="val/ppl",
+        metric="val/perplexity",
         unit="perplexity",
         factor=1.0,
     )
@@ -204,15 +204,17 @@ def _draw(runs: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
         figure, (above, below) = plt.subplots(2, 1, figsize=(6.4, 5.0), sharex=True)
         for (name, ways), colour in zip(runs.items(), OTHERS, strict=False):
             steps, bits, scales = zip(*ways[NOISE][0]["curve"], strict=True)
-            above.step(steps, bits, where="post", color=colour)
-            below.plot(steps, scales, color=colour, label=name)
+            ended = [step + 1 for step in steps]  # an axis with a logarithmic scale has no 0
+            above.step(ended, bits, where="post", color=colour)
+            below.plot(ended, scales, color=colour, label=name)
         above.set_yscale("log", base=2)
         above.set_yticks([4, 8, 16, 32], ["4", "8", "16", "32"])
         above.set_ylabel("bits")
-        above.set_title('bits="auto" takes fewer bits where gradients are noisier')
+        above.set_title('bits="auto": the bits of a training, and the noise of its gradients')
         below.set_yscale("log")
         below.set_ylabel("noise scale (batches of a rank)")
-        below.set_xlabel("step")
+        below.set_xscale("log")
+        below.set_xlabel("steps")
         figure.tight_layout()
         figure.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.savefig(file, dpi=DPI, bbox_inches="tight")

@@ -87,6 +87,14 @@ def test_sentences_of_further_pages_say_what_the_tables_say(page: str, pattern: 
     assert list(match.groups()) == [rounded(value, said) for value, said in zip(values, match.groups(), strict=True)]
 
 
+def test_the_page_on_choosing_says_what_bits_auto_ends_with() -> None:
+    text = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+    for task in ("digits, batch 32", "CIFAR-10, small network", "WikiText-2, transformer"):
+        difference = cell("noise_bits", "difference", task=task).replace("-", "−")  # as running text has it
+        average = cell("noise_bits", "average bits", task=task)
+        assert re.search(rf"{re.escape(difference)} (points with|away with) {average} bits", text), task
+
+
 _LOCAL = re.compile(r"^\| ([^|]+) \| ([\d.]+) MB \| (\d+) s \| (\d+) s \| ([\d.]+) \|$", re.MULTILINE)
 
 
