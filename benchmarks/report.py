@@ -18,6 +18,7 @@ import numba
 import torch
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_gqsgd.errors import counted
@@ -59,7 +60,11 @@ class Report:
             table.add_column(heading, justify="left" if number == 0 else "right")
         for row in self._texts():
             table.add_row(*row)
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        console = Console()
+        if not sys.stdout.isatty():  # a file has no width, so no cell is broken in two
+            unlimited = console.options.update(width=10_000)
+            console = Console(width=Measurement.get(console, unlimited, table).maximum)
+        console.print(table)
 
     def save(self, program: str) -> None:
         """Write ``results/NAME.md``, ``.json`` and, if there is a picture, ``.png``.
