@@ -50,7 +50,11 @@ def add_labs(parser: argparse.ArgumentParser) -> None:
 
 
 def in_labs(
-    options: argparse.Namespace, program: str, report: Report, add_rows: Callable[[Report, int, str, Any], None]
+    options: argparse.Namespace,
+    program: str,
+    report: Report,
+    add_rows: Callable[[Report, int, str, Any], None],
+    timeout: float = TIMEOUT_S,
 ) -> None:
     """Run this command as every rank of a lab, for every number of hosts and every rate; report what host 0 measured.
 
@@ -59,6 +63,7 @@ def in_labs(
         program: start of the command line, ``"python -m ..."``; workers get this process's arguments.
         report: where the rows go.
         add_rows: adds a lab's result to the report: (report, hosts, rate, argument of `finish`).
+        timeout: seconds after which a lab's workers are ended.
 
     Raises:
         WorkerError: a worker failed or left no result.
@@ -70,7 +75,7 @@ def in_labs(
             with tempfile.TemporaryDirectory() as folder, NetLab(hosts, rate, options.ranks_per_host) as lab:
                 file = Path(folder) / "result.json"
                 os.environ[RESULT] = str(file)
-                code = run_everywhere(lab, command, timeout=TIMEOUT_S)
+                code = run_everywhere(lab, command, timeout=timeout)
                 if code or not file.exists():
                     raise WorkerError(f"{program} on {hosts} hosts at {rate} failed with exit code {code}")
                 result = json.loads(file.read_text())

@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,12 +35,14 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 
 PROGRAM = "python -m benchmarks.local_steps"
 
-#: What each case is: gradients averaged by DDP, by the hook, or arguments of `LocalSteps`.
+#: What each case is: gradients averaged by DDP, by a hook, or arguments of `LocalSteps`.
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
+    "ddp_bf16": {},
     "gqsgd_4bit": {"preset": "gqsgd_4bit"},
     "diloco, H=16, 4 bits": {"every": 16, "preset": "gqsgd_4bit"},
     "diloco, H=32, 4 bits": {"every": 32, "preset": "gqsgd_4bit"},
+    "diloco, H=128, 4 bits": {"every": 128, "preset": "gqsgd_4bit"},
     "diloco, H=16, 2 bits": {"every": 16, "preset": "gqsgd_2bit"},
     "diloco, H=32, 2 bits": {"every": 32, "preset": "gqsgd_2bit"},
     "diloco, H=32, 4 bits, 4 fragments, delay 4": {
@@ -47,24 +51,31 @@ CASES: dict[str, dict[str, Any]] = {
         "fragments": 4,
         "delay": 4,
     },
+    "diloco, H=32, 4 bits, momentum from the start": {"every": 32, "preset": "gqsgd_4bit", "outer_after": 0},
     "fedpaq, H=16, 4 bits": {"every": 16, "preset": "gqsgd_4bit", "outer": "sgd"},
 }
-BATCH, LENGTH, VALIDATION_BATCHES = 4, 64, 2
+BATCH, LENGTH, VALIDATION_BATCHES = 4, 64, 4
 
 #: Variable of the environment: seconds after which a worker stops a case.
 LIMIT = "GQSGD_BENCHMARK_LIMIT_S"
+
+#: Seconds after which all cases on a link are given up.
+TIMEOUT_S = 3 * 3600.0
 WARMUP = 16
+
+#: Nats above ddp's last loss that count as that loss; the spread of seeds is larger.
+TOLERANCE = 0.01
 
 
 class Case:
     """A model that is trained in one way, from the same start in every case."""
 
-    def __init__(self, name: str, seed: int, steps: int, learning_rate: float) -> None:
+    def __init__(self, name: str, seed: int, options: argparse.Namespace) -> None:
         torch.manual_seed(seed)
         self.network = CharacterTransformer(LENGTH)
         self.model: nn.Module = self.network
         self.numel = sum(parameter.numel() for parameter in self.network.parameters())
-        optimizer = torch.optim.AdamW(self.network.parameters(), lr=learning_rate, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(self.network.parameters(), lr=options.learning_rate, weight_decay=0.1)
         self.optimizer: Any = optimizer
         self.telemetry: Telemetry | None = None
         self.close: Callable[[], None] = lambda: None
@@ -75,11 +86,15 @@ class Case:
             self.settle = self.optimizer.finish
         else:
             wrapped = DistributedDataParallel(self.network)
+            self.bytes_per_value = 4
+            if name == "ddp_bf16":
+                wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+                self.bytes_per_value = 2
             self.model = wrapped
             if CASES[name]:
                 state = register_gqsgd(wrapped, sample_every=0, **CASES[name])
                 self.telemetry, self.close = state.telemetry, state.close
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, steps))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, options.steps))
         self.steps = 0
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -97,7 +112,7 @@ class Case:
         """Bytes that each rank has sent."""
         if self.telemetry is not None:
             return self.telemetry.totals()["bytes_sent"]
-        return self.steps * ring_bytes(4 * self.numel, ranks)
+        return self.steps * ring_bytes(self.bytes_per_value * self.numel, ranks)
 
     @torch.no_grad()
     def loss(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -114,13 +129,13 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def train(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Train one case; seconds are those of training steps without the first two, which compile and build buckets."""
+    """Train one case; its seconds are those of training steps, without validation."""
     texts = load_texts()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     validation = torch.Generator().manual_seed(1)
     batches = [windows(texts.valid, 32, LENGTH, validation) for _ in range(VALIDATION_BATCHES)]
     own = torch.Generator().manual_seed(1000 * seed + rank)
-    case = Case(name, seed, options.steps, options.learning_rate)
+    case = Case(name, seed, options)
     curve, seconds = [(0.0, case.loss(batches))], 0.0
     while case.steps < options.steps:
         dist.barrier()
@@ -137,9 +152,9 @@ def train(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
             break
     result = {
         "curve": curve,
-        "steps": case.steps,
+        "share": case.steps / options.steps,
         "bytes": case.sent_bytes(ranks),
-        "waited": 0.0 if case.telemetry is None else case.telemetry.totals()["exposed_s"],
+        "waited": None if case.telemetry is None else case.telemetry.totals()["exposed_s"],
         "numel": case.numel,
         "text": texts.name,
     }
@@ -151,21 +166,25 @@ def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     begin()
     for name in CASES:  # kernels are compiled before anything is timed
-        Case(name, 0, options.steps, options.learning_rate).close()
-    finish({name: [train(name, options, seed) for seed in range(options.seeds)] for name in options.case})
+        Case(name, 0, options).close()
+    seeds = options.seeds if math.isinf(float(os.environ[LIMIT])) else 1  # times hardly depend on the seed
+    finish({name: [train(name, options, seed) for seed in range(seeds)] for name in options.case})
 
 
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
+    hosts = options.hosts[0]
     report = Report(
-        "local_steps",
-        f"Local steps: {options.steps} steps of a character transformer on two hosts",
+        "local_steps" if hosts == 2 else f"local_steps_{hosts}_hosts",
+        f"Local steps: {options.steps:,} steps of a character transformer on {hosts} hosts",
         {
             "case": "",
             "rate": "",
             "sent (MB)": ".2f",
             "training (s)": ".0f",
-            "loss at the end": ".3f",
+            "waiting (%)": ".1f",
+            "loss at the end": "",
+            "less ddp's": "",
             "to ddp's loss (s)": ".0f",
             "ddp / that": ".1f",
         },
@@ -174,7 +193,7 @@ def measure(options: argparse.Namespace) -> Report:
     for number, rate in enumerate(rates):
         os.environ[LIMIT] = str(options.most_seconds if number else math.inf)
         options.rate = [rate]
-        in_labs(options, PROGRAM, report, _add_rows)
+        in_labs(options, PROGRAM, report, _add_rows, timeout=TIMEOUT_S)
     _fill_in(report, options)
     report.draw = lambda file: _draw(report, file)
     return report
@@ -187,79 +206,81 @@ def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> 
 def _fill_in(report: Report, options: argparse.Namespace) -> None:
     """Make the rows of all rates.
 
-    A case that was stopped for its time has, step by step, the losses of the same case on a faster link: results do not
-    depend on the link. Its seconds go on as they were on average.
+    On later links, a case has the losses that it has on the first one, because results do not depend on the link, and
+    seconds that go on as they were on average where the case was stopped.
     """
     report.rows.clear()
-    runs = list(report.raw.items())
-    whole = {
-        (name, seed): run["curve"]
-        for _, result in runs
-        for name, seeds in result.items()
-        for seed, run in enumerate(seeds)
-        if run["steps"] == options.steps
-    }
-    text = numel = None
-    for where, result in runs:
+    first = next(iter(report.raw.values()))
+    for where, result in report.raw.items():
+        for name, runs in result.items():
+            result[name] = seeds = [{**runs[min(n, len(runs) - 1)]} for n in range(options.seeds)]
+            for run, whole in zip(seeds, first[name], strict=True):
+                run["losses"] = [loss for _, loss in whole["curve"]]
+                last, count = run["curve"][-1][0] / run["share"], len(run["losses"]) - 1
+                spread = [last * number / count for number in range(count + 1)]
+                run["seconds"] = [second for second, _ in run["curve"]] if run["share"] == 1 else spread
         rate = where.partition(", ")[2]
-        curves: dict[str, list[list[tuple[float, float]]]] = {}
-        for name, seeds in result.items():
-            for seed, run in enumerate(seeds):
-                text, numel = run["text"], run["numel"]
-                share = run["steps"] / options.steps
-                losses = [loss for _, loss in whole.get((name, seed), run["curve"])]
-                total = run["curve"][-1][0] / share
-                spread = [total * number / (len(losses) - 1) for number in range(len(losses))]
-                measured = [second for second, _ in run["curve"]] if share == 1 else spread
-                run["extrapolated"], run["seconds"] = share < 1, measured
-                run["losses"], run["sent"] = losses, run["bytes"] / share
-                curves.setdefault(name, []).append(list(zip(measured, losses, strict=True)))
-        plain = curves.get("ddp", [])
-        for name, seeds in result.items():
-            reached = [_time_to(curve, ddp[-1][1]) for curve, ddp in zip(curves[name], plain, strict=False)]
-            ratios = [ddp[-1][0] / second for second, ddp in zip(reached, plain, strict=False) if second]
-            shown = [second for second in reached if second]
-            report.rows.append(
-                [
-                    f"{name} *" if seeds[0]["extrapolated"] else name,
-                    rate,
-                    _mean([run["sent"] for run in seeds]) / 1e6,
-                    _mean([curve[-1][0] for curve in curves[name]]),
-                    _mean([curve[-1][1] for curve in curves[name]]),
-                    _mean(shown) if len(shown) == len(seeds) else None,
-                    _mean(ratios) if len(ratios) == len(seeds) else None,
-                ]
-            )
+        report.rows += [_row(name, rate, seeds, result.get("ddp")) for name, seeds in result.items()]
+    some = next(iter(first.values()))[0]
     report.notes = (
-        f"{text}; {numel:,} parameters, AdamW, {BATCH} windows of {LENGTH} bytes per host and step; means over "
-        f"{counted(options.seeds, 'seed')}. Loss: nats per byte on {VALIDATION_BATCHES} x 32 windows of the validation "
-        f"text, every {options.validate_every} steps, after the last average at the end. To ddp's loss: the training "
-        "seconds of the first validation that is not above ddp's last one; a dash: never. Sent: bytes that each host "
-        "sends.",
-        f"\\* stopped after {options.most_seconds:.0f} s or the next validation; its seconds are extrapolated from its "
-        "mean step, and its losses are those of the same run on the first link, because results do not depend on the "
-        "link.",
+        f"{some['text']}; {some['numel']:,} parameters, AdamW, {BATCH} windows of {LENGTH} bytes per host and step; "
+        f"means over {counted(options.seeds, 'seed')}, with standard deviations. Loss: nats per byte on "
+        f"{VALIDATION_BATCHES} x 32 windows of the validation text, every {options.validate_every} steps, after the "
+        "last average at the end. Less ddp's: the difference from ddp's loss with the same seed. To ddp's loss: the "
+        f"training seconds of the first validation whose loss, as a mean over seeds, is at most {TOLERANCE} above ddp's "
+        "last one; a dash: never. Waiting: the share of the seconds in which a step waited for codes or an average. Sent: bytes "
+        "that each host sends.",
+        "On links after the first, only the first seed is timed; losses are those of the first link, because results "
+        f"do not depend on the link. \\* stopped after {options.most_seconds:.0f} s or the next validation; seconds are "
+        "extrapolated from the mean step.",
     )
 
 
-def _time_to(curve: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """Seconds until a loss is reached; None: never."""
-    return next((second for second, value in curve if value <= loss), None)
+def _row(name: str, rate: str, seeds: list[dict[str, Any]], plain: list[dict[str, Any]] | None) -> list[Any]:
+    """A case's row of the table, from its runs with all seeds and those of ddp, if ddp is measured at all."""
+    ends = np.array([run["losses"][-1] for run in seeds])
+    waited = [100 * run["waited"] / run["curve"][-1][0] for run in seeds if run["waited"] is not None]
+    row = [
+        name if seeds[0]["share"] == 1 else f"{name} *",
+        rate,
+        np.mean([run["bytes"] / run["share"] for run in seeds]) / 1e6,
+        _mean_of(seeds, "seconds")[-1],
+        np.mean(waited) if waited else None,
+        _with_spread(ends, ".3f"),
+    ]
+    if plain is None:
+        return [*row, None, None, None]
+    target = np.array([run["losses"][-1] for run in plain])
+    second, slowest = (_time_to(target.mean() + TOLERANCE, of) for of in (seeds, plain))
+    ratio = None if second is None or slowest is None else slowest / second
+    return [*row, _with_spread(ends - target, "+.3f"), second, ratio]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _time_to(loss: float, seeds: list[dict[str, Any]]) -> float | None:
+    """Seconds until the mean over seeds is at a loss; None: never."""
+    reached = np.flatnonzero(_mean_of(seeds, "losses") <= loss)
+    return float(_mean_of(seeds, "seconds")[reached[0]]) if len(reached) else None
+
+
+def _mean_of(seeds: list[dict[str, Any]], key: str) -> Any:
+    return np.mean([run[key] for run in seeds], axis=0)
+
+
+def _with_spread(values: Any, form: str) -> str:
+    """Mean and standard deviation; the mean alone where there is one value."""
+    return f"{values.mean():{form}}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
 
 
 def _draw(report: Report, file: Path) -> None:
-    """Loss against seconds, one picture for each rate."""
+    """Loss against seconds as means over seeds, one picture for each rate."""
     import matplotlib.pyplot as plt
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(report.raw), figsize=(5 * len(report.raw), 3.6), squeeze=False)
         for axis, (where, result) in zip(axes[0], report.raw.items(), strict=True):
             for name, seeds in result.items():
-                axis.plot(seeds[0]["seconds"][1:], seeds[0]["losses"][1:], label=name, marker=".", markersize=3)
+                seconds, losses = _mean_of(seeds, "seconds")[1:], _mean_of(seeds, "losses")[1:]
+                axis.plot(seconds, losses, label=name, marker=".", markersize=3)
             axis.set_title(where)
             axis.set_xscale("log")
             axis.set_xlabel("training (s)")
@@ -276,13 +297,19 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     add_labs(parser)
-    parser.set_defaults(rate=["100mbit", "10mbit"])
+    parser.set_defaults(rate=["none", "100mbit", "10mbit"])
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--steps", type=int, default=288)
+    parser.add_argument("--steps", type=int, default=1024, help="of each case (default 1,024)")
     parser.add_argument("--validate-every", type=int, default=32, help="steps between two validations (default 32)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW at its highest (default 1e-3)")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--most-seconds", type=float, default=60.0, help="per case, but on the first link (default 60)")
+    options, _ = parser.parse_known_args()
+    if len(options.hosts) > 1:
+        parser.error(f"--hosts takes one number here, not {' '.join(map(str, options.hosts))}: run it once for each")
+    if options.steps < 1 or options.validate_every < 1 or options.steps % options.validate_every:
+        limit = f"--validate-every {options.validate_every}"
+        parser.error(f"--steps {options.steps} has to be a positive multiple of {limit}")
     work_or_present(parser, work, measure)
 
 

@@ -36,7 +36,8 @@ class TrainerMixin(_Base):
             averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
             unless the preset is one of local steps, such as ``gqsgd_diloco``. A checkpoint has the first rank's
             parameters, beside what every rank needs to resume. The last average is at the end of training.
-        outer: with local steps, the outer optimizer, see `local_steps.options.LocalOptions`, as for the next five.
+        outer: with local steps, the outer optimizer, see `local_steps.options.LocalOptions`, as for the next six.
+        outer_after: with local steps, the number of steps whose averages leave ``outer`` out.
         fragments: with local steps, the number of parts that are averaged at different times.
         delay: with local steps, the number of steps after which an average is used.
         mixing: with local steps and a delay, the share of what was learnt meanwhile.
@@ -91,6 +92,7 @@ class TrainerMixin(_Base):
         telemetry: bool = True,
         local_steps: int | None = None,
         outer: str | Callable[..., Any] | None = None,
+        outer_after: int | None = None,
         fragments: int | None = None,
         delay: int | None = None,
         mixing: float | None = None,
@@ -100,7 +102,8 @@ class TrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         given = locals()
-        options = {name: given[name] for name in ("outer", "fragments", "delay", "mixing", "inner_state", "rule")}
+        names = ("outer", "outer_after", "fragments", "delay", "mixing", "inner_state", "rule")
+        options = {name: given[name] for name in names}
         self._local, compression = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
         self._validates_at_anchor = self._check_validation(validate_at)
         named = {name: given[name] for name in GQSGDConfig.field_names()}

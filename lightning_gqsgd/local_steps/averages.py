@@ -267,7 +267,8 @@ class LocalAverages(AveragingLoop[Average]):
             text += f" in {options.fragments} fragments"
         if options.delay:
             text += f", and used {options.delay} steps later"
-        return f"{text}; outer {describe_outer(self.outer)}"
+        after = f" after {options.outer_after} steps" if options.outer_after else ""
+        return f"{text}; outer {describe_outer(self.outer)}{after}"
 
     def check_open(self) -> None:
         """Raise RuntimeError if this was closed."""
@@ -381,7 +382,7 @@ class LocalAverages(AveragingLoop[Average]):
         """See `AveragingLoop`."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
-        fragment.move_anchors(average.changes, self.outer, plain=average.is_last)
+        fragment.move_anchors(average.changes, self.outer, plain=self._is_plain(average))
         fragment.set_tensors(weight)
         if average.integers:
             self._integers.take(average.integers)

@@ -112,6 +112,10 @@ class AveragingLoop(ABC, Generic[AnyPending]):
                     fragment.settled_after = self.step
             self.under_way.remove(average)
 
+    def _is_plain(self, average: AnyPending) -> bool:
+        """Whether the anchor becomes the mean of the ranks' models by an average, without the outer optimizer."""
+        return average.is_last or self.options.leaves_outer_out(average.use_after - self.options.delay)
+
     @abstractmethod
     def _start(self, number: int, delay: int) -> AnyPending:
         """Start the average of a fragment, to be used ``delay`` steps later."""

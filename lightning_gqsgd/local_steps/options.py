@@ -20,6 +20,11 @@ Every = int | Callable[[int], int]
 
 _MOST_STEPS = 2**31 - 1
 
+#: DiLoCo's paper starts from 24,000 steps of ordinary training. A character transformer of 0.64 M parameters that
+#: started with Nesterov momentum ended 1,024 steps at 2.48 nats; after 128, 256 and 512 steps of plain means, at 2.14,
+#: 2.05 and 2.06.
+_OUTER_AFTER = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
@@ -32,6 +37,9 @@ class LocalOptions:
             Nesterov momentum 0.9 (DiLoCo, arXiv 2311.08105); ``"sgd"``, which is SGD with learning rate 1 (FedPAQ,
             arXiv 1909.13014); ``"heavy_ball"``, the same with momentum 0.4; or a class or function that makes a torch
             optimizer of a list of tensors.
+        outer_after: optimizer steps at the start of training whose averages leave ``outer`` out, 0 or more: the anchor
+            becomes the mean of the ranks' models. None: 256 with ``outer="nesterov"``, whose momentum would carry the
+            large changes of the first steps to where a network learns much less, and otherwise 0.
         fragments: number of parts of about equal size whose averages start at different steps of a round, 1 or more.
         delay: number of steps between the start of an average and its use, 0 or more, and less than ``every``.
         mixing: weight α of a rank's own parameters when a delayed average is used, 0 to 1: x ← α x + (1 − α) anchor
@@ -49,6 +57,7 @@ class LocalOptions:
 
     every: Every = 32
     outer: OuterOptimizer = "nesterov"
+    outer_after: int | None = None
     fragments: int = 1
     delay: int = 0
     mixing: float = 0.5
@@ -61,6 +70,9 @@ class LocalOptions:
         if not callable(self.every):
             check_integer("every", self.every, 1, _MOST_STEPS)
         check_outer(self.outer)
+        if self.outer_after is None:
+            object.__setattr__(self, "outer_after", _OUTER_AFTER if self.outer == "nesterov" else 0)
+        check_integer("outer_after", self.outer_after, 0, _MOST_STEPS)
         check_integer("fragments", self.fragments, 1, _MOST_STEPS)
         check_integer("delay", self.delay, 0, _MOST_STEPS)
         check_real("mixing", self.mixing, 0, 1)
@@ -102,6 +114,10 @@ class LocalOptions:
                 f"before the next one of the same parameters starts; take delay={steps - 1} or less"
             )
         return steps
+
+    def leaves_outer_out(self, step: int) -> bool:
+        """Whether the average that starts after an optimizer step is used without the outer optimizer."""
+        return self.outer_after is not None and step <= self.outer_after
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

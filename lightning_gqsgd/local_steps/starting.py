@@ -134,6 +134,7 @@ def facts_of(
         "rule": str(options.rule),
         "anchor_dtype": str(options.anchor_dtype),
         "outer": describe_outer(outer),
+        "outer_after": options.outer_after,
         "version of lightning_gqsgd": __version__,
         "version of the wire format": VERSION,
     }

@@ -206,7 +206,7 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
     def _apply(self, average: VirtualAverage, weight: float) -> None:
         """See `AveragingLoop`."""
         replicas = self._replicas[average.fragment]
-        replicas[0].move_anchors([average.mean], self.outer, plain=average.is_last)
+        replicas[0].move_anchors([average.mean], self.outer, plain=self._is_plain(average))
         for fragment in replicas:
             fragment.set_tensors(weight)
 

@@ -16,12 +16,12 @@ NATIVE: dict[str, Any] = {"preset": "gqsgd", "reducer": "native"}
 
 #: Steps between averages, fragments and delay, with a compression each: without a memory, and with two kinds of it.
 WAYS: list[dict[str, Any]] = [
-    {"every": 1, "preset": "gqsgd_4bit"},
+    {"every": 1, "outer_after": 0, "preset": "gqsgd_4bit"},
     {"every": 4, "preset": "gqsgd_2bit", "outer": "sgd"},
-    {"every": 3, "fragments": 2, "preset": "signsgd_ef"},
-    {"every": 4, "fragments": 3, "delay": 2, "preset": "gqsgd_4bit"},
+    {"every": 3, "outer_after": 0, "fragments": 2, "preset": "signsgd_ef"},
+    {"every": 4, "outer_after": 4, "fragments": 3, "delay": 2, "preset": "gqsgd_4bit"},
     {"every": lambda number: 2 + number % 2, "fragments": 2, "delay": 1, "preset": "dore"},
-    {"every": 3, "preset": "gqsgd_4bit", "inner_state": "average", "anchor_dtype": torch.float64},
+    {"every": 3, "outer_after": 3, "preset": "gqsgd_4bit", "inner_state": "average", "anchor_dtype": torch.float64},
 ]
 STEPS = 10
 

@@ -106,6 +106,7 @@ def test_averaging_after_every_step_is_ddp_with_sgd_to_the_bit_where_nothing_is_
 def _by_hand(rank: int, way: dict[str, Any]) -> tuple[bool, bool]:
     """LocalSteps beside the formulas of its documentation, for one fragment: the same bits?"""
     every, delay, mixing = way["every"], way.get("delay", 0), way.get("mixing", 0.5)
+    outer_after = way.get("outer_after", 256)
     model, twin = mlp(), mlp()
     optimizer = local_steps(model, {**NATIVE, **way})
     inner = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
@@ -122,7 +123,11 @@ def _by_hand(rank: int, way: dict[str, Any]) -> tuple[bool, bool]:
                 for anchor, change in zip(anchors, changes, strict=True):
                     dist.all_reduce(change)
                     anchor.grad = change / 2
-                outer.step()
+                if step - delay <= outer_after:
+                    for anchor in anchors:
+                        anchor.sub_(anchor.grad)
+                else:
+                    outer.step()
                 for anchor, p in zip(anchors, twin.parameters(), strict=True):
                     p.copy_(p.lerp(anchor, 1 - mixing) if delay else anchor)
     same = fingerprint(model) == fingerprint(twin)
@@ -135,13 +140,18 @@ def _by_hand(rank: int, way: dict[str, Any]) -> tuple[bool, bool]:
 def _all_by_hand(rank: int) -> list[tuple[bool, bool]]:
     return [
         _by_hand(rank, way)
-        for way in ({"every": 3}, {"every": 4, "delay": 2}, {"every": 2, "delay": 1, "mixing": 0.25})
+        for way in (
+            {"every": 3, "outer_after": 0},
+            {"every": 4, "delay": 2, "outer_after": 0},
+            {"every": 2, "delay": 1, "mixing": 0.25, "outer_after": 4},
+            {"every": 3},
+        )
     ]
 
 
 def test_formulas_of_diloco_and_of_a_delay(tmp_path: Path) -> None:
     for results in run(_all_by_hand, 2, tmp_path):
-        assert results == [(True, True)] * 3
+        assert results == [(True, True)] * 4
 
 
 def _unbiased(rank: int) -> list[float]:

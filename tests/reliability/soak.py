@@ -40,8 +40,8 @@ HOOKS: list[dict[str, Any]] = [
 REDUCTIONS: list[dict[str, Any]] = [{}, {"bits": 4}, {"reducer": "sum"}]
 #: What local steps are made with, in turns.
 LOCAL: list[dict[str, Any]] = [
-    {"every": 5},
-    {"every": 4, "fragments": 2, "delay": 1, "bits": 2},
+    {"every": 5, "outer_after": 10},
+    {"every": 4, "outer_after": 0, "fragments": 2, "delay": 1, "bits": 2},
     {"preset": "gqsgd_fedpaq", "every": 3},
     {"preset": "gqsgd_chb", "every": 2},
 ]

@@ -150,7 +150,13 @@ def with_local_steps(run: Run) -> nn.Module:
     model, first = mlp(64), 0
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = LocalSteps(
-        model, inner, every=5, fragments=2, delay=1, timeout=timedelta(seconds=WAYS["local steps"].timeout_s)
+        model,
+        inner,
+        every=5,
+        outer_after=10,
+        fragments=2,
+        delay=1,
+        timeout=timedelta(seconds=WAYS["local steps"].timeout_s),
     )
     files = run.latest(*(f"-{rank}" for rank in range(run.ranks)))
     if files:

@@ -129,6 +129,16 @@ def test_an_anchor_that_cannot_hold_a_parameter_is_refused() -> None:
         Bundle([entry], LocalOptions(anchor_dtype=torch.float16))
 
 
+def test_the_outer_optimizer_begins_after_some_steps_of_plain_means() -> None:
+    assert [LocalOptions(outer=outer).outer_after for outer in ("nesterov", "sgd", "heavy_ball")] == [256, 0, 0]
+    assert LocalOptions(outer=partial(torch.optim.SGD, lr=0.5)).outer_after == 0
+    options = LocalOptions(outer_after=3)
+    assert [options.leaves_outer_out(step) for step in (1, 3, 4)] == [True, True, False]
+    for value, text in ((-1, "outer_after=-1"), (1.5, "outer_after=1.5"), (True, "outer_after=True")):
+        with pytest.raises(ConfigError, match=text):
+            LocalOptions(outer_after=value)  # type: ignore[arg-type]
+
+
 def test_outer_optimizers_by_name_by_class_and_by_function() -> None:
     anchors = [torch.zeros(3)]
     assert describe_outer(make_outer("nesterov", anchors)) == "SGD(lr=0.7, momentum=0.9, nesterov=True)"

@@ -59,7 +59,11 @@ def test_a_round_by_hand() -> None:
             for point in points:
                 point.data.copy_(anchor)
     record = run(
-        steps=7, local_steps_of=steps_of, outer="nesterov", optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)
+        steps=7,
+        local_steps_of=steps_of,
+        outer="nesterov",
+        outer_after=0,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
     )
     np.testing.assert_allclose(record.parameters, anchor.numpy(), rtol=1e-12)
     assert record.bytes_sent[[1, 2, 3]].tolist() == [0, 0, record.bytes_sent[3]]
