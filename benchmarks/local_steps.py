@@ -227,12 +227,12 @@ def _fill_in(report: Report, options: argparse.Namespace) -> None:
         f"means over {counted(options.seeds, 'seed')}, with standard deviations. Loss: nats per byte on "
         f"{VALIDATION_BATCHES} x 32 windows of the validation text, every {options.validate_every} steps, after the "
         "last average at the end. Less ddp's: the difference from ddp's loss with the same seed. To ddp's loss: the "
-        f"training seconds of the first validation whose loss, as a mean over seeds, is at most {TOLERANCE} above ddp's "
-        "last one; a dash: never. Waiting: the share of the seconds in which a step waited for codes or an average. Sent: bytes "
-        "that each host sends.",
+        "training seconds of the first validation whose loss, as a mean over seeds, is at most "
+        f"{TOLERANCE} above ddp's last one; a dash: never. Waiting: the share of the seconds in which a step waited "
+        "for codes or an average. Sent: bytes that each host sends.",
         "On links after the first, only the first seed is timed; losses are those of the first link, because results "
-        f"do not depend on the link. \\* stopped after {options.most_seconds:.0f} s or the next validation; seconds are "
-        "extrapolated from the mean step.",
+        f"do not depend on the link. \\* stopped after {options.most_seconds:.0f} s or the next validation; its "
+        "seconds are extrapolated from the mean step.",
     )
 
 

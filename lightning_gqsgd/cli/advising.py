@@ -16,6 +16,7 @@ from lightning_gqsgd.performance import models
 from lightning_gqsgd.performance.advice import (
     Candidate,
     Cluster,
+    advice_on_local_steps,
     check_batch,
     check_size,
     over_links,
@@ -187,8 +188,8 @@ def _note(codec: str, probe: Probe | None) -> str:
     return f"codec: {ESTIMATES[codec].note}"
 
 
-def table(cluster: Cluster, choices: Sequence[Candidate]) -> Table:
-    """The predictions, one in a row."""
+def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> Table:
+    """The predictions, one in a row; ``local``: that of local steps, if there is one."""
     made = Table(
         title=f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
         f"{cluster.nodes} × {cluster.per_node} ranks: predicted",
@@ -207,7 +208,7 @@ def table(cluster: Cluster, choices: Sequence[Candidate]) -> Table:
     )
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for candidate in choices:
+    for candidate in (*choices, *([] if local is None else [local])):
         step, rate = candidate.prediction, _samples_per_s(cluster, candidate)
         made.add_row(
             candidate.name,
@@ -227,12 +228,13 @@ def _samples_per_s(cluster: Cluster, candidate: Candidate) -> float | None:
     return None if cluster.batch is None else candidate.prediction.throughput(cluster.batch, cluster.ranks)
 
 
-def lines(cluster: Cluster, choices: Sequence[Candidate]) -> list[str]:
-    """The recommendation, and how sure the numbers are."""
-    return [recommendation(choices), *(f"Note: {note}." for note in cluster.notes)]
+def lines(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> list[str]:
+    """The recommendation, local steps where they help more, and how sure the numbers are."""
+    advice = [recommendation(choices), advice_on_local_steps(choices, local)]
+    return [*filter(None, advice), *(f"Note: {note}." for note in cluster.notes)]
 
 
-def to_dict(cluster: Cluster, choices: Sequence[Candidate]) -> dict[str, Any]:
+def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> dict[str, Any]:
     """Plain values only."""
     return {
         "model": cluster.timeline.name,
@@ -241,20 +243,25 @@ def to_dict(cluster: Cluster, choices: Sequence[Candidate]) -> dict[str, Any]:
         "gpus_per_node": cluster.per_node,
         "batch": cluster.batch,
         "candidates": [
-            {
-                "name": candidate.name,
-                "keywords": candidate.keywords,
-                "step_s": candidate.prediction.step_s,
-                "compute_s": candidate.prediction.compute_s,
-                "exposed_s": candidate.prediction.exposed_s,
-                "codec_s": candidate.prediction.codec_s,
-                "wire_s": candidate.prediction.wire_s,
-                "sent_bytes": candidate.prediction.sent_bytes,
-                "samples_per_s": _samples_per_s(cluster, candidate),
-                "efficiency": candidate.prediction.efficiency,
-            }
+            {"name": candidate.name, "keywords": candidate.keywords, **_figures(cluster, candidate)}
             for candidate in choices
         ],
+        "local_steps": None if local is None else {"name": local.name, **_figures(cluster, local)},
         "recommendation": recommendation(choices),
+        "recommendation_of_local_steps": advice_on_local_steps(choices, local),
         "notes": list(cluster.notes),
+    }
+
+
+def _figures(cluster: Cluster, candidate: Candidate) -> dict[str, float | None]:
+    step = candidate.prediction
+    return {
+        "step_s": step.step_s,
+        "compute_s": step.compute_s,
+        "exposed_s": step.exposed_s,
+        "codec_s": step.codec_s,
+        "wire_s": step.wire_s,
+        "sent_bytes": step.sent_bytes,
+        "samples_per_s": _samples_per_s(cluster, candidate),
+        "efficiency": step.efficiency,
     }

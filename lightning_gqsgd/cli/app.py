@@ -185,7 +185,7 @@ def advise(
 ) -> None:
     """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
     from lightning_gqsgd.cli import advising, tables
-    from lightning_gqsgd.performance.advice import candidates, recommendable
+    from lightning_gqsgd.performance.advice import candidates, recommendable, with_local_steps
 
     places = (nodes, gpus_per_node, backward, forward, codec)
     question = advising.Question(model, batch, probe, link, latency, intra, *places)
@@ -204,17 +204,17 @@ def advise(
 
             pictures.check_files(files)
         cluster = question.cluster()
-        choices = candidates(cluster)
+        choices, local = candidates(cluster), with_local_steps(cluster)
         if plot is not None:
             pictures.draw_sweeps(cluster, plot)
         if gantt is not None:
             steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
             pictures.draw_steps(steps, gantt)
     if as_json:
-        typer.echo(json.dumps(advising.to_dict(cluster, choices), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(advising.to_dict(cluster, choices, local), indent=1, ensure_ascii=False))
         return
-    tables.show(advising.table(cluster, choices))
-    typer.echo("\n".join(advising.lines(cluster, choices)))
+    tables.show(advising.table(cluster, choices, local))
+    typer.echo("\n".join(advising.lines(cluster, choices, local)))
 
 
 @app.command()

@@ -15,7 +15,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance.costs import Costs, Link, at_ranks, collectives_between
 from lightning_gqsgd.performance.model import BF16, NATIVE, Prediction, predict
 from lightning_gqsgd.performance.probe import codec_of_bits
-from lightning_gqsgd.performance.timeline import Timeline
+from lightning_gqsgd.performance.timeline import Bucket, Timeline
 
 #: Widths of codes that are compared, most exact ones first.
 BITS = (8, 4, 3, 2)
@@ -25,6 +25,10 @@ FEWEST_BITS = 4
 WORTH = 0.05
 #: Predictions that differ by less are taken as equal, and the more exact candidate is recommended.
 CLOSE = 0.03
+#: The share of a step that waits, from which on local steps are advised as well.
+LONG_WAIT = 0.5
+#: Steps between two averages, and bits of the changes, of the preset ``gqsgd_diloco``.
+LOCAL_STEPS, LOCAL_BITS = 32, 4
 #: The most ranks that are predicted: each of them is an owner of a shard in every piece, which takes time.
 MOST_RANKS = 8192
 #: The most samples of a rank in a step.
@@ -179,6 +183,35 @@ def candidates(
     return [Candidate(name, method, make(method)) for name, method in methods(cluster, nodes, costs, widths).items()]
 
 
+def with_local_steps(cluster: Cluster) -> Candidate | None:
+    """What a step takes on average if ranks train by themselves and average their models (preset ``gqsgd_diloco``).
+
+    Steps send no gradients. After every `LOCAL_STEPS` of them, all changes are reduced at once, beside no computation.
+
+    Returns:
+        The candidate, with a prediction of one step, for which nothing is drawn; None: the costs of its codes are
+        missing.
+    """
+    costs, line = cluster.costs_at(cluster.nodes, 1.0), cluster.timeline
+    if codec_of_bits(LOCAL_BITS) not in costs.gammas:
+        return None
+    everything = Bucket(tuple(segment for bucket in line.buckets for segment in bucket.segments), 0.0)
+    alone = replace(line, buckets=(everything,), forward_s=0.0, backward_s=0.0, update_s=0.0)
+    method = GQSGDConfig(bits=LOCAL_BITS, sample_every=0)
+    average = predict(alone, costs, cluster.ranks, method)
+    share = 1 / LOCAL_STEPS
+    step = Prediction(
+        step_s=line.compute_s + share * average.step_s,
+        compute_s=line.compute_s,
+        codec_s=share * average.codec_s,
+        wire_s=share * average.wire_s,
+        exposed_s=share * average.step_s,
+        sent_bytes=round(share * average.sent_bytes),
+        events=(),
+    )
+    return Candidate(f"{LOCAL_BITS} bit, every {LOCAL_STEPS} steps", method, step)
+
+
 def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that are exact enough for most trainings."""
     return [
@@ -225,6 +258,20 @@ def recommendation(choices: Sequence[Candidate]) -> str:
         else (f"encoding and decoding take {_ms(made.codec_s)}")
     )
     return f"Take {best.keywords}, {saved}: {waits}, and with {best.name} {rest}, {_ms(made.exposed_s)} of it exposed."
+
+
+def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None) -> str | None:
+    """A sentence on local steps; None: steps wait little, or there is no prediction of local steps."""
+    best = best_of(choices)
+    made = best.prediction
+    if local is None or made.exposed_s <= LONG_WAIT * made.step_s:
+        return None
+    step_s = local.prediction.step_s
+    return (
+        f'If {made.exposed_s / made.step_s:.0%} of a step are too long a wait: strategy="gqsgd_diloco" averages models '
+        f"every {LOCAL_STEPS} steps instead of gradients, predicted to take {_ms(step_s)} a step on average, "
+        f"{made.step_s / step_s:.2f} times faster than {best.name}; compare what the loss ends with."
+    )
 
 
 def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:

@@ -16,6 +16,7 @@ from lightning_gqsgd.cli.advising import Question
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.performance import Bucket, Collective, Costs, Gamma, Timeline, advice, models
 from lightning_gqsgd.performance.costs import KINDS
 from lightning_gqsgd.performance.probe import Probe
@@ -84,6 +85,34 @@ def test_fewer_bits_than_four_are_predicted_and_never_recommended() -> None:
     steps = {row["name"]: row["step_s"] for row in advised["candidates"]}
     assert steps["2 bit"] < steps["4 bit"]
     assert advised["recommendation"].startswith("Take bits=4")
+
+
+def test_local_steps_are_advised_where_steps_of_few_bits_wait_most_of_their_time() -> None:
+    slow, fast = (_json(*USUAL, "--link", rate) for rate in ("1mbit", "10gbit"))
+    four = next(row for row in slow["candidates"] if row["name"] == "4 bit")
+    local = slow["local_steps"]
+    assert local["name"] == "4 bit, every 32 steps"
+    assert local["sent_bytes"] == pytest.approx(four["sent_bytes"] / 32, abs=1)
+    assert local["exposed_s"] == pytest.approx(four["wire_s"] / 32, rel=0.02)  # nothing is computed beside an average
+    assert local["step_s"] == pytest.approx(local["compute_s"] + local["exposed_s"])
+    assert 'strategy="gqsgd_diloco" averages models every 32 steps' in slow["recommendation_of_local_steps"]
+    assert f"{four['step_s'] / local['step_s']:.2f} times faster than 4 bit" in slow["recommendation_of_local_steps"]
+    assert fast["recommendation_of_local_steps"] is None
+    shown = _run(*USUAL, "--link", "1mbit").stdout
+    assert slow["recommendation_of_local_steps"] in shown
+    assert "4 bit, every 32 steps" in shown
+
+
+def test_local_steps_are_predicted_as_their_preset_makes_them() -> None:
+    preset = LOCAL_PRESETS["gqsgd_diloco"]
+    assert (preset.options["every"], preset.compression.config.num_bits) == (advice.LOCAL_STEPS, advice.LOCAL_BITS)
+
+
+def test_a_probe_without_these_codes_predicts_no_local_steps(tmp_path: Path) -> None:
+    costs = _probe(tmp_path / "p.json").costs
+    _probe(tmp_path / "p.json", costs=replace(costs, gammas={"companded/8": costs.gammas["companded/8"]}))
+    advised = _json("--probe", str(tmp_path / "p.json"))
+    assert (advised["local_steps"], advised["recommendation_of_local_steps"]) == (None, None)
 
 
 def test_the_table_says_that_numbers_of_gpus_are_estimates() -> None:
