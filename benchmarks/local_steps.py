@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -151,7 +152,7 @@ def train(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
         if stop.item():
             break
     result = {
-        "curve": curve,
+        "curve": [(round(second, 3), round(loss, 4)) for second, loss in curve],
         "share": case.steps / options.steps,
         "bytes": case.sent_bytes(ranks),
         "waited": None if case.telemetry is None else case.telemetry.totals()["exposed_s"],
@@ -159,6 +160,8 @@ def train(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
         "text": texts.name,
     }
     case.close()
+    if rank == 0:
+        print(f"{name}, seed {seed}: {case.steps} steps in {seconds:.0f} s, loss {curve[-1][1]:.3f}", file=sys.stderr)
     return result
 
 
@@ -217,7 +220,7 @@ def _fill_in(report: Report, options: argparse.Namespace) -> None:
             for run, whole in zip(seeds, first[name], strict=True):
                 run["losses"] = [loss for _, loss in whole["curve"]]
                 last, count = run["curve"][-1][0] / run["share"], len(run["losses"]) - 1
-                spread = [last * number / count for number in range(count + 1)]
+                spread = [round(last * number / count, 3) for number in range(count + 1)]
                 run["seconds"] = [second for second, _ in run["curve"]] if run["share"] == 1 else spread
         rate = where.partition(", ")[2]
         report.rows += [_row(name, rate, seeds, result.get("ddp")) for name, seeds in result.items()]
@@ -280,7 +283,8 @@ def _draw(report: Report, file: Path) -> None:
         for axis, (where, result) in zip(axes[0], report.raw.items(), strict=True):
             for name, seeds in result.items():
                 seconds, losses = _mean_of(seeds, "seconds")[1:], _mean_of(seeds, "losses")[1:]
-                axis.plot(seconds, losses, label=name, marker=".", markersize=3)
+                line = "--" if "every" in CASES[name] else "-"  # there are fewer colours than cases
+                axis.plot(seconds, losses, line, label=name, marker=".", markersize=3)
             axis.set_title(where)
             axis.set_xscale("log")
             axis.set_xlabel("training (s)")

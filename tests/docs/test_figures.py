@@ -71,6 +71,15 @@ def convnet_mean(strategy: str) -> Decimal:
     return Decimal(convnet("accuracy (%)", strategy).partition(" ")[0])
 
 
+def local(case: str) -> str:
+    """How many times sooner than plain DDP a case is at plain DDP's loss at 10 Mbit/s."""
+    return cell("local_steps", "ddp / that", case=f"{case} *", rate="10mbit")
+
+
+def local_to_4_bits() -> str:
+    return str(Decimal(local("diloco, H=16, 4 bits")) / Decimal(local("gqsgd_4bit")))
+
+
 #: Sentences with figures: what the sentence says, and what the tables say.
 SENTENCES = {
     r"([\d.]+) times faster than plain DDP at 100 Mbit/s, ([\d.]+) times at\s1 Gbit/s, and ([\d.]+) times on one": [
@@ -92,6 +101,10 @@ SENTENCES = {
     r"reaches 89\.8 % accuracy ([\d.]+) times sooner than ddp, and ([\d.]+) times sooner than ddp_bf16": [
         lambda: convnet("times sooner than ddp"),
         lambda: convnet("than the best baseline"),
+    ],
+    r"loss of plain DDP ([\d.]+) times sooner\sthan plain DDP, and ([\d.]+) times sooner than 4 bits in every step": [
+        lambda: local("diloco, H=16, 4 bits"),
+        local_to_4_bits,
     ],
     r"ends ([\d.]+) points below ddp": [lambda: str(convnet_mean("ddp") - convnet_mean("gqsgd_4bit"))],
     r"move ([\d.]+) bytes per fp32 value and ([\d.]+) per bf16 value": [

@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from tests.docs.tables import RESULTS, cell
-from tests.docs.test_figures import auto, prediction, rounded
+from tests.docs.test_figures import auto, local, local_to_4_bits, prediction, rounded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,6 +71,17 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: auto("none"),
         lambda: speed_of_32_bits("none"),
     ],
+    (
+        "local_steps.md",
+        r"there ([\d.]+) times sooner than `ddp`, ([\d.]+) times sooner than\s+`gqsgd_4bit`, and at 2 bits ([\d.]+)",
+    ): [
+        lambda: local("diloco, H=16, 4 bits"),
+        local_to_4_bits,
+        lambda: local("diloco, H=16, 2 bits"),
+    ],
+    ("local_steps.md", r"At 100 Mbit/s it is there ([\d.]+) times sooner"): [
+        lambda: cell("local_steps", "ddp / that", case="diloco, H=16, 4 bits *", rate="100mbit"),
+    ],
     ("method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
         lambda: time_of("fp32"),
         lambda: time_of("two_shot, 4 bit"),
@@ -95,21 +106,28 @@ def test_the_page_on_choosing_says_what_bits_auto_ends_with() -> None:
         assert re.search(rf"{re.escape(difference)} (points with|away with) {average} bits", text), task
 
 
-_LOCAL = re.compile(r"^\| ([^|]+) \| ([\d.]+) MB \| (\d+) s \| (\d+) s \| ([\d.]+) \|$", re.MULTILINE)
+_LOCAL = re.compile(
+    r"^\| ([^|]+) \| ([\d.,]+) MB \| ([\d,]+) s \| ([\d,]+) s \| ([\d,]+) s \| ([\d.]+ ± [\d.]+) \| ([^|]*)\|$",
+    re.MULTILINE,
+)
 
 
 def test_local_steps_took_what_their_table_says() -> None:
     rows = _LOCAL.findall((ROOT / "docs" / "local_steps.md").read_text())
-    assert len(rows) == 7
-    for name, *said in rows:
-        case = name.strip("`").replace("DiLoCo", "diloco").replace("FedPAQ", "fedpaq").replace("H = ", "H=")
+    assert len(rows) == 11
+    for name, *said, loss, less in rows:
+        case = name.strip("`").replace("DiLoCo", "diloco").replace("FedPAQ", "fedpaq")
         expected = [
-            cell("local_steps", "sent (MB)", case=case, rate="100mbit"),
-            cell("local_steps", "training (s)", case=case, rate="100mbit"),
+            cell("local_steps", "sent (MB)", case=case, rate="none"),
+            cell("local_steps", "training (s)", case=case, rate="none"),
+            cell("local_steps", "training (s)", case=f"{case} *", rate="100mbit"),
             cell("local_steps", "training (s)", case=f"{case} *", rate="10mbit"),
-            cell("local_steps", "loss at the end", case=case, rate="100mbit"),
         ]
-        assert said == [rounded(value, like) for value, like in zip(expected, said, strict=True)], name
+        plain = [value.replace(",", "") for value in said]
+        assert plain == [rounded(value, like) for value, like in zip(expected, plain, strict=True)], name
+        assert loss == cell("local_steps", "loss at the end", case=case, rate="none")
+        if case != "ddp":
+            assert less.strip() == cell("local_steps", "less ddp's", case=case, rate="none").replace("-", "−"), name
 
 
 _SPARSE = re.compile(r"^\| (`\w+`)[^|]* \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
