@@ -28,6 +28,7 @@ from tests.distributed.local_models import (
 )
 from tests.distributed.models import fingerprint, mlp
 from tests.distributed.ranks import run
+from workloads.characters import CharacterTransformer, load_texts, windows
 
 # --- what ranks have in common ---------------------------------------------------------------------------------------
 
@@ -341,3 +342,33 @@ def test_counters_and_the_line_that_says_what_is_averaged(tmp_path: Path) -> Non
         assert steps == 2
         assert 4 < bits < 6
         assert waited
+
+
+def _transformer(rank: int) -> list[float]:
+    """Loss of a character transformer after 320 steps, whose momentum begins at once, and after 128 steps."""
+    texts = load_texts()
+    unseen, following = windows(texts.valid, 64, 64, torch.Generator().manual_seed(1))
+    losses = []
+    for outer_after in (0, 128):
+        torch.manual_seed(0)
+        model = CharacterTransformer()
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = LocalSteps(model, inner, every=16, outer_after=outer_after)
+        own = torch.Generator().manual_seed(rank)
+        for _ in range(320):
+            x, y = windows(texts.train, 4, 64, own)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        with torch.no_grad():
+            losses.append(nn.functional.cross_entropy(model(unseen).flatten(0, 1), following.flatten()).item())
+        optimizer.close()
+    return losses
+
+
+@pytest.mark.slow
+def test_a_transformer_that_starts_with_momentum_learns_much_less(tmp_path: Path) -> None:
+    """Why `outer_after` is 256 by default. Found before, in nats: 2.52 and 2.27."""
+    for at_once, later in run(_transformer, 2, tmp_path, timeout=240):
+        assert later < at_once - 0.1, (at_once, later)
