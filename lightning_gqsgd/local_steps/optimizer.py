@@ -51,9 +51,9 @@ class LocalSteps(Optimizer):
         optimizer: the inner optimizer of the model's parameters, or of some of them, which are then averaged.
         every: optimizer steps between two averages, 1 or more; or a function of the number of rounds so far. None: the
             preset's number, which is 32 unless the preset says otherwise.
-        outer: what moves the anchor by the mean change: ``"nesterov"`` (DiLoCo, arXiv 2311.08105), ``"sgd"`` (FedPAQ,
-            arXiv 1909.13014), a torch.optim class, or a function that makes an optimizer of tensors. None: the
-            preset's.
+        outer: what moves the anchor by the mean change: ``"nesterov"`` (DiLoCo, arXiv 2311.08105; it begins after 256
+            steps, see ``outer_after`` of `options.LocalOptions`), ``"sgd"`` (FedPAQ, arXiv 1909.13014), a torch.optim
+            class, or a function that makes an optimizer of tensors. None: the preset's.
         preset: ``"gqsgd_diloco"``, ``"gqsgd_fedpaq"``, or the name of a compression's preset, or a configuration. None:
             ``"gqsgd_diloco"``, which has 4 bits.
         fragments: number of parts of the parameters that are averaged at different steps of a round.
