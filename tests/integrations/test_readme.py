@@ -15,24 +15,22 @@ PAGES = ("README.md", "docs/api/simulate.md")
 EXAMPLES = [
     example for page in PAGES for example in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 ]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "content", "output"),
+    ("content", "output"),
     [
-        ([sys.executable], "Trainer(strategy=", "gqsgd: 8,192 gradient values in 1 tensor at 8 bits"),
-        ([sys.executable], "simulate(preset", "ecq_sgd "),
-        (TORCHRUN, "register_gqsgd", "65,536 gradient values in 1 tensor at 4 bits"),
+        ("Trainer(strategy=", "gqsgd: 8,192 gradient values in 1 tensor at 8 bits"),
+        ("simulate(preset", "ecq_sgd "),
     ],
 )
-def test_example_in_processes(launcher: list[str], content: str, output: str, tmp_path: Path) -> None:
+def test_example_in_processes(content: str, output: str, tmp_path: Path) -> None:
     (example,) = (one for one in EXAMPLES if content in one)
     file = tmp_path / "example.py"
     file.write_text(example)
     done = subprocess.run(
-        [*launcher, str(file)], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert output in done.stdout + done.stderr
@@ -50,4 +48,4 @@ def test_the_simulation_runs_with_fewer_steps(
 
 
 def test_there_are_no_other_examples() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 2
