@@ -24,6 +24,9 @@ class Rules:
         hopeless: a candidate has no further turn once its shortest step is this many times the shortest median.
         window: number of steps whose median is watched.
         drift: relative difference of that median, and of the decision's, that starts a new trial.
+        latest: number of steps whose median is watched for a jump.
+        jump: relative difference of that median, and of the decision's, that starts a new trial at once: one of both is
+            longer by so much.
         doubt: the relative error of a prediction that is reckoned with, once the costs of the codec are known.
         share: what each step adds to the credit of steps for trials.
         most_trials: how many trials of full length the credit is enough for, at most. It begins with so many.
@@ -40,6 +43,8 @@ class Rules:
     hopeless: float = 2.0
     window: int = 50
     drift: float = 0.15
+    latest: int = 20
+    jump: float = 0.5
     doubt: float = 0.2
     share: float = 0.05
     most_trials: int = 3

@@ -22,7 +22,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -275,7 +274,7 @@ class PlainPath:
         if self._comparing is not None:
             self._read()
         if not self._goes_back and self._since % self._rules.compare_every == 0:
-            period_us = round(median(self._lengths)) if len(self._lengths) == self._rules.window else 0
+            period_us = self._steering.watched_us(self._lengths)
             stamp = stamp._replace(digest=self._steering.plain_digest(stamp.digest), period_us=period_us)
             self._comparing = stamp.step, self._engine.compare(stamp)
 

@@ -263,10 +263,19 @@ class Steering:
 
         Args:
             steps: their number since the last call.
-            period_us: their median length, the longest over ranks, in microseconds; 0: it is not known.
+            period_us: what `watched_us` gave, the longest over ranks.
         """
         if self.trials is not None:
             self.trials.rest(steps, period_us * 1e-6 if period_us else None)
+
+    def watched_us(self, lengths_us: Sequence[int]) -> int:
+        """What this rank says of the steps that plain DDP has carried, in microseconds; 0: too few are known.
+
+        Args:
+            lengths_us: lengths of the latest steps.
+        """
+        seconds = None if self.trials is None else self.trials.watched([1e-6 * length for length in lengths_us])
+        return 0 if seconds is None else round(1e6 * seconds)
 
     def plain_digest(self, digest: int) -> int:
         """What ranks compare while plain DDP has the hook's place; ``digest``: of all other facts."""

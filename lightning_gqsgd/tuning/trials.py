@@ -15,8 +15,9 @@ always has its turns.
 
 Stay: all steps use the candidate that was kept.
 
-Watch: where the median of the latest steps differs from that of the decision by more than 15 %, there is a new trial.
-Trials cost steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has to be paid for.
+Watch: where the median of the latest 50 steps differs from that of the decision by more than 15 %, there is a new
+trial. Where one of both is longer than the other by half, the median of the latest 20 steps is enough. Trials cost
+steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has to be paid for.
 
 Rest: where 32 bits were kept, plain DDP may take the hook's place. Steps are then not chosen one by one. Every tenth
 step, ranks say how long their latest steps took, and the watch goes on with that.
@@ -116,7 +117,7 @@ class Trials:
         self._asked: str | None = None  # why there is to be a trial as soon as the credit is enough
         self._why = "first trial"
         self._reference_s: float | None = None  # the length of steps that the watch compares with
-        self._is_refined = False  # whether the reference is the median of a whole window
+        self._is_refined = False  # whether the reference is a median of steps after the decision
         self._window: deque[float] = deque(maxlen=self.rules.window)
         self._counted: dict[int, int | None] = {}  # candidate of each recent step; None: its length does not count
 
@@ -357,10 +358,23 @@ class Trials:
         pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
         return any(seconds is not None and length < seconds * (1 - self.rules.doubt) for seconds, length in pairs)
 
+    def watched(self, lengths: Sequence[float]) -> float | None:
+        """The length of steps that the watch compares with the decision's; None: too few steps are known.
+
+        Args:
+            lengths: of the latest steps, in seconds, up to `Rules.window` of them.
+        """
+        if self._reference_s is not None and len(lengths) >= self.rules.latest:
+            now = median(list(lengths)[-self.rules.latest :])
+            if max(now / self._reference_s, self._reference_s / now) > 1 + self.rules.jump:
+                return now
+        return median(lengths) if len(lengths) == self.rules.window else None
+
     def _watch(self) -> None:
         """Begin a trial if the length of steps has changed and the credit is enough."""
-        if len(self._window) == self.rules.window:
-            self._compare(median(self._window))
+        now = self.watched(self._window)
+        if now is not None:
+            self._compare(now)
 
     def _compare(self, now: float, *, expects_shorter: bool = False) -> None:
         """Begin a trial if a median length of steps differs from the decision's, and if the credit is enough.

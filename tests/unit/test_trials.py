@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -124,6 +125,40 @@ def test_a_link_that_changes_is_noticed_and_the_right_choice_is_made_within_100_
     assert set(chosen[300:]) == {wanted}
     assert len(trials.decisions) == 2
     assert ("longer" if direction == "slower" else "shorter") in trials.decisions[1].reason
+
+
+def _first_step_of_a_second_trial(change: Callable[[int], float], expected: bool = True) -> int:
+    """The number of steps after step 200 at which a trial begins, where steps are longer by a factor from then on."""
+
+    def length(step: int, bits: int) -> float:
+        return {32: 1.0, 16: 2.1, 8: 2.1, 4: 2.1}[bits] * (change(step - 200) if step >= 200 else 1.0)
+
+    trials = Trials(ALLOW)
+    run(trials, range(400), length)
+    assert len(trials.decisions) == 1 + expected
+    return trials.decisions[-1].step - 200
+
+
+def test_a_jump_is_noticed_sooner_than_a_drift() -> None:
+    drift = _first_step_of_a_second_trial(lambda after: 1.4)
+    jump = _first_step_of_a_second_trial(lambda after: 1.6)
+    assert drift - jump >= 10
+
+
+def test_a_disturbance_of_less_than_half_of_the_steps_is_no_jump() -> None:
+    _first_step_of_a_second_trial(lambda after: 3.0 if after < Rules().latest // 2 - 1 else 1.0, expected=False)
+
+
+@given(st.lists(st.floats(1e-6, 100.0), max_size=50))
+def test_the_watch_goes_by_a_whole_window_or_by_a_jump(lengths: list[float]) -> None:
+    trials, rules = Trials(ALLOW), Rules()
+    run(trials, range(100), constant({32: 1.0, 16: 2.1, 8: 2.1, 4: 2.1}))
+    now = trials.watched(lengths)
+    latest = median(lengths[-rules.latest :]) if len(lengths) >= rules.latest else 1.0
+    if not 1 / (1 + rules.jump) <= latest <= 1 + rules.jump:
+        assert now == latest
+    else:
+        assert now == (median(lengths) if len(lengths) == rules.window else None)
 
 
 def test_without_any_comparable_step_the_widest_candidate_stays() -> None:
