@@ -2,8 +2,8 @@
 
 Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
 sends for the time per byte. The latter is measured twice: one collective at a time, and a row of them of which several
-are always under way, as in training, where they fill each other's pauses. Kernels are timed in seconds of the thread's
-own processor time, so that other programs of the machine do not count.
+are always under way in one process group, as in training, where they fill each other's pauses. Kernels are timed in
+seconds of the thread's own processor time, so that other programs of the machine do not count.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ LONG_ENOUGH_S = 0.1
 #: Seconds of repetitions of one message length, about, and the fewest and the most repetitions.
 PATIENCE_S = 0.3
 REPEATS = (3, 15)
-#: The shortest and the longest row.
-ROWS = (12, 32)
+#: Seconds of a row, about, and collectives of the shortest and of the longest row.
+ROW_S = 1.0
+ROWS = (AT_ONCE, 32)
 #: Seconds in which processors are counted, once for each kind of collective: other programs come and go.
 COUNTING_S = 0.1
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
@@ -178,7 +179,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
     begun = time.perf_counter()
     communicator = Communicator(device, dist.group.WORLD, key)
     scopes = (ALL, Scope("node", per_node), Scope("peers", per_node)) if 1 < per_node < ranks else (ALL,)
-    communicator.extend([scopes] * AT_ONCE)
+    communicator.extend([scopes])
     try:
         clock = _Stopwatch(communicator)
         collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
@@ -212,7 +213,8 @@ class _Stopwatch:
         self.cores.append(_processors(self._communicator, min(MOST_THREADS, os.cpu_count() or 1)))
         self.thread.append(_processors(self._communicator, 1))
         members = len(scope.members(self._communicator.rank, self._communicator.size))
-        alpha_s, cpu_s = self._repeat(kind, SHORT_BYTES, scope)
+        alpha_s = self._repeat(kind, SHORT_BYTES, scope)
+        cpu_s = self._row(kind, SHORT_BYTES, scope, ROWS[1])[1] / ROWS[1]
         longest = LONG_BYTES.get(kind, PIECE_BYTES)
         if kind == "all_gather" and members > 2:  # of the shards of a piece; beyond two ranks nobody gathers pieces
             longest //= members
@@ -220,17 +222,15 @@ class _Stopwatch:
         while nbytes < longest and self._row(kind, nbytes, scope, 1)[0] < LONG_ENOUGH_S:
             nbytes = min(4 * nbytes, longest)
         sent = self._exchange(kind, nbytes, scope)[1]
-        alone_s, _ = self._repeat(kind, nbytes, scope)
-        count = min(ROWS[1], max(ROWS[0], int(PATIENCE_S / alone_s)))
-        start_s, _ = self._row(kind, nbytes, scope, AT_ONCE)
-        row_s, row_cpu_s = self._row(kind, nbytes, scope, count)
-        alone_beta_s = (alone_s - alpha_s) / sent
-        # A row begins with pauses that nothing fills, and two rows of different lengths have the same ones.
-        beta_s = (row_s - start_s) / ((count - AT_ONCE) * sent)
-        if beta_s <= 0:  # other programs slowed the shorter row down
+        alone_s = self._repeat(kind, nbytes, scope)
+        count = min(ROWS[1], max(ROWS[0], int(ROW_S / alone_s)))
+        # The shorter of two rows, because a connection that was idle may pause.
+        row_s, row_cpu_s = min(self._row(kind, nbytes, scope, count) for _ in range(2))
+        # The latency of short messages varies. It is a small part of a row, and may be most of one collective.
+        beta_s = min((row_s - alpha_s) / count, alone_s) / sent
+        if beta_s <= 0:  # other programs slowed the short messages down
             beta_s = row_s / (count * sent)
-        if alone_beta_s > 0:  # not so where a short message takes as long as a long one
-            beta_s = min(beta_s, alone_beta_s)
+        alone_beta_s = (alone_s - alpha_s) / sent
         cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
         return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, cpu_beta_s)
 
@@ -252,15 +252,12 @@ class _Stopwatch:
             exchange = Exchange(name, tensor, tensor, scope=scope)
         return exchange, message_of(exchange, rank, size).sent_bytes
 
-    def _repeat(self, kind: str, nbytes: int, scope: Scope) -> tuple[float, float]:
-        """Median seconds of one collective, and mean processor-seconds of a rank; all ranks get the same numbers."""
+    def _repeat(self, kind: str, nbytes: int, scope: Scope) -> float:
+        """Median seconds of one collective; all ranks get the same number."""
         walls: list[float] = []
-        cpu_s = 0.0
         while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < PATIENCE_S):
-            wall_s, once_cpu_s = self._row(kind, nbytes, scope, 1)
-            walls.append(wall_s)
-            cpu_s += once_cpu_s
-        return median(walls), cpu_s / len(walls)
+            walls.append(self._row(kind, nbytes, scope, 1)[0])
+        return median(walls)
 
     def _row(self, kind: str, nbytes: int, scope: Scope, count: int) -> tuple[float, float]:
         """Seconds of a row of collectives of which `AT_ONCE` are under way, and processor-seconds of a rank."""
@@ -271,8 +268,7 @@ class _Stopwatch:
         for number in range(count):
             if len(under_way) == AT_ONCE:
                 under_way.popleft().wait()
-            place = number % AT_ONCE
-            under_way.append(self._communicator.start(exchanges[place], 1 + place))
+            under_way.append(self._communicator.start(exchanges[number % AT_ONCE], stage=1))
         for work in under_way:
             work.wait()
         if exchanges[0].input.is_cuda:
