@@ -44,7 +44,7 @@ METHODS: dict[str, GQSGDConfig | str] = {
 }
 BATCH_SIZE = {"mlp": 8, "resnet18": 16}
 #: The fewest and the most rounds. On slow links a step takes seconds, and varies less.
-ROUNDS = (2, 12)
+ROUNDS = (2, 30)
 #: Rounds that warm up, where they are short.
 WARMUP = 2
 SHORT_S = 4.0
@@ -91,8 +91,8 @@ def _loss(model: nn.Module, batch: torch.Tensor, labels: torch.Tensor) -> torch.
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
     report = Report(
-        "prediction",
-        "Predicted against measured step time over shaped links",
+        "prediction" if options.hosts == [2] else f"prediction_{'_'.join(map(str, options.hosts))}_hosts",
+        f"Predicted against measured step time over shaped links of {' and '.join(map(str, options.hosts))} hosts",
         {
             "model": "",
             "case": "",
