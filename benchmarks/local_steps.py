@@ -277,6 +277,7 @@ def _with_spread(values: Any, form: str) -> str:
 def _draw(report: Report, file: Path) -> None:
     """Loss against seconds as means over seeds, one picture for each rate."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(report.raw), figsize=(5 * len(report.raw), 3.6), squeeze=False)
@@ -287,6 +288,10 @@ def _draw(report: Report, file: Path) -> None:
                 axis.plot(seconds, losses, line, label=name, marker=".", markersize=3)
             axis.set_title(where)
             axis.set_xscale("log")
+            # The default writes 2 x 10^0, 3 x 10^0 and so on over each other where there are less than two decades.
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.set_xlabel("training (s)")
         axes[0][0].set_ylabel("validation loss (nats per byte)")
         # Beside the curves: there is no corner that none of them crosses.

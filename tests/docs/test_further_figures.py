@@ -36,6 +36,18 @@ def time_of(case: str) -> str:
     return cell("reducers_netlab_2_ranks_per_host", "time (ms)", case=case, hosts="2", rate="100mbit")
 
 
+def on_four_hosts(case: str) -> str:
+    return cell("local_steps_4_hosts", "loss at the end", case=case, rate="none")
+
+
+def to_the_loss_of_local_steps(case: str) -> str:
+    """Seconds at 10 Mbit/s on four hosts until a case is where averages every 16 steps end."""
+    saved = json.loads((RESULTS / "local_steps_4_hosts.json").read_text())["4 hosts, 10mbit"]
+    end = saved["diloco, H=16, 4 bits"][0]["losses"][-1]
+    (run,) = saved[case]
+    return str(next(second for second, loss in zip(run["seconds"], run["losses"], strict=True) if loss <= end))
+
+
 #: The page and the sentence, and what the tables say.
 SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
     (
@@ -81,6 +93,24 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
     ],
     ("local_steps.md", r"At 100 Mbit/s it is there ([\d.]+) times sooner"): [
         lambda: cell("local_steps", "ddp / that", case="diloco, H=16, 4 bits *", rate="100mbit"),
+    ],
+    (
+        "local_steps.md",
+        r"`ddp` ends at ([\d.]+), `gqsgd_4bit` at ([\d.]+), H = 16 at ([\d.]+) and\s+H = 32 at ([\d.]+) \(",
+    ): [
+        lambda: on_four_hosts("ddp"),
+        lambda: on_four_hosts("gqsgd_4bit"),
+        lambda: on_four_hosts("diloco, H=16, 4 bits"),
+        lambda: on_four_hosts("diloco, H=32, 4 bits"),
+    ],
+    (
+        "local_steps.md",
+        r"H = 16 is at its ([\d.]+) after (\d+) s, `gqsgd_4bit` needs (\d+) s for it, and `ddp` (\d+) minutes",
+    ): [
+        lambda: on_four_hosts("diloco, H=16, 4 bits"),
+        lambda: to_the_loss_of_local_steps("diloco, H=16, 4 bits"),
+        lambda: to_the_loss_of_local_steps("gqsgd_4bit"),
+        lambda: str(float(to_the_loss_of_local_steps("ddp")) / 60),
     ],
     ("method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
         lambda: time_of("fp32"),
