@@ -86,11 +86,12 @@ class Case:
         return (time.perf_counter() - begun) / count
 
     def decide(self) -> int:
-        """Train until there is another decision; returns the number of steps."""
+        """Train until there is another decision, and plain DDP has had its turn if it is to have one; returns the
+        number of steps."""
         assert self.state is not None
         known = len(self.state.decisions)
         for count in range(MOST_STEPS):
-            if len(self.state.decisions) > known:
+            if len(self.state.decisions) > known and not self.state.telemetry.choice["trying"]:
                 return count
             self.step()
         return MOST_STEPS

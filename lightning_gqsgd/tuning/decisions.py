@@ -27,6 +27,8 @@ class Rules:
         latest: number of steps whose median is watched for a jump.
         jump: relative difference of that median, and of the decision's, that starts a new trial at once: one of both is
             longer by so much.
+        hook: the share of a step that the hook costs at 32 bits, at most. Where other bits are shorter by less, plain
+            DDP has its turn.
         doubt: the relative error of a prediction that is reckoned with, once the costs of the codec are known.
         share: what each step adds to the credit of steps for trials.
         most_trials: how many trials of full length the credit is enough for, at most. It begins with so many.
@@ -45,6 +47,7 @@ class Rules:
     drift: float = 0.15
     latest: int = 20
     jump: float = 0.5
+    hook: float = 0.25
     doubt: float = 0.2
     share: float = 0.05
     most_trials: int = 3

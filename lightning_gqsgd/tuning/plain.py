@@ -272,19 +272,22 @@ class PlainPath:
         if length:
             self._lengths.append(length)
         if self._comparing is not None:
-            self._read()
+            self._read(stamp.step)
         if not self._goes_back and self._since % self._rules.compare_every == 0:
             period_us = self._steering.watched_us(self._lengths)
             stamp = stamp._replace(digest=self._steering.plain_digest(stamp.digest), period_us=period_us)
             self._comparing = stamp.step, self._engine.compare(stamp)
 
-    def _read(self) -> None:
-        """Read the comparison that was started a step ago, and decide whether the hook is needed again."""
+    def _read(self, begins: int) -> None:
+        """Read the comparison that was started a step ago, and decide whether the hook is needed again in the step that
+        begins."""
         assert self._comparing is not None
         (step, job), self._comparing = self._comparing, None
         job.wait()
         self._engine.read_stamps()
-        self._steering.watch_plain(self._rules.compare_every, self._engine.agreed(step)[step].period_us)
+        period_us = self._engine.agreed(step)[step].period_us
+        self._steering.watch_plain(self._rules.compare_every, period_us, begins, logs=self._engine.rank == 0)
+        self._engine.telemetry.choice = self._steering.choice()
         self._goes_back = not self._steering.rests
 
     def _return_to_hook(self, model: DistributedDataParallel, step: int, hook: Hook) -> None:

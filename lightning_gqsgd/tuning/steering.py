@@ -138,9 +138,7 @@ class Steering:
         self.bits = self._fewest() if self.trials is None else self.trials.choose(step)
         self.leaves_hook = self.rests and self._obstacle == "" and self._all_countable
         self.count_step()
-        if logs:
-            for decision in self.decisions[known:]:
-                logger.info("gqsgd: %s", describe(decision))
+        self._log(known, logs=logs)
         told = (int(self.is_countable),) if self.gauge is None else self._sums(step)
         numbers = (*self._waits(exposed_s), *told)
         self._clock.skip(time.perf_counter() - begun)  # a prediction takes a while, once per trial
@@ -205,6 +203,11 @@ class Steering:
     def _fewest(self) -> int:
         return self.bits if self.gauge is None else self.gauge.floor
 
+    def _log(self, known: int, *, logs: bool) -> None:
+        """Log the decisions beyond those that were known, where this rank logs at all."""
+        for decision in self.decisions[known:] if logs else ():
+            logger.info("gqsgd: %s", describe(decision))
+
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
         """How long the step before has waited for gradients, and its buckets have arrived, in microseconds plus 1; 0:
         not known."""
@@ -258,15 +261,19 @@ class Steering:
         """End a step that plain DDP has carried, and begin the next; see `clock.StepClock.begin_step`."""
         return self._clock.begin_step()
 
-    def watch_plain(self, steps: int, period_us: int) -> None:
+    def watch_plain(self, steps: int, period_us: int, step: int, *, logs: bool) -> None:
         """Take what all ranks know of steps that plain DDP has carried; afterwards, `rests` is False if it has to end.
 
         Args:
             steps: their number since the last call.
             period_us: what `watched_us` gave, the longest over ranks.
+            step: the step that begins.
+            logs: whether to log a decision.
         """
         if self.trials is not None:
-            self.trials.rest(steps, period_us * 1e-6 if period_us else None)
+            known = len(self.decisions)
+            self.trials.rest(steps, period_us * 1e-6 if period_us else None, step)
+            self._log(known, logs=logs)
 
     def watched_us(self, lengths_us: Sequence[int]) -> int:
         """What this rank says of the steps that plain DDP has carried, in microseconds; 0: too few are known.
@@ -285,6 +292,7 @@ class Steering:
         if self.trials is not None and self._obstacle is not None:
             follows = f"the hook stays, because of {self._obstacle}" if self._obstacle else "plain DDP takes over"
             self.trials.after_native = f"; {follows}"
+            self.trials.can_rest = not self._obstacle and self.gauge is None
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,9 @@ steps, so there is a credit of steps: each step adds a twentieth of a step, and 
 Rest: where 32 bits were kept, plain DDP may take the hook's place. Steps are then not chosen one by one. Every tenth
 step, ranks say how long their latest steps took, and the watch goes on with that.
 
+Challenge: trials measure 32 bits with the hook, which plain DDP does without. Where other bits win by less than the
+hook may cost, plain DDP carries the gradients until the median of 20 of its steps is known. The shorter one is kept.
+
 Permit: something else, such as the noise of gradients, may forbid candidates for a while. The widest candidate is never
 forbidden. A candidate that is forbidden is left at once, and one that becomes permitted asks for a trial.
 """
@@ -31,7 +34,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -39,51 +41,10 @@ from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
 from lightning_gqsgd.tuning.prediction import Measured
+from lightning_gqsgd.tuning.turns import Challenge, Trial, standard_error
 
 #: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
 Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
-
-
-@dataclass
-class _Trial:
-    """A trial under way.
-
-    Attributes:
-        why: why there is a trial.
-        turns: candidates whose turns are still to come in this round.
-        round: number of the round, from 0.
-        bits: the candidate whose turn it is.
-        left: steps that are left of the turn.
-        used: number of steps so far.
-        samples: lengths of steps in seconds, by candidate.
-        waits: for the same steps, how long they waited for gradients, and how long their buckets arrived, in seconds.
-        predicted: predictions, by candidate; those of measured candidates are from before they were measured.
-        hopeless: candidates that have no further turn.
-        skipped: candidates that have no turn because of what was predicted for them.
-        tried: candidates that have had a turn.
-        is_new_turn: whether the next step is the first one of its turn.
-        draining: steps until the last length is known; None while there are turns.
-    """
-
-    why: str
-    turns: deque[int]
-    round: int = 0
-    bits: int = 0
-    left: int = 0
-    used: int = 0
-    samples: dict[int, list[float]] = field(default_factory=dict)
-    waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-    predicted: dict[int, float | None] = field(default_factory=dict)
-    hopeless: set[int] = field(default_factory=set)
-    skipped: set[int] = field(default_factory=set)
-    tried: set[int] = field(default_factory=set)
-    is_new_turn: bool = False
-    draining: int | None = None
-
-    def measured(self) -> dict[int, Measured]:
-        """Medians of the candidates that have two counted steps or more."""
-        counted = {bits: seconds for bits, seconds in self.samples.items() if len(seconds) > 1}
-        return {bits: Measured(median(seconds), *_medians(self.waits[bits])) for bits, seconds in counted.items()}
 
 
 class Trials:
@@ -100,6 +61,7 @@ class Trials:
         bits: the candidate of the latest step, at first the widest.
         decisions: the ends of all trials and all other changes of bits, in order.
         after_native: what the reason of a decision for 32 bits says about the hook's place; may be empty.
+        can_rest: whether plain DDP can take the hook's place.
     """
 
     def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
@@ -110,9 +72,11 @@ class Trials:
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []
         self.after_native = ""
+        self.can_rest = False
         self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
         self._credit = float(self.rules.most_trials * self._cost)
-        self._trial: _Trial | None = None
+        self._trial: Trial | None = None
+        self._challenge: Challenge | None = None
         self._waiting: int | None = self.rules.settling  # steps until the first trial; None: they are over
         self._asked: str | None = None  # why there is to be a trial as soon as the credit is enough
         self._why = "first trial"
@@ -123,8 +87,8 @@ class Trials:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a trial is under way."""
-        return self._trial is not None
+        """Whether a trial is under way, or plain DDP has its turn."""
+        return self._trial is not None or self._challenge is not None
 
     @property
     def is_resting(self) -> bool:
@@ -181,7 +145,11 @@ class Trials:
             if self._waiting < 0:
                 self._waiting = None
                 self._asked = self._why
-        if self._waiting is None and self._trial is None:
+        if self._challenge is not None:
+            self._challenge.left -= 1
+            if self._challenge.left < 0:
+                self._end_challenge(self._challenge, step, None)
+        elif self._waiting is None and self._trial is None:
             self._begin_if_due()
         counts = True
         if self._trial is not None:
@@ -197,15 +165,21 @@ class Trials:
         self._counted.clear()
         self._is_refined = False
 
-    def rest(self, steps: int, seconds: float | None) -> None:
-        """Let steps pass for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun.
+    def rest(self, steps: int, seconds: float | None, step: int) -> None:
+        """Let steps pass for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun, or
+        if other bits were taken.
 
         Args:
             steps: their number since the last call.
             seconds: the median length of the latest steps, the longest over all ranks; None: it is not known.
+            step: the step that begins.
         """
         self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
-        if seconds is not None and self.is_resting:
+        if self._challenge is not None:
+            self._challenge.passed += steps
+            if seconds is not None:
+                self._end_challenge(self._challenge, step, seconds)
+        elif seconds is not None and self.is_resting:
             # The steps of the trial had the cost of the hook in them, so the first median may be shorter.
             self._compare(seconds, expects_shorter=not self._is_refined)
 
@@ -226,18 +200,22 @@ class Trials:
         self.bits = min(seconds, key=lambda bits: (seconds[bits], -bits)) if seconds else self.permitted[-1]
         if self._trial is None:
             predicted = {} if latest is None else latest.predicted
-            self.decisions.append(Decision(step, self.bits, seconds, why, predicted))
-            self._reference_s, self._is_refined = seconds.get(self.bits), False
-            self._window.clear()
-            self._counted.clear()
+            self._settle(Decision(step, self.bits, seconds, why, predicted))
+
+    def _settle(self, decision: Decision) -> None:
+        """Note a decision, and watch the steps that follow."""
+        self.decisions.append(decision)
+        self._reference_s, self._is_refined = decision.seconds.get(self.bits), False
+        self._window.clear()
+        self._counted.clear()
 
     def _begin(self, why: str) -> None:
         self._asked = None
-        self._trial = _Trial(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted))
+        self._trial = Trial(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted))
         self._counted.clear()
         self._window.clear()
 
-    def _go_on(self, trial: _Trial, step: int) -> bool:
+    def _go_on(self, trial: Trial, step: int) -> bool:
         """Choose the candidate of the next step of a trial, or end the trial; returns whether the step's length
         counts."""
         self._give_up_hopeless(trial)
@@ -256,7 +234,7 @@ class Trials:
         self._decide(trial, step)
         return False  # it follows a step of another candidate, perhaps
 
-    def _give_up_hopeless(self, trial: _Trial) -> None:
+    def _give_up_hopeless(self, trial: Trial) -> None:
         medians = {bits: median(seconds) for bits, seconds in trial.samples.items() if len(seconds) > 1}
         if not medians:
             return
@@ -267,7 +245,7 @@ class Trials:
                 if bits == trial.bits:
                     trial.left = 0
 
-    def _next_turn(self, trial: _Trial) -> None:
+    def _next_turn(self, trial: Trial) -> None:
         """Give the next candidate its turn; where there is none, wait for the lengths of the last steps."""
         while True:
             self._predict(trial)
@@ -291,7 +269,7 @@ class Trials:
         trial.draining = LAG - 1
         self.bits = self._best(trial)[0] if self._counting(trial) else self.bits
 
-    def _decide(self, trial: _Trial, step: int) -> None:
+    def _decide(self, trial: Trial, step: int) -> None:
         """End a trial."""
         self._trial = None
         self._credit -= trial.used if self.decisions else 0  # the first trial is free
@@ -301,22 +279,47 @@ class Trials:
         else:
             self.bits, reason = self._best(trial)
             reason = f"{trial.why}; {reason}"
+            if self._is_challenged(medians):
+                self._challenge = Challenge(self.bits, medians)
+                self.bits = self.allow[0]
+                reason += f", by less than the hook may cost at {self.bits} bits"
         skipped = ", ".join(map(str, sorted(trial.skipped, reverse=True)))
         reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
         reason += self.after_native if REDUCER_OF_BITS.get(self.bits) == "native" else ""
         predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
-        self.decisions.append(Decision(step, self.bits, medians, reason, predicted))
-        self._reference_s, self._is_refined = medians.get(self.bits), False
-        self._window.clear()
-        self._counted.clear()
+        self._settle(Decision(step, self.bits, medians, reason, predicted))
 
-    def _best(self, trial: _Trial) -> tuple[int, str]:
+    def _is_challenged(self, medians: Mapping[int, float]) -> bool:
+        """Whether the best candidate is shorter than 32 bits by less than the hook may cost there."""
+        widest = self.allow[0]
+        if not self.can_rest or REDUCER_OF_BITS.get(widest) != "native" or widest not in medians:
+            return False
+        return widest != self.bits and medians[self.bits] > medians[widest] * (1 - self.rules.hook)
+
+    def _end_challenge(self, challenge: Challenge, step: int, seconds: float | None) -> None:
+        """Keep plain DDP or the bits that it was compared with; ``seconds``: its median; None: it did not come."""
+        self._challenge = None
+        medians, reason = dict(challenge.seconds), "the hook has not left its place"
+        stays = False
+        if seconds is not None:
+            medians[self.bits] = seconds
+            stays = seconds <= medians[challenge.bits] * (1 + self.rules.tie)
+            reason = f"32 bits are those of plain DDP, which {'stays' if stays else 'is longer'}"
+        if not stays:
+            self.bits = challenge.bits
+            self._credit -= challenge.passed
+        self._settle(Decision(step, self.bits, medians, reason, self.decisions[-1].predicted))
+        self._is_refined = stays  # the reference is a median of plain DDP's steps
+
+    def _best(self, trial: Trial) -> tuple[int, str]:
         """The candidate to keep, and why."""
         samples = self._counting(trial)
         medians = {bits: median(seconds) for bits, seconds in samples.items()}
         shortest = min(medians, key=lambda bits: (medians[bits], -bits))
         for bits in samples:  # widest first
-            error = (_error(samples[bits]) ** 2 + _error(samples[shortest]) ** 2) ** 0.5 / medians[shortest]
+            error = (standard_error(samples[bits]) ** 2 + standard_error(samples[shortest]) ** 2) ** 0.5 / medians[
+                shortest
+            ]
             tie = min(max(self.rules.tie, error), self.rules.widest_tie)
             if medians[bits] <= medians[shortest] * (1 + tie):
                 break
@@ -324,11 +327,11 @@ class Trials:
             return bits, "it is the shortest"
         return bits, f"it is within {tie:.0%} of {shortest} bits, the shortest"
 
-    def _counting(self, trial: _Trial) -> dict[int, list[float]]:
+    def _counting(self, trial: Trial) -> dict[int, list[float]]:
         """The lengths of steps by candidates that were measured and may be used, widest first."""
         return {bits: trial.samples[bits] for bits in self.permitted if trial.samples.get(bits)}
 
-    def _predict(self, trial: _Trial) -> None:
+    def _predict(self, trial: Trial) -> None:
         """Predict the steps of candidates that had no turn yet, and give no turn to those that cannot win.
 
         That is done before each turn of the first round, and after each round, so that a candidate has a turn after all
@@ -352,7 +355,7 @@ class Trials:
                 trial.skipped.add(bits)
         trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
 
-    def _is_refuted(self, trial: _Trial, measured: Mapping[int, Measured]) -> bool:
+    def _is_refuted(self, trial: Trial, measured: Mapping[int, Measured]) -> bool:
         """Whether steps turned out shorter than the lower bound that was predicted for them: something else has changed
         since the first turn, so that nothing can be concluded from that turn."""
         pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
@@ -364,9 +367,10 @@ class Trials:
         Args:
             lengths: of the latest steps, in seconds, up to `Rules.window` of them.
         """
-        if self._reference_s is not None and len(lengths) >= self.rules.latest:
-            now = median(list(lengths)[-self.rules.latest :])
-            if max(now / self._reference_s, self._reference_s / now) > 1 + self.rules.jump:
+        if len(lengths) >= self.rules.latest:
+            now, decided = median(list(lengths)[-self.rules.latest :]), self._reference_s
+            jumps = decided is not None and max(now / decided, decided / now) > 1 + self.rules.jump
+            if jumps or self._challenge is not None:
                 return now
         return median(lengths) if len(lengths) == self.rules.window else None
 
@@ -394,15 +398,18 @@ class Trials:
 
     def describe_rest(self) -> str:
         """What ranks must have in common to find the next trial due at the same step."""
-        return f"{len(self.decisions)} {self.bits} {self._reference_s} {self._credit} {self._is_refined}"
+        facts = (self.bits, self._reference_s, self._credit, self._is_refined, self._challenge)
+        return f"{len(self.decisions)} {facts}"
 
     def state(self) -> dict[str, Any]:
         """What a resumed run begins with: plain values."""
+        challenge = self._challenge
         return {
             "allow": list(self.allow),
             "bits": self.decisions[-1].bits if self.decisions else None,
             "reference_s": self._reference_s,
             "credit": self._credit,
+            "challenge": None if challenge is None else {"bits": challenge.bits, "seconds": challenge.seconds},
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
@@ -429,6 +436,7 @@ class Trials:
         try:
             decisions = [Decision.from_dict(row) for row in state["decisions"]]
             bits, reference_s, credit = state["bits"], state["reference_s"], float(state["credit"])
+            challenge = Challenge.from_state(state.get("challenge"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"the gqsgd state's entry 'auto' cannot be read ({type(error).__name__}: {error}); load what "
@@ -441,18 +449,7 @@ class Trials:
         trials.bits, trials._credit = int(bits), min(credit, trials._credit)
         if is_same_world:
             trials._waiting, trials._reference_s = None, reference_s
+            trials._challenge = challenge if challenge is not None and challenge.bits in trials.allow else None
         else:
             trials._why = "another number of ranks"
         return trials
-
-
-def _medians(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The medians of both columns over the rows that are known; NaN if none is."""
-    known = [row for row in waits if not any(map(math.isnan, row))]
-    return (median(row[0] for row in known), median(row[1] for row in known)) if known else (math.nan, math.nan)
-
-
-def _error(samples: Sequence[float]) -> float:
-    """Standard error of a median, from the median deviation: 1.25 σ/sqrt(n) with σ = 1.48 median |x - median|."""
-    middle = median(samples)
-    return 1.25 * 1.48 * median(abs(sample - middle) for sample in samples) / len(samples) ** 0.5

@@ -26,7 +26,7 @@ from tests.distributed.models import Branches, batch, fingerprint, mlp, train, w
 from tests.distributed.ranks import run
 from tests.distributed.test_hook import DDP_OPTIONS
 
-STEPS = 90  # a trial of four candidates takes about 56
+STEPS = 120  # a trial of four candidates takes about 56, and plain DDP's turn about 40
 
 
 def _uneven(model: nn.Module, seed: int) -> None:
@@ -78,7 +78,8 @@ def test_all_ranks_decide_alike_through_random_sleeps_and_keep_equal_parameters(
             key: first[key] for key in ("bits", "decisions", "used")
         }
     assert set(first["used"]) == {32, 16, 8, 4}
-    (decision,) = json.loads(first["decisions"])
+    *before, decision = json.loads(first["decisions"])
+    assert len(before) <= 1  # plain DDP may have its turn after the trial
     assert decision["bits"] == first["used"][-1] == first["values"]["gqsgd/bits"]
     assert first["values"]["gqsgd/trying"] == 0
     assert f"auto takes {decision['bits']} bits" in first["report"]
