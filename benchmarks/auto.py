@@ -130,11 +130,15 @@ def _change(auto: Case, rate: str) -> dict[str, Any]:
     assert auto.state is not None
     dist.barrier()
     reshape_own_link(rate)
-    known, count = len(auto.state.decisions), auto.decide()
-    decision = auto.state.decisions[-1]
+    known, begun = len(auto.state.decisions), auto.state.step
+    auto.decide()
+    rows = auto.state.decisions[known:] or auto.state.decisions[-1:]
+    # The bits that are kept may be in use before the last decision, which only says that plain DDP stays.
+    since = next(row.step for row in rows if all(later.bits == rows[-1].bits for later in rows[rows.index(row) :]))
+    result = {"rate": rate, "steps": since - begun, "noticed": len(auto.state.decisions) > known, **rows[-1].to_dict()}
     for _ in range(REST):
         auto.step()
-    return {"rate": rate, "steps": count, "noticed": len(auto.state.decisions) > known, **decision.to_dict()}
+    return result
 
 
 def measure(options: argparse.Namespace) -> Report:

@@ -132,8 +132,9 @@ class Telemetry:
             steps that it has finished.
         buckets: counters by bucket index (buckets are rebuilt once after the first step).
         choice: of the latest step, where bits are chosen while training, what `tuning.steering.Steering.choice` says:
-            ``bits``; ``trying``, 1 while candidates are tried and 0 otherwise; ``plain``, 1 while plain DDP carries the
-            gradients and 0 otherwise; ``noise_scale`` and ``predicted_step_s``, where they are known. Otherwise empty.
+            ``bits``; ``trying``, 1 while candidates or plain DDP are tried and 0 otherwise; ``plain``, 1 while plain
+            DDP carries the gradients and 0 otherwise; ``noise_scale`` and ``predicted_step_s``, where they are known.
+            Otherwise empty.
     """
 
     steps: int = 0

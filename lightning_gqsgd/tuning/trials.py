@@ -23,7 +23,8 @@ Rest: where 32 bits were kept, plain DDP may take the hook's place. Steps are th
 step, ranks say how long their latest steps took, and the watch goes on with that.
 
 Challenge: trials measure 32 bits with the hook, which plain DDP does without. Where other bits win by less than the
-hook may cost, plain DDP carries the gradients until the median of 20 of its steps is known. The shorter one is kept.
+hook may cost, plain DDP carries the gradients until the median of 20 of its steps is known. It is kept unless it is
+longer by more than medians may err.
 
 Permit: something else, such as the noise of gradients, may forbid candidates for a while. The widest candidate is never
 forbidden. A candidate that is forbidden is left at once, and one that becomes permitted asks for a trial.
@@ -303,7 +304,7 @@ class Trials:
         stays = False
         if seconds is not None:
             medians[self.bits] = seconds
-            stays = seconds <= medians[challenge.bits] * (1 + self.rules.tie)
+            stays = seconds <= medians[challenge.bits] * (1 + self.rules.widest_tie)
             reason = f"32 bits are those of plain DDP, which {'stays' if stays else 'is longer'}"
         if not stays:
             self.bits = challenge.bits

@@ -393,12 +393,12 @@ def test_plain_ddp_has_its_turn_where_other_bits_win_by_less_than_the_hook_may_c
     assert trials.watched([0.88] * Rules().latest) == 0.88
     trials.rest(10, None, 70)
     assert trials.is_trying
-    trials.rest(10, 0.88, 80)
+    trials.rest(10, 0.94, 80)
     assert trials.is_resting
     assert not trials.is_trying
-    assert [(row.bits, row.seconds[32]) for row in trials.decisions] == [(32, 1.0), (32, 0.88)]
+    assert [(row.bits, row.seconds[32]) for row in trials.decisions] == [(32, 1.0), (32, 0.94)]
     assert "plain DDP, which stays" in describe(trials.decisions[1])
-    trials.rest(10, 0.88 * (1 + Rules().drift) + 0.01, 90)  # the watch goes by the steps of plain DDP
+    trials.rest(10, 0.94 * (1 + Rules().drift) + 0.01, 90)  # the watch goes by the steps of plain DDP
     assert not trials.is_resting
 
 
@@ -407,10 +407,10 @@ def test_bits_that_are_shorter_than_plain_ddp_are_taken_after_its_turn_which_cos
     trials.begin_rest()
     credit = trials._credit
     trials.rest(10, None, 70)
-    trials.rest(10, 0.95, 80)
+    trials.rest(10, 0.96, 80)
     assert (trials.bits, trials.is_resting, trials.is_trying) == (4, False, False)
     assert trials._credit < credit - 15
-    assert (trials.decisions[1].step, trials.decisions[1].seconds[32]) == (80, 0.95)
+    assert (trials.decisions[1].step, trials.decisions[1].seconds[32]) == (80, 0.96)
     assert set(run(trials, range(80, 180), constant({4: 0.9}))) == {4}
     assert len(trials.decisions) == 2
 
@@ -442,7 +442,7 @@ def test_a_turn_of_plain_ddp_goes_on_in_a_resumed_run() -> None:
     assert again.is_trying
     assert again.is_resting
     again.begin_rest()
-    again.rest(10, 0.95, 80)
+    again.rest(10, 0.96, 80)
     assert again.bits == 4
     assert not Trials.resumed(ALLOW, saved, is_same_world=False).is_trying
     assert not Trials.resumed((32, 16), saved, is_same_world=True).is_trying
