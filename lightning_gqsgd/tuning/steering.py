@@ -185,6 +185,7 @@ class Steering:
             period_s = agreed.period_us * 1e-6 if agreed.period_us else None
             self.trials.observe(compared_in - 1, period_s, exposed_s, backward_s)
             self._all_countable = bool(sums) and all(map(any, sums))
+            self.trials.can_rest = self._all_countable and self.gauge is None
         if self.gauge is not None and sums and all(map(any, sums)):
             self.gauge.observe([_sums_of(row) for row in sums])
             self._permit(step)
@@ -292,7 +293,6 @@ class Steering:
         if self.trials is not None and self._obstacle is not None:
             follows = f"the hook stays, because of {self._obstacle}" if self._obstacle else "plain DDP takes over"
             self.trials.after_native = f"; {follows}"
-            self.trials.can_rest = not self._obstacle and self.gauge is None
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

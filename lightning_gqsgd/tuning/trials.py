@@ -62,7 +62,7 @@ class Trials:
         bits: the candidate of the latest step, at first the widest.
         decisions: the ends of all trials and all other changes of bits, in order.
         after_native: what the reason of a decision for 32 bits says about the hook's place; may be empty.
-        can_rest: whether plain DDP can take the hook's place.
+        can_rest: whether plain DDP can take the hook's place on all ranks.
     """
 
     def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
