@@ -10,6 +10,7 @@ trains, to a slow rate and back, and the steps are counted until it takes the bi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from typing import Any
@@ -46,6 +47,8 @@ CASES = (PLAIN, *HOOKS, *FIXED, AUTO)
 MOST_STEPS = 150
 #: Environment variable of workers: the rates that their links take one after the other.
 CHANGES = "GQSGD_BENCHMARK_CHANGES"
+#: Steps of each case before its turns, whose length says how many steps a turn has.
+WARM_UP = 3
 #: Steps between a decision and the next change of the link.
 REST = 12
 
@@ -112,11 +115,15 @@ def work(options: argparse.Namespace) -> None:
     if changes:
         result = {"changes": [_change(auto, rate) for rate in changes]}
     else:
-        for case in cases.values():
-            case.steps(2)
+        warm = slowest([case.steps(WARM_UP) for case in cases.values()]).tolist()
+        # A turn of few short steps is shorter than the pauses that other programs of the machine make.
+        counts = {
+            name: max(options.steps, math.ceil(options.seconds / step_s))
+            for name, step_s in zip(cases, warm, strict=True)
+        }
         for number in range(options.rounds):
             for name in list(cases) if number % 2 == 0 else reversed(cases):
-                seconds[name].append(cases[name].steps(options.steps))
+                seconds[name].append(cases[name].steps(counts[name]))
         result = {"seconds": {name: slowest(values).tolist() for name, values in seconds.items()}}
     result["decisions"] = [decision.to_dict() for decision in auto.state.decisions]
     for case in cases.values():
@@ -156,10 +163,11 @@ def measure(options: argparse.Namespace) -> Report:
             "auto took": "",
         },
         notes=(
-            f"step = median over {options.rounds} rounds of the mean of {options.steps} steps in a row, of the slowest "
-            "host, one compute thread each. Ratios are medians over rounds of times within one round; the cases take "
-            "turns, in reverse order in every second round. best fixed = the fixed number of bits, or plain DDP, with "
-            "the shortest median. `auto` had trained alone until its first decision.",
+            f"step = median over {options.rounds} rounds of the mean of at least {options.steps} steps in a row, and "
+            f"{options.seconds:g} seconds, of the slowest host, one compute thread each.",
+            "Ratios are medians over rounds of times within one round; the cases take turns, in reverse order in every "
+            "second round. best fixed = the fixed number of bits, or plain DDP, with the shortest median. `auto` had "
+            "trained alone until its first decision.",
         ),
     )
     in_labs(options, PROGRAM, report, _add_rows)
@@ -209,7 +217,8 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="resnet18")
     parser.add_argument("--batch-size", type=int, default=16, help="per host (default 16)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of a case in a round (default 4)")
+    parser.add_argument("--steps", type=int, default=4, help="of a case in a round, at least (default 4)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a case in a round, at least (default 2)")
     parser.add_argument("--changes", nargs="*", default=["200mbit", "none"], help="rates of the last lab, in turn")
     work_or_present(parser, work, measure)
 
