@@ -42,7 +42,7 @@ from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
 from lightning_gqsgd.tuning.prediction import Measured
-from lightning_gqsgd.tuning.turns import Challenge, Trial, standard_error
+from lightning_gqsgd.tuning.turns import Challenge, Trial, positive, standard_error
 
 #: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
 Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
@@ -437,6 +437,9 @@ class Trials:
         try:
             decisions = [Decision.from_dict(row) for row in state["decisions"]]
             bits, reference_s, credit = state["bits"], state["reference_s"], float(state["credit"])
+            reference_s = None if reference_s is None else positive(reference_s)
+            if math.isnan(credit):
+                raise ValueError("the credit of steps is not a number")
             challenge = Challenge.from_state(state.get("challenge"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from statistics import median
 
@@ -457,3 +458,22 @@ def test_a_turn_of_plain_ddp_goes_on_in_a_resumed_run() -> None:
 def test_a_turn_of_plain_ddp_that_cannot_be_read_is_an_error(challenge: object) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Trials.resumed(ALLOW, _challenged().state() | {"challenge": challenge}, is_same_world=True)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"reference_s": "long"},
+        {"reference_s": 0},
+        {"reference_s": -1.0},
+        {"reference_s": math.nan},
+        {"reference_s": [1.0]},
+        {"credit": math.nan},
+        {"credit": None},
+        {"challenge": {"bits": 4, "seconds": {4: math.inf}}},
+        {"challenge": {"bits": 4, "seconds": {4: 0.0}}},
+    ],
+)
+def test_a_length_of_steps_that_no_step_can_have_is_an_error_when_it_is_loaded(entry: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Trials.resumed(ALLOW, _challenged().state() | entry, is_same_world=True)
