@@ -253,6 +253,11 @@ class Engine:
         steps = [step for step in sorted(stamps.periods) if step <= until_step]
         return {step: Agreed(stamps.periods.pop(step), stamps.numbers.pop(step)) for step in steps}
 
+    def agreed_so_far(self) -> dict[int, Agreed]:
+        """What all ranks know from the stamps of all steps so far, and forget it. Waits for other ranks."""
+        self.read_stamps()
+        return self.agreed(MAX_STEP)
+
     def read_stamps(self) -> None:
         """Wait until the stamps of all steps so far have been read, so that `agreed` knows them."""
         if self._direct is not None:

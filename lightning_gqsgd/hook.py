@@ -392,8 +392,8 @@ class GQSGDState:
         if self._post_local_sgd is not None:
             state["post_local_iter"] = self._post_local_sgd.iter
         if self._steering is not None:
-            self._engine.read_stamps()
-            self._steering.receive(self._engine.agreed(MAX_STEP))
+            # While plain DDP carries the gradients, a comparison that is under way is for its next step to read.
+            self._steering.receive({} if self._steering.is_plain else self._engine.agreed_so_far())
             state["auto"] = self._steering.state()
         return {**state, "memory": self._all_memory()} if self.config.remembers else state
 

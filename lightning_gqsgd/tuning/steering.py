@@ -88,7 +88,7 @@ class Steering:
         self.leaves_hook = False
         self._obstacle: str | None = None  # why the hook stays at 32 bits; empty: nothing prevents that it is left
         self._all_countable = False
-        self._is_plain = False
+        self.is_plain = False
         self._total_bits, self._total_steps = 0, 0
         self._permit(0)
 
@@ -120,8 +120,12 @@ class Steering:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def receive(self, agreed: Mapping[int, Agreed]) -> None:
-        """Take what all ranks know from stamps, by the step that they were exchanged in."""
-        self._inbox |= agreed
+        """Take what all ranks know from stamps, by the step that they were exchanged in.
+
+        Stamps without numbers are those of steps that plain DDP has carried. One that nobody has read since, because a
+        state was loaded or the model was wrapped anew, says nothing of the hook's steps.
+        """
+        self._inbox |= {number: told for number, told in agreed.items() if any(told.numbers)}
 
     def begin_step(self, step: int, exposed_s: float | None, *, logs: bool) -> Begun:
         """Begin a step. What was received of steps up to ``step - 2`` counts.
@@ -165,7 +169,7 @@ class Steering:
         ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, where they are known."""
         values: dict[str, float] = {"bits": self.bits}
         if self.trials is not None:
-            values |= {"trying": float(self.trials.is_trying), "plain": float(self._is_plain)}
+            values |= {"trying": float(self.trials.is_trying), "plain": float(self.is_plain)}
         if self.gauge is not None and self.gauge.count:
             values["noise_scale"] = self.gauge.noise_scale
         predicted = self.decisions[-1].predicted.get(self.bits) if self.decisions else None
@@ -245,13 +249,13 @@ class Steering:
         """Plain DDP has taken the hook's place. What was measured of the hook's steps does not count any more."""
         assert self.trials is not None
         self.trials.begin_rest()
-        self._is_plain, self.leaves_hook, self._all_countable = True, False, False
+        self.is_plain, self.leaves_hook, self._all_countable = True, False, False
         self._inbox.clear()
         self._clock.interrupt()
 
     def end_plain(self) -> None:
         """The hook is in its place again."""
-        self._is_plain = False
+        self.is_plain = False
         self._clock.interrupt()
 
     def count_step(self) -> None:
@@ -389,7 +393,7 @@ class Steering:
         text = f"gqsgd: auto over {ranks} ranks: bits of {allowed}, {', '.join(rules)}"
         if self._total_steps:
             text += f"; {self.average_bits:.3g} bits on average over {self._total_steps} steps"
-        if self._is_plain:
+        if self.is_plain:
             text += "; plain DDP carries the gradients at present"
         if self.decisions:
             return f"{text}; {describe(self.decisions[-1])}"
