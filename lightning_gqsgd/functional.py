@@ -157,27 +157,30 @@ def all_reduce(
             The next call makes its process groups anew.
     """
     parent = parent_group(group)
-    reductions = _usable(parent, tensor)
-    number = 0
+    reductions, number = _usable(parent, tensor), 0
+    known = reductions or _any_of(parent)
+    if known is not None:
+        number = known.number()  # counted on all ranks, also where one refuses
+        try:
+            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
+        except Exception as error:
+            # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
+            known.engine.agree(Card(_PURPOSE, {}, str(error)))
+            raise
+    if known is not None and reductions is None:  # a device of which other ranks might not have a tensor
+        known.engine.agree(Card(_PURPOSE, _facts(tensor, config))).wait()
     if reductions is None:
+        number = 0
         with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields))
             (key,) = meeting.agree([_facts(tensor, config)])
             engine = Engine(tensor.device, parent, key, messages=_MESSAGES)
             reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
-    else:
-        number = reductions.number()  # counted on all ranks, also where one refuses
-        try:
-            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
-        except Exception as error:
-            # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
-            reductions.engine.agree(Card(_PURPOSE, {}, str(error)))
-            raise
     step = number if step is None else step
     out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
     with torch.no_grad():
         out = out.detach().copy_(tensor) if out is not tensor else out.detach()
-    flat = out.contiguous().view(-1)
+    flat = out.resolve_neg().contiguous().view(-1)  # kernels read memory, where a lazy minus sign is not seen
     reduction = Reduction(reductions.start(flat, config, step), flat, out)
     return reduction if async_op else reduction.wait()
 
@@ -198,7 +201,7 @@ def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
     """
     for key in [key for key, reductions in _reductions.items() if not reductions.is_usable()]:
         _reductions.pop(key).engine.close()
-    return _reductions.get((group, tensor.device)) if isinstance(tensor, Tensor) else _any_of(group)
+    return _reductions.get((group, tensor.device)) if isinstance(tensor, Tensor) else None
 
 
 def _any_of(group: dist.ProcessGroup) -> _Reductions | None:

@@ -80,6 +80,11 @@ def _shapes(rank: int) -> bool:
     inplace = x.clone()
     all_reduce(inplace, step=3, out=inplace)
     assert torch.equal(inplace, plain)
+    negated = (x * 1j).conj().imag  # lazily: memory has the numbers without their sign
+    assert negated.is_neg()
+    assert torch.equal(all_reduce(negated, step=3), all_reduce(-x, step=3))
+    all_reduce(negated, step=3, out=negated)
+    assert torch.equal(negated, all_reduce(-x, step=3))
     learned = x.clone().requires_grad_()
     assert not all_reduce(learned, step=3).requires_grad
     # The counter numbers calls without a step.
@@ -174,6 +179,9 @@ def _errors(rank: int) -> None:
             all_reduce(refused, out=refused, bits=8 - 4 * rank)
         assert torch.equal(refused, x)  # nothing was sent
         all_reduce(x, bits=4)
+    assert torch.equal(all_reduce(x, step=0), mean)
+    with pytest.raises(ConfigError, match='device: "cpu" != "meta"'):
+        all_reduce(x.to("meta") if rank else x, step=0)
     assert torch.equal(all_reduce(x, step=0), mean)
     close()
     close()
