@@ -33,21 +33,28 @@ def picture(saves: Sequence[Callable[[IO[bytes]], None]], alternative: str) -> M
         saves: each writes an SVG: the one for wide screens, and perhaps one for narrow screens.
         alternative: what the picture shows, in words.
     """
-    wide, *narrow = (_svg(save) for save in saves)
+    wide, *narrow = (svg(save) for save in saves)
     sources = [
-        *((f"(prefers-color-scheme: dark) and (max-width: {NARROW}px)", dark(svg)) for svg in narrow),
-        *((f"(max-width: {NARROW}px)", svg) for svg in narrow),
+        *((f"(prefers-color-scheme: dark) and (max-width: {NARROW}px)", dark(one)) for one in narrow),
+        *((f"(max-width: {NARROW}px)", one) for one in narrow),
         ("(prefers-color-scheme: dark)", dark(wide)),
     ]
-    inside = Markup().join(_SOURCE.format(media, _address(svg)) for media, svg in sources)
+    inside = Markup().join(_SOURCE.format(media, _address(one)) for media, one in sources)
     return _PICTURE.format(inside, alternative, _address(wide))
 
 
-def dark(svg: str) -> str:
+def svg(save: Callable[[IO[bytes]], None]) -> str:
+    """What ``save`` writes to an open file."""
+    to = io.BytesIO()
+    save(to)
+    return to.getvalue().decode()
+
+
+def dark(light: str) -> str:
     """An SVG with the same picture for a dark page: greys are turned round, and other colours become lighter."""
     # Matplotlib leaves black out.
-    svg = svg.replace("<svg ", '<svg fill="#000000" ', 1)
-    return re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: on_dark(match[0]), svg)
+    light = light.replace("<svg ", '<svg fill="#000000" ', 1)
+    return re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: on_dark(match[0]), light)
 
 
 def on_dark(colour: str) -> str:
@@ -63,11 +70,5 @@ def on_dark(colour: str) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in lighter)
 
 
-def _svg(save: Callable[[IO[bytes]], None]) -> str:
-    to = io.BytesIO()
-    save(to)
-    return to.getvalue().decode()
-
-
-def _address(svg: str) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+def _address(image: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(image.encode()).decode()}"

@@ -4,30 +4,103 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
+from typing import IO, Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pictures.style import DPI, STYLE, colours
-from recipes.comparison.plots import on_common_points
-from recipes.comparison.results import Line, Run, target_text
+from pictures.style import STYLE, colours
+from recipes.comparison.embedding import dark, svg
+from recipes.comparison.plots import on_common_points, save
+from recipes.comparison.results import Line, Run, seeds_in_words, target_text
 
 REFERENCE = "ddp"
 #: The least factor that is worth a picture.
 WORTH = 1.05
-#: Size in inches, and characters in a line of the words below the title.
-SIZE, WORDS = (7.6, 4.3), 105
 #: Units of time, in seconds, with the longest time that is shown in each.
 UNITS = (("s", 1.0, 300.0), ("min", 60.0, 3 * 3600.0), ("h", 3600.0, math.inf))
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the picture is laid out for a screen.
+
+    Attributes:
+        size: in inches.
+        title: size of the title in points, and characters in a line of it.
+        words: characters in a line of the words below the title.
+        ticks: most marks on the axis of time.
+        beside: whether names stand at their curves; on a narrow screen there is room only below.
+    """
+
+    size: tuple[float, float]
+    title: tuple[float, int]
+    words: int
+    ticks: int
+    beside: bool
+
+
+WIDE = Layout((7.6, 4.3), (12, 72), 105, 8, beside=True)
+#: Text of 8 points is more than 9 CSS pixels high on a screen of 390 with margins of 24 on each side.
+NARROW = Layout((4.0, 4.2), (10, 34), 50, 5, beside=False)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What the picture says.
+
+    Attributes:
+        lines: plain DDP's line of the table, perhaps that of torch's best other variant, and that of the best of all
+            others.
+        runs: the runs of each of these variants.
+        target: value of the metric whose time is compared.
+        words: what was trained, and where.
+    """
+
+    lines: Sequence[Line]
+    runs: Mapping[str, Sequence[Run]]
+    target: float
+    words: str
+
+    @property
+    def gain(self) -> float:
+        """How many times sooner the target is reached than under plain DDP."""
+        return self.lines[0].time_to_target / self.lines[-1].time_to_target
+
+    @property
+    def title(self) -> str:
+        """The gain in words."""
+        plain, best = self.lines[0], self.lines[-1]
+        value, label = target_text(best.metric, self.target), best.metric.label
+        goal = f"{value} {label}" if best.metric.percent else f"{label} {value}"
+        return f"{best.variant} reaches {goal} {self.gain:.1f} times sooner than {plain.variant}"
+
+    @property
+    def notes(self) -> str:
+        """The gain over the variant in the middle, what was trained, and how many seeds each curve has."""
+        best = self.lines[-1].time_to_target
+        middle = [f"{line.time_to_target / best:.1f} times sooner than {line.variant}" for line in self.lines[1:-1]]
+        return "; ".join([*middle, self.words, self._seeds])
+
+    @property
+    def _seeds(self) -> str:
+        counts = {line.variant: line.seeds for line in self.lines}
+        if len({*counts.values()}) == 1:
+            mean = "mean and range of " if self.lines[0].seeds > 1 else ""
+            return mean + seeds_in_words(counts.values())
+        return "mean and range of seeds: " + ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
 def save_headline(
     variants: Mapping[str, Sequence[Run]], lines: Sequence[Line], target: float, words: str, file: Path
-) -> bool:
+) -> list[Path]:
     """Draw the curves of plain DDP, of the best other variant of torch's, and of the best of all others.
 
     Args:
@@ -35,58 +108,84 @@ def save_headline(
         lines: the table.
         target: value of the metric whose time is compared.
         words: what was trained, and where.
-        file: the picture.
+        file: the picture for wide, light screens; the names of the others are those of `variants_of`.
 
     Returns:
-        False, and no file, if plain DDP is missing, a curve misses the target, or nothing is gained.
+        The files; none if plain DDP is missing, a curve misses the target, or nothing is gained. Files of an earlier
+        comparison are removed then.
     """
+    for earlier in (file, *variants_of(file)):
+        earlier.unlink(missing_ok=True)
     chosen = _chosen(lines)
     if not chosen or not all(math.isfinite(line.time_to_target) for line in chosen):
-        return False
-    plain, best = chosen[0], chosen[-1]
-    gain = plain.time_to_target / best.time_to_target
-    if gain < WORTH:
-        return False
-    metric, seeds = best.metric, max(line.seeds for line in chosen)
-    value = target_text(metric, target)
-    goal = f"{value} {metric.label}" if metric.percent else f"{metric.label} {value}"
-    longest = max(float(run.time[-1]) for line in chosen for run in variants[line.variant])
+        return []
+    headline = Headline(chosen, variants, target, words)
+    if headline.gain < WORTH:
+        return []
+    _save(headline, WIDE, file)
+    wide_dark, narrow, narrow_dark = variants_of(file)
+    wide_dark.write_text(dark(svg(partial(_save, headline, WIDE))))
+    text = svg(partial(_save, headline, NARROW))
+    narrow.write_text(text)
+    narrow_dark.write_text(dark(text))
+    return [file, wide_dark, narrow, narrow_dark]
+
+
+def variants_of(file: Path) -> tuple[Path, Path, Path]:
+    """The same picture for dark screens, for narrow ones, and for screens that are both; SVG, which stays sharp."""
+    return tuple(file.with_name(f"{file.stem}_{screen}.svg") for screen in ("dark", "narrow", "narrow_dark"))
+
+
+def _save(headline: Headline, layout: Layout, file: Path | IO[bytes]) -> None:
+    """Draw the picture for one kind of screen; an open file gets an SVG."""
+    longest = max(float(run.time[-1]) for line in headline.lines for run in headline.runs[line.variant])
     unit, length, _ = next(unit for unit in UNITS if longest <= unit[2])
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
+        figure = Figure(figsize=layout.size, layout="constrained")
         axes = figure.subplots()
-        shades = colours([line.variant for line in chosen])
-        for line in chosen:
-            _draw(axes, variants[line.variant], length, shades[line.variant])
-        axes.set_xlim(0, 1.02 * longest / length)
+        shades = colours([line.variant for line in headline.lines])
+        for line in headline.lines:
+            _draw(axes, line, headline.runs[line.variant], length, shades[line.variant])
+        _finish_axes(axes, headline, layout, 1.02 * longest / length)
+        if layout.beside:
+            for line in headline.lines:
+                _label(axes, line, headline.runs[line.variant], length, longest, shades[line.variant])
+        else:
+            figure.legend(loc="outside lower left", labelcolor="linecolor", prop={"size": 8.5, "weight": "bold"})
+        times = headline.lines[-1].time_to_target / length, headline.lines[0].time_to_target / length
+        _mark(axes, headline.target, times, f"{headline.gain:.1f}× sooner")
+        axes.set_xlabel(f"training time ({unit})")
+        _head(axes, headline, layout)
+        save(figure, file)
+
+
+def _finish_axes(axes: Axes, headline: Headline, layout: Layout, end: float) -> None:
+    metric = headline.lines[0].metric
+    axes.set_xlim(0, end)
+    if layout.beside:
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom, top + 0.12 * (top - bottom))  # room for the names of the curves
-        if metric.percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
-        for line in chosen:
-            _label(axes, line, variants[line.variant], length, longest, shades[line.variant])
-        _mark(axes, target, (best.time_to_target / length, plain.time_to_target / length), f"{gain:.1f}× sooner")
-        axes.set_xlabel(f"training time ({unit})")
-        axes.set_ylabel(f"validation {metric.label}")
-        axes.set_title(
-            f"{best.variant} reaches {goal} {gain:.1f} times sooner than {plain.variant}", pad=34, fontsize=12
-        )
-        notes = [
-            f"{line.time_to_target / best.time_to_target:.1f} times sooner than {line.variant}" for line in chosen[1:-1]
-        ]
-        notes += [words, f"mean and range of {seeds} seeds" if seeds > 1 else "one seed"]
-        axes.annotate(
-            fill("; ".join(notes), WORDS),
-            (0, 1),
-            xycoords="axes fraction",
-            xytext=(0, 8),
-            textcoords="offset points",
-            fontsize=8,
-            color="#555555",
-        )
-        figure.savefig(file, dpi=DPI)
-    return True
+    if metric.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(layout.ticks, steps=[1, 2, 5, 10]))
+    axes.set_ylabel(f"validation {metric.label}")
+
+
+def _head(axes: Axes, headline: Headline, layout: Layout) -> None:
+    """The title, and between it and the curves the notes."""
+    size, length = layout.title
+    notes = fill(headline.notes, layout.words)
+    lines = 1 + notes.count("\n")
+    axes.set_title(fill(headline.title, length), pad=14 + 10 * lines, fontsize=size)
+    axes.annotate(
+        notes,
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 8),
+        textcoords="offset points",
+        fontsize=8,
+        color="#555555",
+    )
 
 
 def _chosen(lines: Sequence[Line]) -> list[Line]:
@@ -100,9 +199,10 @@ def _chosen(lines: Sequence[Line]) -> list[Line]:
     return [by_name[REFERENCE], *fastest]
 
 
-def _draw(axes: Axes, runs: Sequence[Run], length: float, colour: str) -> None:
+def _draw(axes: Axes, line: Line, runs: Sequence[Run], length: float, colour: str) -> None:
     seconds, values = on_common_points([run.time for run in runs], [run.value for run in runs])
-    axes.plot(seconds / length, values.mean(0), color=colour, lw=2.4)
+    name = f"{line.variant}: {target_text(line.metric, line.final)} at the end"
+    axes.plot(seconds / length, values.mean(0), color=colour, lw=2.4, label=name)
     if len(runs) > 1:
         axes.fill_between(seconds / length, values.min(0), values.max(0), color=colour, alpha=0.2, lw=0)
 
@@ -125,7 +225,8 @@ def _label(axes: Axes, line: Line, runs: Sequence[Run], length: float, longest: 
 
 
 def _mark(axes: Axes, target: float, times: tuple[float, float], words: str) -> None:
-    """An arrow at the target between two times."""
+    """An arrow at the target between two times; its words can be read on top of a curve."""
+    halo: Any = [withStroke(linewidth=2.5, foreground="#ffffff")]
     axes.annotate(
         "", (times[0], target), (times[1], target), arrowprops={"arrowstyle": "<->", "color": "#222222", "lw": 1.2}
     )
@@ -139,4 +240,5 @@ def _mark(axes: Axes, target: float, times: tuple[float, float], words: str) -> 
         fontsize=10,
         fontweight="bold",
         color="#222222",
+        path_effects=halo,
     )

@@ -21,7 +21,7 @@ from pictures.style import colours
 from recipes.comparison.embedding import NARROW, on_dark, picture
 from recipes.comparison.pairs import pair_table, pairs_of, signed
 from recipes.comparison.plots import LABELS, Axis, save_curves, save_step_times
-from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, target_text
+from recipes.comparison.results import BOUND_NOTE, Line, Run, cells, headings, knows_bound, seeds_in_words, target_text
 from recipes.comparison.slower_links import Elsewhere
 
 #: Names of files and strategies, and command lines, are escaped.
@@ -142,7 +142,7 @@ def _faster(ratio: float, timed: bool) -> str:
 
 
 def _chips(facts: dict[str, object], sections: Sequence[Section]) -> list[str]:
-    seeds = max(len(runs) for section in sections for runs in section.variants.values())
+    seeds = [len(runs) for section in sections for runs in section.variants.values()]
     parameters = facts.get("parameters")
     nodes = counted(int(str(facts["nodes"])), "node")
     return [
@@ -151,7 +151,7 @@ def _chips(facts: dict[str, object], sections: Sequence[Section]) -> list[str]:
         f"{counted(int(str(facts['processes'])), 'process', 'processes')} on {nodes}",
         f"{facts['device']}",
         counted(int(str(facts["steps"])), "step"),
-        f"{seeds} seeds" if seeds > 1 else "1 seed",
+        seeds_in_words(seeds),
     ]
 
 

@@ -25,7 +25,7 @@ from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.theory import bits_at
 from pictures.style import DPI, STYLE, colours
 from recipes.comparison.labels import place_labels
-from recipes.comparison.results import Curve, Line, Run, target_text
+from recipes.comparison.results import Curve, Line, Run, seeds_in_words, target_text
 from recipes.measuring.metrics import Metric
 
 Axis = Literal["time", "epoch", "mb_sent"]
@@ -83,7 +83,7 @@ def save_curves(
             figure = _draw_together(variants, axis, title, target, size)
         else:
             figure = _draw_panels(variants, axis, title, target)
-        _save(figure, file)
+        save(figure, file)
 
 
 def _draw_together(
@@ -326,10 +326,11 @@ def save_step_times(
         axes.set_xlim(0, widest * 1.42)
         axes.set_xlabel("median training step (ms)")
         axes.set_title(fill(title, STEPS_TITLE))
-        _save(figure, file)
+        save(figure, file)
 
 
-def _save(figure: Figure, file: Path | IO[bytes]) -> None:
+def save(figure: Figure, file: Path | IO[bytes]) -> None:
+    """Write a figure to a path, or as SVG to an open file."""
     # The SVG has no date and fixed names, so that the same runs make the same page.
     if isinstance(file, Path):
         figure.savefig(file, dpi=DPI)
@@ -439,5 +440,5 @@ def _log_megabytes(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _seeds(variants: dict[str, list[Run]]) -> str | None:
-    most = max(len(runs) for runs in variants.values())
-    return f"mean and range of {most} seeds" if most > 1 else None
+    counts = [len(runs) for runs in variants.values()]
+    return f"mean and range of {seeds_in_words(counts)}" if max(counts) > 1 else None

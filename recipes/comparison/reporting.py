@@ -66,7 +66,7 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
         files[-1],
     )
     for file in files:
-        kind = {".png": "plot", ".html": "page"}.get(file.suffix, "table")
+        kind = {".png": "plot", ".svg": "plot", ".html": "page"}.get(file.suffix, "table")
         console.print(f"{kind}: {file}", highlight=False)
     if any(cell.config["logger"]["name"] == "wandb" for cell in plan.cells):
         # Here, not above: the module imports Lightning, which takes seconds.
@@ -125,16 +125,12 @@ def _write(section: Section) -> list[Path]:
         save_curves(variants, axis, section.title, files[-1], target)
     files.append(folder / "step_time.png")
     save_step_times(variants, section.title, files[-1], predicted=section.predicted)
-    headline, family = folder / "headline.png", folder / "family.png"
-    drawn = {
-        headline: save_headline(variants, section.lines, section.target, section.title, headline),
-        family: save_family(section.lines, section.title, family),
-    }
-    for file, there in drawn.items():
-        if there:
-            files.append(file)
-        else:
-            file.unlink(missing_ok=True)  # an earlier comparison of other variants has left it
+    files += save_headline(variants, section.lines, section.target, section.title, folder / "headline.png")
+    family = folder / "family.png"
+    if save_family(section.lines, section.title, family):
+        files.append(family)
+    else:
+        family.unlink(missing_ok=True)  # an earlier comparison of other variants has left it
     return files
 
 

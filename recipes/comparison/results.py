@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,13 @@ def headings(metric: Metric, target: float, reference: str = "ddp") -> list[str]
 def target_text(metric: Metric, target: float) -> str:
     """A target with its unit, with one digit fewer than values have."""
     return metric.shown(target, metric.digits - 1)
+
+
+def seeds_in_words(counts: Iterable[int]) -> str:
+    """How many seeds variants have, e.g. "3 seeds"; "up to 3 seeds" if not all of them have as many."""
+    each = {*counts}
+    most = max(each)
+    return f"up to {most} seeds" if len(each) > 1 else "one seed" if most == 1 else f"{most} seeds"
 
 
 def cells(line: Line) -> list[str]:

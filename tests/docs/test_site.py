@@ -88,6 +88,13 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(listed) == sorted([*pages, *notebooks])
 
 
+def test_the_colours_may_follow_the_system() -> None:
+    palette = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]["palette"]
+    asked = [state["media"] for state in palette]
+    assert asked == ["(prefers-color-scheme)", "(prefers-color-scheme: light)", "(prefers-color-scheme: dark)"]
+    assert [state.get("scheme") for state in palette] == [None, "default", "slate"]
+
+
 @pytest.mark.parametrize(
     ("page", "text", "found"),
     [

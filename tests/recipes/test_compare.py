@@ -255,6 +255,19 @@ def test_page_is_one_file_that_says_the_most_important_first(variants: dict[str,
     assert len(set(re.findall(r"<picture>.*?</picture>", text))) == 4  # the same runs make the same pictures
 
 
+def test_a_wide_table_says_that_it_scrolls_and_can_be_reached_with_the_keyboard(
+    variants: dict[str, list[Run]], tmp_path: Path
+) -> None:
+    target = common_target(variants)
+    section = Section("title", tmp_path, variants, compare(variants, target), target)
+    write_page([section], "title", "command", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    regions = re.findall(
+        r'<div class="wide( many)?" tabindex=0 role=region aria-label="([^"]+)">\n<p class=hint>', text
+    )
+    assert regions == [(" many", "Strategies"), ("", "Seed by seed")]
+
+
 def test_a_dark_page_has_pictures_that_can_be_seen_there() -> None:
     assert on_dark("#ffffff") == "#171717"
     assert on_dark("#000000") == "#ebebeb"
@@ -415,9 +428,9 @@ FILES = [
 
 
 def listed(output: str) -> list[str]:
-    """The files that a comparison names, but the headline, which is there if one strategy happens to be faster."""
+    """The files that a comparison names, but the headline's, which are there if one strategy happens to be faster."""
     files = re.findall(r"^(?:table|plot|page): (\S+)$", output, re.MULTILINE)
-    return [file for file in files if not file.endswith("headline.png")]
+    return [file for file in files if not Path(file).name.startswith("headline")]
 
 
 @pytest.mark.slow

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from recipes.comparison.headline import save_headline
-from recipes.comparison.results import Run, common_target, compare
+from recipes.comparison.embedding import on_dark
+from recipes.comparison.headline import REFERENCE, Headline, save_headline
+from recipes.comparison.results import Run, common_target, compare, seeds_in_words
 from tests.recipes.made_up_runs import made_up_run
+
+#: Width of a page's text on a screen of 390, in CSS pixels.
+TEXT = 342
+FILES = ["headline.png", "headline_dark.svg", "headline_narrow.svg", "headline_narrow_dark.svg"]
 
 STEPS = {"ddp": 0.4, "ddp_bf16": 0.2, "gqsgd": 0.1, "gqsgd_4bit": 0.05}
 
@@ -26,17 +32,56 @@ def runs_of(
     }
 
 
-def drawn(variants: dict[str, list[Run]], tmp_path: Path, target: float | None = None) -> bool:
+def drawn(variants: dict[str, list[Run]], tmp_path: Path, target: float | None = None) -> list[str]:
+    """The names of the files that are drawn."""
     target = common_target(variants) if target is None else target
-    file = tmp_path / "headline.png"
-    there = save_headline(variants, compare(variants, target), target, "what was trained", file)
-    assert there == file.exists()
-    return there
+    folder = tmp_path / "drawn"
+    folder.mkdir(exist_ok=True)
+    files = save_headline(variants, compare(variants, target), target, "what was trained", folder / "headline.png")
+    assert sorted(files) == sorted(folder.iterdir())
+    return [file.name for file in files]
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_a_gain_is_drawn(tmp_path: Path, seeds: int) -> None:
-    assert drawn(runs_of(tmp_path, STEPS, seeds), tmp_path)
+    assert drawn(runs_of(tmp_path, STEPS, seeds), tmp_path) == FILES
+
+
+def test_text_can_be_read_on_a_narrow_screen(tmp_path: Path) -> None:
+    drawn(runs_of(tmp_path, STEPS, 2), tmp_path)
+    for name in FILES[2:]:
+        image = (tmp_path / "drawn" / name).read_text()
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', image)[1])
+        # Matplotlib makes outlines of letters at 100 points smaller.
+        points = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -[\d.]+\)", image)]
+        assert points
+        assert min(points) / width * TEXT >= 9, name
+
+
+def test_dark_pictures_have_a_dark_ground(tmp_path: Path) -> None:
+    drawn(runs_of(tmp_path, STEPS), tmp_path)
+    for name in FILES[1:]:
+        image = (tmp_path / "drawn" / name).read_text()
+        assert ("#ffffff" in image) is ("dark" not in name)
+        assert (on_dark("#ffffff") in image) is ("dark" in name)
+
+
+def test_a_comparison_without_a_gain_removes_the_pictures_of_an_earlier_one(tmp_path: Path) -> None:
+    variants = runs_of(tmp_path, STEPS)
+    assert drawn(variants, tmp_path)
+    assert not drawn({REFERENCE: variants[REFERENCE]}, tmp_path, 0.8)
+
+
+def test_every_curve_has_its_own_number_of_seeds(tmp_path: Path) -> None:
+    def notes(variants: dict[str, list[Run]]) -> str:
+        return Headline(compare(variants, 0.8), variants, 0.8, "what was trained").notes
+
+    one, two = runs_of(tmp_path / "one", STEPS), runs_of(tmp_path / "two", STEPS, 2)
+    assert notes(one).endswith("what was trained; one seed")
+    assert notes(two).endswith("what was trained; mean and range of 2 seeds")
+    mixed = notes({"ddp": two["ddp"], "ddp_bf16": one["ddp_bf16"], "gqsgd": two["gqsgd"]})
+    assert mixed.endswith("mean and range of seeds: ddp 2, ddp_bf16 1, gqsgd 2")
+    assert [seeds_in_words(counts) for counts in ([1, 1], [2, 2], [2, 1])] == ["one seed", "2 seeds", "up to 2 seeds"]
 
 
 def test_times_of_hours_are_drawn_too(tmp_path: Path) -> None:
