@@ -42,7 +42,8 @@ from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.pipeline import Job, release, runner_for
+from lightning_gqsgd.transport.job import Job
+from lightning_gqsgd.transport.pipeline import release, runner_for
 
 PROGRAM = "python -m benchmarks.reducers"
 

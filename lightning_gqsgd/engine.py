@@ -28,7 +28,9 @@ from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.transport.agreement import STATE_DIFFERS, Agreed, Card, Stamp, StampCheck, compared
 from lightning_gqsgd.transport.communicator import Communicator
 from lightning_gqsgd.transport.direct import DirectRunner
-from lightning_gqsgd.transport.pipeline import Job, Runner, Start, release, runner_for
+from lightning_gqsgd.transport.job import Job, Start
+from lightning_gqsgd.transport.pipeline import Runner, release, runner_for
+from lightning_gqsgd.transport.workers import codec_threads
 
 #: No step has a larger number.
 MAX_STEP = 2**63 - 1
@@ -124,7 +126,7 @@ class Engine:
         plans: the cache of plans, which say how tensors are cut into pieces.
 
     Raises:
-        ConfigError: the backend of the group does not go with the device.
+        ConfigError: the backend of the group does not go with the device, or ``GQSGD_THREADS`` is no number of threads.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Engine:
         shares_runner_of: Engine | None = None,
         messages: Messages | None = None,
     ) -> None:
+        self._threads = codec_threads(group.size()) if device.type == "cpu" else 1
         self.communicator = Communicator(device, group, key, timeout)
         self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
@@ -212,6 +215,8 @@ class Engine:
                 return self._reduce_directly(x, request, starts[0], self._direct)
         job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks, request.watch)
         job.kept_if_refused = isinstance(request.agreement, Card)
+        # Pieces of one parameter share what is remembered of it. A single piece is nothing to share among threads.
+        job.threads = 1 if request.config.remembers or len(starts) == 1 else self._threads
         self._submit(job)
         return job
 

@@ -22,8 +22,8 @@ from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.transport.agreement import Card
 from lightning_gqsgd.transport.communicator import is_alive, parent_group, timeout_of
+from lightning_gqsgd.transport.job import Job
 from lightning_gqsgd.transport.meeting import Meeting
-from lightning_gqsgd.transport.pipeline import Job
 
 #: Bytes that the plans of tensors of different sizes take, at most, for each process group.
 MAX_PLAN_BYTES = 64 << 20

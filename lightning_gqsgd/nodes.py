@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.transport.workers import codec_threads
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
@@ -27,8 +28,10 @@ def with_nodes(config: GQSGDConfig, group: dist.ProcessGroup) -> GQSGDConfig:
         group: process group whose ranks are averaged.
 
     Raises:
-        ConfigError: see `node_size_of`.
+        ConfigError: see `node_size_of`; or this rank's environment names no number of threads (`transport.workers`),
+            which all ranks are told here, before they have agreed.
     """
+    codec_threads(group.size())
     if config.reducer != "hierarchical" or config.node_size:
         return config
     return replace(config, node_size=node_size_of(dist.get_process_group_ranks(group), os.environ.get(VARIABLE)))

@@ -282,8 +282,7 @@ def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:
 
 def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps:
     result = yield from steps
-    counters.bytes_sent += reducer.sent_bytes
-    counters.message_bytes += reducer.message_bytes
+    counters.add_sent(reducer.sent_bytes, reducer.message_bytes)
     return result
 
 

@@ -107,6 +107,13 @@ class BucketCounters:
     decode_s: float = 0.0
     latency_s: float = 0.0
     _nonfinite: Tally = field(default_factory=Tally, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add_sent(self, bytes_sent: int, message_bytes: int) -> None:
+        """Count the bytes of a piece; several threads may do so at once."""
+        with self._lock:
+            self.bytes_sent += bytes_sent
+            self.message_bytes += message_bytes
 
     def add_nonfinite(self, blocks: Count) -> None:
         """Count blocks whose mean is NaN or infinite."""
@@ -159,7 +166,9 @@ class Telemetry:
     def add_sample(self, error: Tensor, reference: Tensor) -> None:
         """Add sums of squares over one sample, 0-d; a non-finite sample is left out."""
         sums = torch.stack([error, reference]).double()
-        self._of_step.add(torch.where(sums.isfinite().all(), sums, 0.0))
+        sums = torch.where(sums.isfinite().all(), sums, 0.0)
+        with self._lock:  # several threads may add samples at once
+            self._of_step.add(sums)
 
     def expose(self, since: Moment, until: Moment) -> None:
         """Book time in which backward waited for a result; of two moments on a GPU, once both have passed."""

@@ -54,8 +54,8 @@ from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.transport.agreement import Card, Stamp, digest_of
 from lightning_gqsgd.transport.communicator import check_timeout, parent_group, patience_of
+from lightning_gqsgd.transport.job import Job
 from lightning_gqsgd.transport.meeting import Meeting
-from lightning_gqsgd.transport.pipeline import Job
 
 logger = logging.getLogger(__name__)
 

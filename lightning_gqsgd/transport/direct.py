@@ -21,7 +21,7 @@ import torch
 from lightning_gqsgd.reducers.base import Steps
 from lightning_gqsgd.transport.agreement import Stamp, StampCheck
 from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.pipeline import Job
+from lightning_gqsgd.transport.job import Job
 
 
 class DirectRunner:

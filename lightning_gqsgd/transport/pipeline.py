@@ -22,20 +22,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from concurrent.futures import Future, wait
+from functools import partial
 from itertools import cycle
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.reducers.base import Steps
-from lightning_gqsgd.telemetry import BucketCounters, Moment, Telemetry, moment
+from lightning_gqsgd.kernels.protocol import Count
+from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.job import Job, Start
+from lightning_gqsgd.transport.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -44,119 +44,6 @@ MAX_UNDER_WAY = 8
 
 #: How long to wait for the thread when closing; it never waits for the network itself.
 CLOSE_TIMEOUT_S = 60.0
-
-#: What starts the steps of a piece.
-Start = Callable[[], Steps]
-
-
-@dataclass(eq=False)
-class Job:
-    """A flat tensor to be replaced by its mean over ranks.
-
-    Attributes:
-        tensor: the tensor; after an error it is all NaN, unless ``kept_if_refused`` says otherwise.
-        pieces: for each piece, a function that starts its steps.
-        name: for messages.
-        counters: of the bucket; time is added there.
-        telemetry: of the process; time is added there.
-        last_of_step: True for the last bucket of a step.
-        preface: a function that starts the steps of an agreement, without which the job does not complete; None: there
-            is nothing to agree on.
-        preface_blocks: whether the agreement is over before the first piece starts.
-        watch: called with the tensor once the mean is there, before the job is complete; None: nothing.
-        kept_if_refused: whether the tensor stays as it is where ranks do not agree, and nothing has been sent.
-        error: the error, once complete.
-    """
-
-    tensor: Tensor
-    pieces: Sequence[Start]
-    name: str
-    counters: BucketCounters
-    telemetry: Telemetry
-    last_of_step: bool
-    preface: Start | None = None
-    preface_blocks: bool = True
-    watch: Callable[[Tensor], None] | None = None
-    kept_if_refused: bool = False
-
-    def __post_init__(self) -> None:
-        devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
-        self._done: torch.futures.Future[Tensor | None] = torch.futures.Future(devices=devices)
-        self.error: BaseException | None = None
-        self._submitted = time.perf_counter()
-        self._arrived = moment(self.tensor.device)
-        self._stream: torch.cuda.Stream | None = None
-        self.left = len(self.pieces) + (self.preface is not None)
-
-    @cached_property
-    def future(self) -> torch.futures.Future[Tensor]:
-        """Completes with the tensor, or with the error."""
-        # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
-        succeeded = self._done.done() and self.error is None
-        return cast("torch.futures.Future[Tensor]", self._done) if succeeded else self._done.then(self._result)
-
-    def take(self, stream: torch.cuda.Stream | None) -> None:
-        """Do all work on this stream, behind what the current one had to do when the job was made; None: on the CPU."""
-        self._stream = stream
-        if stream is not None:
-            stream.wait_event(cast("torch.cuda.Event", self._arrived))
-            self.tensor.record_stream(stream)
-
-    def wait(self) -> Tensor:
-        """The tensor; waits for it (on a GPU, the current stream does).
-
-        Raises:
-            ConfigError: the ranks do not agree.
-            CollectiveError: a collective failed; the tensor is all NaN.
-        """
-        try:
-            self.future.wait()
-        except Exception:
-            if self._stream is not None:  # a future with an error lets no stream wait
-                torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
-            if self.error is None:
-                raise
-            raise self.error from None
-        return self.tensor
-
-    def context(self) -> ExitStack:
-        """Where the job's work is to be done: on its stream; and in inference mode, if the tensor was made there,
-        because PyTorch lets nobody else change such tensors."""
-        context = ExitStack()
-        if self.tensor.is_inference():
-            context.enter_context(torch.inference_mode())
-        if self._stream is not None:
-            context.enter_context(torch.cuda.stream(self._stream))
-        return context
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Complete the future."""
-        self.error = error
-        try:
-            with self.context():
-                if error is None and self.watch is not None:
-                    self.watch(self.tensor)
-                elif error is not None and not (self.kept_if_refused and isinstance(error, ConfigError)):
-                    self.tensor.fill_(torch.nan)  # never a mixture of averaged and local gradients
-                self._count(moment(self.tensor.device))
-        except Exception as cause:  # e.g. the GPU has failed: then a future cannot take a tensor on it any more
-            self.error = error or cause
-            logger.critical("gqsgd: %s: the result on %s cannot be written: %s", self.name, self.tensor.device, cause)
-            self._done.set_result(None)
-            return
-        with self.context():
-            self._done.set_result(self.tensor)  # on a GPU, complete when the job's stream has come so far
-
-    def _count(self, now: Moment) -> None:
-        self.counters.latency_s += time.perf_counter() - self._submitted
-        if self.last_of_step:
-            self.telemetry.expose(self._arrived, now)
-            self.telemetry.end_step()
-
-    def _result(self, _: object) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return self.tensor
 
 
 class _Piece:
@@ -168,7 +55,9 @@ class _Piece:
         is_preface: whether it is the job's agreement.
         blocks: whether the piece is the agreement, and the job's other pieces wait for it.
         works: the collectives of the latest stage.
-        waiting_for: how many of them are still under way.
+        waiting_for: how many of them are still under way, or 1 while a worker computes.
+        is_computing: whether a worker computes for the piece.
+        task: what a worker does for the piece, or did last; it may end a little after ``is_computing``.
     """
 
     def __init__(self, job: Job, start: Start, stage: int) -> None:
@@ -178,32 +67,83 @@ class _Piece:
         self.blocks = self.is_preface and job.preface_blocks
         self.works: list[dist.Work] = []
         self.waiting_for = 0
+        self.is_computing = False
+        self.task: Future[None] | None = None
         self._start = start
         self._steps: Steps | None = None
+        self._computed: _Outcome | None = None
 
     def resume(self, communicator: Communicator) -> bool:
         """Go on to the next exchange and start it; False if there is none and the piece is through."""
         with self.job.context():
-            return self._resume(communicator)
+            for work in self.works:
+                work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
+            self.works = []
+            outcome, self._computed = self._computed or self._compute(), None
+            self._count(outcome)
+            if outcome.error is not None:
+                raise outcome.error
+            if outcome.exchanges is None:
+                return False
+            # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
+            needed = [exchange for exchange in outcome.exchanges if exchange.input.numel() or exchange.splits]
+            self.works = [communicator.start(exchange, self.stage) for exchange in needed]
+        self.waiting_for = len(self.works)
+        self.stage += 1
+        return True
 
-    def _resume(self, communicator: Communicator) -> bool:
+    def compute(self) -> None:
+        """Encode or decode, on any thread: what `resume` does before it starts an exchange. Raises nothing.
+
+        If an exchange has failed, this computes nonsense, and `resume` raises the exchange's error.
+        """
+        with self.job.context():
+            self._computed = self._compute()
+
+    @property
+    def wants_computing(self) -> bool:
+        """Whether a worker may compute for the piece: nothing is under way, and nothing is computed already."""
+        return not self.waiting_for and self._computed is None
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether `resume` computes nothing that is left to workers."""
+        return self.job.threads == 1 or self.is_preface or self._computed is not None
+
+    def _compute(self) -> _Outcome:
         begun = time.perf_counter()
-        for work in self.works:
-            work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
         try:
             self._steps = self._steps or self._start()
             exchanges = next(self._steps)
         except StopIteration as end:
-            self.job.counters.decode_s += time.perf_counter() - begun
-            self.job.counters.add_nonfinite(end.value)
-            return False
-        self.job.counters.encode_s += time.perf_counter() - begun
-        # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
-        needed = [exchange for exchange in exchanges if exchange.input.numel() or exchange.splits]
-        self.works = [communicator.start(exchange, self.stage) for exchange in needed]
-        self.waiting_for = len(self.works)
-        self.stage += 1
-        return True
+            return _Outcome(time.perf_counter() - begun, nonfinite=end.value)
+        except Exception as error:  # raised by the thread that asks for it
+            return _Outcome(time.perf_counter() - begun, error=error)
+        return _Outcome(time.perf_counter() - begun, exchanges)
+
+    def _count(self, outcome: _Outcome) -> None:
+        counters = self.job.counters
+        if outcome.exchanges is not None:
+            counters.encode_s += outcome.seconds
+        elif outcome.error is None:
+            counters.decode_s += outcome.seconds
+            counters.add_nonfinite(outcome.nonfinite)
+
+
+class _Outcome(NamedTuple):
+    """What a piece has computed.
+
+    Attributes:
+        seconds: that it took.
+        exchanges: what follows; None: nothing, the piece is through, or has failed.
+        nonfinite: number of blocks that are not finite, of a piece that is through.
+        error: why it has failed.
+    """
+
+    seconds: float
+    exchanges: Sequence[Exchange] | None = None
+    nonfinite: Count = 0
+    error: Exception | None = None
 
 
 def _pieces_of(job: Job) -> list[_Piece]:
@@ -290,6 +230,7 @@ class Sequencer:
         self._lanes: dict[Communicator, deque[_Piece]] = {}
         self._broken: dict[Communicator, BaseException] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._workers = Workers()
         self._thread = threading.Thread(target=self._run, name="gqsgd-sequencer", daemon=True)
         self._thread.start()
 
@@ -311,7 +252,7 @@ class Sequencer:
             closed.set()
 
         self._events.put(forget)
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread or self._workers.has_this_thread():
             return  # this thread has collected a model as garbage, and cannot wait for itself
         if not closed.wait(CLOSE_TIMEOUT_S):
             raise RuntimeError(f"gqsgd: the sequencing thread did not answer within {CLOSE_TIMEOUT_S:.0f} s")
@@ -319,15 +260,16 @@ class Sequencer:
     def stop(self) -> None:
         """End the thread."""
         self._events.put(None)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self._workers.has_this_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._workers.stop()
 
     def _run(self) -> None:
         while True:
             begun = time.perf_counter()
             event = self._events.get()
             for lane in self._lanes.values():
-                if lane and lane[0].waiting_for:
+                if lane and lane[0].waiting_for and not lane[0].is_computing:
                     lane[0].job.telemetry.wait_s += time.perf_counter() - begun
             if event is None:
                 return
@@ -357,8 +299,8 @@ class Sequencer:
 
     def _advance(self, communicator: Communicator) -> None:
         """Resume every piece whose exchanges are through and whose turn it is."""
-        lane = self._lanes.get(communicator)
-        while lane and (piece := next(ready(lane), None)):
+        lane = self._lanes.get(communicator, deque())
+        while piece := self._next(communicator, lane):
             try:
                 if piece.resume(communicator):
                     for work in piece.works:
@@ -377,22 +319,62 @@ class Sequencer:
                 self._fail(communicator, error, piece)  # reported through the futures of all that is under way
                 return
 
+    def _next(self, communicator: Communicator, lane: deque[_Piece]) -> _Piece | None:
+        """The piece to be resumed; workers get what they can compute meanwhile."""
+        self._compute_ahead(communicator, lane)
+        return next((piece for piece in ready(lane) if piece.can_resume), None)
+
+    def _compute_ahead(self, communicator: Communicator, lane: deque[_Piece]) -> None:
+        """Let workers compute for pieces whose exchanges are through, whether or not it is their turn to start another.
+
+        A job that has one thread, because its pieces have something in common or it lies on a GPU, is left to this one.
+        """
+        for piece in computable(lane):
+            piece.waiting_for, piece.is_computing = 1, True
+            piece.task = self._workers.submit(partial(self._compute, communicator, piece))
+
+    def _compute(self, communicator: Communicator, piece: _Piece) -> None:
+        """What a worker does for a piece."""
+
+        def computed() -> None:
+            piece.is_computing = False
+            self._arrived(communicator, piece)
+
+        piece.compute()
+        self._events.put(computed)
+
     def _waker(self, communicator: Communicator, piece: _Piece) -> Callable[[object], None]:
         """A callback for a backend's thread: it only wakes ours."""
+        return lambda _: self._events.put(partial(self._arrived, communicator, piece))
 
-        def arrived() -> None:
-            piece.waiting_for -= 1
-            if not piece.waiting_for:
-                self._advance(communicator)
-
-        return lambda _: self._events.put(arrived)
+    def _arrived(self, communicator: Communicator, piece: _Piece) -> None:
+        """Note that an exchange of a piece is through, or what a worker has computed for it."""
+        piece.waiting_for -= 1
+        if not piece.waiting_for:
+            self._advance(communicator)
 
     def _fail(self, communicator: Communicator, error: BaseException, failed: _Piece | None) -> None:
         """Fail all that is under way on a communicator, and all that comes after."""
         self._broken[communicator] = error
-        for job in dict.fromkeys(piece.job for piece in self._lanes.pop(communicator, ())):
+        pieces = self._lanes.pop(communicator, ())
+        wait([piece.task for piece in pieces if piece.task is not None])  # no worker writes into a tensor that is NaN
+        for job in dict.fromkeys(piece.job for piece in pieces):
             where = f"{job.name}, stage {failed.stage}," if failed and failed.job is job else f"{job.name}, behind it,"
             job.finish(communicator.describe(error, where))
+
+
+def computable(lane: deque[_Piece]) -> list[_Piece]:
+    """Pieces that workers may compute for now, oldest first."""
+    window = list(lane)[:MAX_UNDER_WAY]
+    busy = sum(piece.is_computing for piece in window)
+    found: list[_Piece] = []
+    for piece in window:
+        if piece.blocks:
+            break  # what ranks agree on decides whether anything is done for the pieces behind it
+        may_compute = not piece.is_preface and piece.job.threads > busy + len(found)
+        if may_compute and piece.job.threads > 1 and piece.wants_computing:
+            found.append(piece)
+    return found
 
 
 class Underway(Protocol):

@@ -21,7 +21,8 @@ from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import CollectiveError, Communicator
-from lightning_gqsgd.transport.pipeline import Job, Runner, release, runner_for
+from lightning_gqsgd.transport.job import Job
+from lightning_gqsgd.transport.pipeline import Runner, release, runner_for
 from tests.gpu.card import CPU, DEVICE, difference, is_waiting, keep_busy, marks, synchronise
 from tests.unit.test_kernels import gradient
 

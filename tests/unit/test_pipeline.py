@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import pytest
 import torch
 
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
-from lightning_gqsgd.transport.pipeline import MAX_UNDER_WAY, Job, Sequencer, StreamRunner
+from lightning_gqsgd.transport.job import Job
+from lightning_gqsgd.transport.pipeline import MAX_UNDER_WAY, Sequencer, StreamRunner
+from lightning_gqsgd.transport.workers import VARIABLE, codec_threads, spare_threads
 
 
 class FakeWork:
@@ -74,7 +78,13 @@ def piece(number: int, stages: int = 2, fails_in: int | None = None) -> Callable
 
 def job(pieces: list[Callable[[], Steps]], name: str = "bucket", preface: Callable[[], Steps] | None = None) -> Job:
     telemetry = Telemetry()
-    return Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, last_of_step=True, preface=preface)
+    one = Job(torch.zeros(3), pieces, name, BucketCounters(), telemetry, last_of_step=True, preface=preface)
+    one.threads = THREADS.get()
+    return one
+
+
+#: Threads that compute for the jobs of a test.
+THREADS: ContextVar[int] = ContextVar("THREADS", default=1)
 
 
 def agreeing_job(first: int) -> Job:
@@ -82,11 +92,14 @@ def agreeing_job(first: int) -> Job:
     return job([piece(first + number) for number in range(3)], preface=piece(first, stages=1))
 
 
-@pytest.fixture
-def sequencer():
+@pytest.fixture(params=[1, 3], ids=["one thread", "three workers"])
+def sequencer(request: pytest.FixtureRequest):
+    before = THREADS.set(request.param)
     one = Sequencer()
     yield one
     one.stop()
+    THREADS.reset(before)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("gqsgd")]
 
 
 def test_stages_start_in_order_whatever_completes_first(sequencer: Sequencer) -> None:
@@ -240,3 +253,75 @@ def test_stream_runner_has_no_more_pieces_under_way_than_its_window() -> None:
     assert wire.started[: MAX_UNDER_WAY + 1] == [*((1, number) for number in range(MAX_UNDER_WAY)), (2, 0)]
     for number in range(count):
         assert [stage for stage, started in wire.started if started == number] == [1, 2]
+
+
+def test_several_pieces_are_computed_at_once_and_no_more_than_threads(sequencer: Sequencer) -> None:
+    wire, threads = FakeCommunicator(), THREADS.get()
+    inside, most, gate = 0, 0, threading.Condition()
+
+    def meeting(number: int) -> Callable[[], Steps]:
+        def steps() -> Steps:
+            nonlocal inside, most
+            with gate:
+                inside += 1
+                most = max(most, inside)
+                gate.notify_all()
+                gate.wait_for(lambda: inside >= threads or number >= threads, timeout=10)
+            yield (Exchange("sum", torch.tensor([number]), torch.tensor([number])),)
+            return 0
+
+        return steps
+
+    sequencer.submit(wire, job([meeting(number) for number in range(threads)]))  # type: ignore[arg-type]
+    works = wire.wait_for(threads)
+    assert most == threads
+    assert wire.started == [(1, number) for number in range(threads)]
+    for work in works:
+        work.complete()
+
+
+def test_a_worker_that_is_late_writes_nothing_into_a_result_that_failed() -> None:
+    """The other pieces of a failed job are waited for, because they write into its tensor."""
+    wire, sequencer = FakeCommunicator(), Sequencer()
+    begun, goes_on = threading.Event(), threading.Event()
+    tensor = torch.zeros(3)
+
+    def late() -> Steps:
+        begun.set()
+        goes_on.wait(10)
+        tensor.fill_(5)
+        yield (Exchange("sum", torch.tensor([1]), torch.tensor([1])),)
+        return 0
+
+    one = Job(tensor, [piece(0), late], "bucket", BucketCounters(), Telemetry(), last_of_step=True)
+    one.threads = 2
+    sequencer.submit(wire, one)  # type: ignore[arg-type]
+    assert begun.wait(10)
+    wire.wait_for(1)[0].complete(ConnectionError("Connection closed by peer"))
+    threading.Timer(0.2, goes_on.set).start()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        one.future.wait()
+    assert tensor.isnan().all()
+    sequencer.stop()
+
+
+@pytest.mark.parametrize(
+    ("processors", "local_ranks", "compute_threads", "threads"),
+    [(2, 2, 1, 1), (64, 8, 1, 4), (64, 8, 6, 2), (64, 8, 8, 1), (4, 8, 1, 1), (3, 1, 1, 2)],
+)
+def test_threads_are_those_for_which_there_are_processors(
+    processors: int, local_ranks: int, compute_threads: int, threads: int
+) -> None:
+    assert spare_threads(processors, local_ranks, compute_threads) == threads
+
+
+def test_the_number_of_threads_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, " 3 ")
+    assert codec_threads(8) == 3
+    for wrong in ("0", "17", "-1", "two", "1.5"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(ConfigError, match=f"GQSGD_THREADS='{wrong}' is no number of threads; give 1 to 16"):
+            codec_threads(8)
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
+    assert codec_threads(1) == 1

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import Steps
 from lightning_gqsgd.telemetry import BucketCounters
-from lightning_gqsgd.transport.pipeline import Job
+from lightning_gqsgd.transport.job import Job
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig

@@ -1,0 +1,85 @@
+"""Threads that encode and decode beside the thread that starts collectives.
+
+One thread encodes and decodes about as fast as a link of 10 Gbit/s carries codes of 4 bits. Where a rank has processors
+to spare, several threads do that for different pieces of a bucket at once. They start no collective, so the order of
+collectives does not depend on them, nor do results.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from lightning_gqsgd.errors import ConfigError
+
+#: Says how many threads of a rank encode and decode, in place of `spare_threads`.
+VARIABLE = "GQSGD_THREADS"
+#: Threads at most. Beyond, memory is what limits the kernels of one socket.
+MOST = 16
+#: Threads at most unless the variable says otherwise: enough for 25 Gbit/s at 4 bits.
+MOST_BY_ITSELF = 4
+
+#: Where torchrun and others say how many processes this machine runs.
+_LOCAL_RANKS = "LOCAL_WORLD_SIZE"
+
+
+def codec_threads(ranks: int) -> int:
+    """How many threads of this rank encode and decode, 1 to `MOST`.
+
+    Args:
+        ranks: number of ranks, all of which are taken to be on this machine unless ``LOCAL_WORLD_SIZE`` says how many.
+
+    Raises:
+        ConfigError: the variable ``GQSGD_THREADS`` has another value.
+    """
+    said = os.environ.get(VARIABLE, "").strip()
+    if not said:
+        local = os.environ.get(_LOCAL_RANKS, "")
+        here = int(local) if local.isdecimal() and int(local) else ranks
+        return spare_threads(_processors(), here, torch.get_num_threads())
+    if not said.isdecimal() or not 1 <= int(said) <= MOST:
+        raise ConfigError(f"{VARIABLE}={said!r} is no number of threads; give 1 to {MOST}, or unset it")
+    return int(said)
+
+
+def spare_threads(processors: int, local_ranks: int, compute_threads: int) -> int:
+    """Threads for which a rank's share of the processors has room beside those that compute; at least 1.
+
+    Args:
+        processors: of this machine, as far as the process may use them.
+        local_ranks: processes that share them.
+        compute_threads: threads that compute gradients in each of them.
+    """
+    return max(1, min(MOST_BY_ITSELF, processors // local_ranks - compute_threads))
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Workers:
+    """Runs tasks on up to `MOST` threads, which are made when they are first needed."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(MOST, thread_name_prefix="gqsgd-codec", initializer=self._join)
+        self._own: set[int] = set()
+
+    def submit(self, task: Callable[[], None]) -> Future[None]:
+        """Start a task, which raises nothing."""
+        return self._pool.submit(task)
+
+    def has_this_thread(self) -> bool:
+        """Whether the calling thread is one of these."""
+        return threading.get_ident() in self._own
+
+    def stop(self) -> None:
+        """End the threads, once they have nothing left to do."""
+        self._pool.shutdown(wait=not self.has_this_thread())
+
+    def _join(self) -> None:
+        self._own.add(threading.get_ident())
