@@ -19,6 +19,7 @@ from lightning_gqsgd.integrations.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.telemetry import Meter
+from lightning_gqsgd.tuning.decisions import Decision
 
 _Base: Any = object  # each flavour's DDPStrategy, or Callback
 
@@ -84,7 +85,7 @@ class TrainerMixin(_Base):
         warmup_steps: int | None = None,
         seed: int | None = None,
         sample_every: int | None = None,
-        auto: bool | None = None,
+        auto: bool | dict[str, Any] | Decision | None = None,
         allow: Sequence[int] | None = None,
         max_slowdown: float | None = None,
         sparse: str | None = None,

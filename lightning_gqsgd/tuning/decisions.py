@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 #: Steps between a step and the first choice that knows its length: the length is known when the next step begins, ranks
 #: exchange it in that step, and over NCCL the host reads what was exchanged in the step after that.
 LAG = 3
+
+#: The numbers of bits that a candidate can have: those of codes, of bf16 numbers, and of the gradient as it is.
+WIDTHS = (*range(1, 9), 16, 32)
+#: The largest step of a state: steps have 63 bits.
+_LAST_STEP = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,48 @@ class Decision:
         """The decision of `to_dict`; keys may have become text in JSON.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is no such row.
+            KeyError, TypeError, ValueError, AttributeError: it is no such row, or it has numbers that no trial gives.
         """
-        seconds = {int(bits): float(value) for bits, value in row["seconds"].items()}
+        seconds = {width(bits): positive(value) for bits, value in row["seconds"].items()}
         # Versions before predictions wrote none.
         predictions = row.get("predicted", {}).items()
-        predicted = {int(bits): None if value is None else float(value) for bits, value in predictions}
-        return cls(int(row["step"]), int(row["bits"]), seconds, str(row["reason"]), predicted)
+        predicted = {width(bits): None if value is None else not_negative(value) for bits, value in predictions}
+        step = int(row["step"])
+        if not 0 <= step <= _LAST_STEP:
+            raise ValueError(f"the step of a decision is {step}, not from 0 to {_LAST_STEP}")
+        return cls(step, width(row["bits"]), seconds, str(row["reason"]), predicted)
+
+
+def width(value: Any) -> int:
+    """A number of bits that a state has.
+
+    Raises:
+        TypeError, ValueError: no candidate can have so many bits.
+    """
+    if isinstance(value, (bool, float)) or int(value) not in WIDTHS:
+        raise ValueError(f"a number of bits is {value!r}, not one of {', '.join(map(str, WIDTHS))}")
+    return int(value)
+
+
+def positive(value: Any) -> float:
+    """A length of steps that a state has, in seconds.
+
+    Raises:
+        TypeError, ValueError: it is no finite number above 0.
+    """
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a length of steps is {seconds}, not above 0 and finite")
+    return seconds
+
+
+def not_negative(value: Any) -> float:
+    """A number that a state has, such as a prediction in seconds, or a credit of steps.
+
+    Raises:
+        TypeError, ValueError: it is no finite number from 0 on.
+    """
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"a number is {number}, not from 0 on and finite")
+    return number

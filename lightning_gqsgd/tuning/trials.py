@@ -40,9 +40,9 @@ from typing import Any
 
 from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
+from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules, positive
 from lightning_gqsgd.tuning.prediction import Measured
-from lightning_gqsgd.tuning.turns import Challenge, Trial, positive, standard_error
+from lightning_gqsgd.tuning.turns import Challenge, Trial, standard_error
 
 #: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
 Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]

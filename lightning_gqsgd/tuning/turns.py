@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from lightning_gqsgd.tuning.decisions import Rules
+from lightning_gqsgd.tuning.decisions import Rules, positive, width
 from lightning_gqsgd.tuning.prediction import Measured
 
 
@@ -80,8 +80,8 @@ class Challenge:
         """
         if state is None:  # versions before challenges wrote none
             return None
-        seconds = {int(bits): positive(value) for bits, value in state["seconds"].items()}
-        challenge = cls(int(state["bits"]), seconds)
+        seconds = {width(bits): positive(value) for bits, value in state["seconds"].items()}
+        challenge = cls(width(state["bits"]), seconds)
         challenge.seconds[challenge.bits]  # it has to be there
         return challenge
 
@@ -90,18 +90,6 @@ def _medians(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The medians of both columns over the rows that are known; NaN if none is."""
     known = [row for row in waits if not any(map(math.isnan, row))]
     return (median(row[0] for row in known), median(row[1] for row in known)) if known else (math.nan, math.nan)
-
-
-def positive(value: Any) -> float:
-    """A length of steps that a state has, in seconds.
-
-    Raises:
-        TypeError, ValueError: it is no finite number above 0.
-    """
-    seconds = float(value)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"a length of steps is {seconds}, not above 0 and finite")
-    return seconds
 
 
 def standard_error(samples: Sequence[float]) -> float:

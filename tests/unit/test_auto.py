@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
 from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning.clock import StepClock
-from lightning_gqsgd.tuning.decisions import LAG
+from lightning_gqsgd.tuning.decisions import LAG, Decision
 from lightning_gqsgd.tuning.steering import Steering, describe
 
 
@@ -60,6 +61,51 @@ def test_a_configuration_with_auto_can_be_replaced_described_and_written() -> No
 def test_what_auto_does_not_go_with_is_refused_in_one_line(fields: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         GQSGDConfig(**{"auto": True, **fields})
+    assert "\n" not in str(caught.value)
+
+
+def decided(bits: int) -> Decision:
+    """A decision for some bits."""
+    return Decision(70, bits, {32: 0.04, bits: 0.01}, "first trial", {32: None, bits: 0.011})
+
+
+@pytest.mark.parametrize("bits", [4, 16, 32])
+def test_a_decision_in_the_place_of_auto_pins_its_bits(bits: int) -> None:
+    row = decided(bits).to_dict()
+    wanted = GQSGDConfig(auto=True, seed=3).candidates()[bits]
+    for decision in (decided(bits), row, json.loads(json.dumps(row))):
+        config = make_config("gqsgd_auto", auto=decision, seed=3)
+        assert config == wanted
+        assert not config.chooses_bits
+        assert GQSGDConfig(**config.to_dict()) == wanted
+        for chosen in (GQSGDConfig(auto=True, seed=3), GQSGDConfig(bits="auto", seed=3), GQSGDConfig(seed=3)):
+            assert make_config(chosen, auto=decision) == wanted
+        assert GQSGDConfig(auto=decision, allow=(bits, 3), seed=3) == wanted
+    coded = GQSGDConfig(auto=True, codec="linear", allow=(32, 16, 4), min_numel=64)
+    assert make_config(coded, auto=decided(bits)) == coded.candidates()[bits]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"auto": {}}, "no decision"),
+        ({"auto": 3}, "must be True or False, or a decision"),
+        ({"auto": None}, "must be True or False, or a decision"),
+        ({"auto": replace(decided(4), bits=77)}, "77, not one of"),
+        ({"auto": decided(4).to_dict() | {"bits": True}}, "True, not one of"),
+        ({"auto": decided(4).to_dict() | {"seconds": {4: -1.0}}}, "not above 0"),
+        ({"auto": decided(4).to_dict() | {"seconds": 3}}, "no decision"),
+        ({"auto": decided(4), "allow": (32, 8)}, "leave allow out"),
+        ({"auto": decided(4), "bits": 8}, "leave bits or auto out"),
+        ({"auto": decided(4), "bits": "auto"}, "leave bits or auto out"),
+        ({"auto": decided(4), "max_slowdown": 0.1}, "leave max_slowdown or auto out"),
+        ({"auto": decided(8), "codec": "eden"}, "eden"),
+        ({"auto": decided(32), "memory": "ecq"}, "memory"),
+    ],
+)
+def test_what_is_no_decision_or_contradicts_it_is_refused_in_one_line(fields: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        GQSGDConfig(**fields)
     assert "\n" not in str(caught.value)
 
 
