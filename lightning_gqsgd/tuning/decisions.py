@@ -75,6 +75,8 @@ class Decision:
         seconds: what was measured: the median length of the steps of each candidate that was tried, by its bits.
         reason: why there was a trial, or a change, and why this candidate is kept.
         predicted: what was predicted for each candidate before it was measured, in seconds; None: nothing was.
+        at_least: the candidates whose predictions are lower bounds. What a code costs is known once a width with codes
+            was measured, and what rounding to 16 bits costs is never known.
     """
 
     step: int
@@ -82,10 +84,12 @@ class Decision:
     seconds: Mapping[int, float]
     reason: str
     predicted: Mapping[int, float | None] = field(default_factory=dict)
+    at_least: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only."""
-        return {**asdict(self), "seconds": dict(self.seconds), "predicted": dict(self.predicted)}
+        mappings = {"seconds": dict(self.seconds), "predicted": dict(self.predicted)}
+        return {**asdict(self), **mappings, "at_least": list(self.at_least)}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Decision:
@@ -98,10 +102,11 @@ class Decision:
         # Versions before predictions wrote none.
         predictions = row.get("predicted", {}).items()
         predicted = {width(bits): None if value is None else not_negative(value) for bits, value in predictions}
+        at_least = tuple(map(width, row.get("at_least", ())))
         step = int(row["step"])
         if not 0 <= step <= _LAST_STEP:
             raise ValueError(f"the step of a decision is {step}, not from 0 to {_LAST_STEP}")
-        return cls(step, width(row["bits"]), seconds, str(row["reason"]), predicted)
+        return cls(step, width(row["bits"]), seconds, str(row["reason"]), predicted, at_least)
 
 
 def width(value: Any) -> int:

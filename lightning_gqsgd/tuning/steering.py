@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
@@ -27,6 +28,7 @@ from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.transport.agreement import Agreed, digest_of
 from lightning_gqsgd.tuning.clock import StepClock
 from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.tuning.prediction import StepPredictor
 from lightning_gqsgd.tuning.sampling import GradientSampler, Taken
@@ -80,6 +82,7 @@ class Steering:
         self.bits = max(self.candidates)
         self._sampler = GradientSampler(self.candidates)
         self._changes: list[Decision] = []  # without trials
+        self._inherited = 0  # decisions of the run whose state was loaded
         self._inbox: dict[int, Agreed] = {}  # stamps that are not used yet, by the step that they were exchanged in
         self._measuring: int | None = None  # the step that is measured, until its sums are sent
         self._clock = StepClock()
@@ -211,7 +214,7 @@ class Steering:
     def _log(self, known: int, *, logs: bool) -> None:
         """Log the decisions beyond those that were known, where this rank logs at all."""
         for decision in self.decisions[known:] if logs else ():
-            logger.info("gqsgd: %s", describe(decision))
+            logger.info("gqsgd: %s", self._described(decision))
 
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
         """How long the step before has waited for gradients, and its buckets have arrived, in microseconds plus 1; 0:
@@ -332,7 +335,7 @@ class Steering:
         self.leaves_hook, self._all_countable = False, False
         self._sampler.drop()
         self._measuring, self._exposed_s = None, None
-        self._inbox, self._changes = {}, []
+        self._inbox, self._changes, self._inherited = {}, [], 0
         self._total_bits, self._total_steps = 0, 0
         if state is not None and not isinstance(state, Mapping):
             raise ConfigError(
@@ -357,7 +360,7 @@ class Steering:
             self.trials = Trials(allow, predictor=self._predictor)
         else:
             self.trials = Trials.resumed(allow, state, is_same_world=is_same_world, predictor=self._predictor)
-        self.bits = self.trials.bits
+        self.bits, self._inherited = self.trials.bits, len(self.decisions)
         self._say_what_follows()
         self._permit(0)
 
@@ -372,6 +375,7 @@ class Steering:
             }
             if self.trials is None:
                 self._changes = [Decision.from_dict(row) for row in state["decisions"]]
+                self._inherited = len(self._changes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"the gqsgd state's entry 'auto' cannot be read ({type(error).__name__}: {error}); load what "
@@ -393,33 +397,16 @@ class Steering:
         text = f"gqsgd: auto over {ranks} ranks: bits of {allowed}, {', '.join(rules)}"
         if self._total_steps:
             text += f"; {self.average_bits:.3g} bits on average over {self._total_steps} steps"
-        if self.is_plain:
-            text += "; plain DDP carries the gradients at present"
-        if self.decisions:
-            return f"{text}; {describe(self.decisions[-1])}"
-        return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"
+        if not self.decisions:
+            return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"
+        text += f"; {'plain DDP carries the gradients' if self.is_plain else f'{self.bits} bits'} at present"
+        return f"{text}; {self._described(self.decisions[-1], is_earlier=len(self.decisions) <= self._inherited)}"
 
-
-def describe(decision: Decision) -> str:
-    """One line that says what was decided, and how to keep it."""
-    times = ", ".join(
-        f"{bits} bits {_in_ms(seconds)}{_as_predicted(decision.predicted.get(bits))}"
-        for bits, seconds in decision.seconds.items()
-    )
-    untried = [bits for bits, seconds in decision.predicted.items() if seconds and bits not in decision.seconds]
-    times += "".join(f", {bits} bits not tried{_as_predicted(decision.predicted[bits])}" for bits in untried)
-    return (
-        f"auto takes {decision.bits} bits from step {decision.step} on ({times or 'no step timed'}: "
-        f"{decision.reason}). To keep that in other runs, give auto=False, bits={decision.bits}"
-    )
-
-
-def _as_predicted(seconds: float | None) -> str:
-    return "" if seconds is None else f" (predicted {_in_ms(seconds)})"
-
-
-def _in_ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    def _described(self, decision: Decision, *, is_earlier: bool = False) -> str:
+        """A decision in words."""
+        is_native = decision.bits in decision.seconds and REDUCER_OF_BITS.get(decision.bits) == "native"
+        is_plain = is_native and self.gauge is None and self._obstacle == ""
+        return describe(decision, is_plain=is_plain, is_earlier=is_earlier)
 
 
 def _seconds(microseconds: int) -> float:

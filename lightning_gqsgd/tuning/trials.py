@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -200,8 +201,10 @@ class Trials:
         # The fewest bits are the nearest to those that were the shortest so far.
         self.bits = min(seconds, key=lambda bits: (seconds[bits], -bits)) if seconds else self.permitted[-1]
         if self._trial is None:
-            predicted = {} if latest is None else latest.predicted
-            self._settle(Decision(step, self.bits, seconds, why, predicted))
+            decision = Decision(step, self.bits, seconds, why)
+            if latest is not None:
+                decision = replace(decision, predicted=latest.predicted, at_least=latest.at_least)
+            self._settle(decision)
 
     def _settle(self, decision: Decision) -> None:
         """Note a decision, and watch the steps that follow."""
@@ -288,7 +291,8 @@ class Trials:
         reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
         reason += self.after_native if REDUCER_OF_BITS.get(self.bits) == "native" else ""
         predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
-        self._settle(Decision(step, self.bits, medians, reason, predicted))
+        at_least = tuple(sorted(trial.at_least, reverse=True))
+        self._settle(Decision(step, self.bits, medians, reason, predicted, at_least))
 
     def _is_challenged(self, medians: Mapping[int, float]) -> bool:
         """Whether the best candidate is shorter than 32 bits by less than the hook may cost there."""
@@ -309,7 +313,8 @@ class Trials:
         if not stays:
             self.bits = challenge.bits
             self._credit -= challenge.passed
-        self._settle(Decision(step, self.bits, medians, reason, self.decisions[-1].predicted))
+        latest = self.decisions[-1]
+        self._settle(replace(latest, step=step, bits=self.bits, seconds=medians, reason=reason))
         self._is_refined = stays  # the reference is a median of plain DDP's steps
 
     def _best(self, trial: Trial) -> tuple[int, str]:
@@ -350,6 +355,8 @@ class Trials:
         knows_codec = any(bits not in REDUCER_OF_BITS for bits in measured)
         for bits in untried:
             seconds = trial.predicted[bits] = predictions[bits]
+            leaves_out = REDUCER_OF_BITS[bits] == "bf16" if bits in REDUCER_OF_BITS else not knows_codec
+            trial.at_least = trial.at_least - {bits} | ({bits} if leaves_out and seconds is not None else set())
             # Predictions that leave the codec out are lower bounds, so that no doubt is left to be reckoned with.
             share = 1 - self.rules.doubt if knows_codec else 1 + self.rules.tie
             if seconds is not None and bits != self.allow[0] and seconds * share > best_s:

@@ -27,6 +27,7 @@ class Trial:
         samples: lengths of steps in seconds, by candidate.
         waits: for the same steps, how long they waited for gradients, and how long their buckets arrived, in seconds.
         predicted: predictions, by candidate; those of measured candidates are from before they were measured.
+        at_least: candidates whose predictions leave out what their codes cost.
         hopeless: candidates that have no further turn.
         skipped: candidates that have no turn because of what was predicted for them.
         tried: candidates that have had a turn.
@@ -43,6 +44,7 @@ class Trial:
     samples: dict[int, list[float]] = field(default_factory=dict)
     waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     predicted: dict[int, float | None] = field(default_factory=dict)
+    at_least: set[int] = field(default_factory=set)
     hopeless: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
     tried: set[int] = field(default_factory=set)

@@ -16,7 +16,8 @@ from lightning_gqsgd.simulation import average
 from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning.clock import StepClock
 from lightning_gqsgd.tuning.decisions import LAG, Decision
-from lightning_gqsgd.tuning.steering import Steering, describe
+from lightning_gqsgd.tuning.describing import describe
+from lightning_gqsgd.tuning.steering import Steering
 
 
 def test_candidates_are_the_configurations_that_bits_alone_would_give() -> None:
@@ -184,3 +185,51 @@ def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> 
     assert again.config.num_bits == 4
     with pytest.raises(ConfigError, match="entry 'auto'"):
         again.resume(7)
+
+
+def steered(decision: Decision, **fields: object) -> Steering:
+    """What has decided so, in a run that has tried 32 and 4 bits, or those that are given."""
+    steering = Steering(GQSGDConfig(**{"auto": True, "allow": (32, 4), **fields}), 2)
+    assert steering.trials is not None
+    steering.trials.decisions.append(decision)
+    steering.trials.bits = steering.bits = decision.bits
+    steering.trials._waiting = None
+    return steering
+
+
+def test_a_decision_for_plain_ddp_is_kept_by_plain_ddp_and_not_by_the_hook_at_32_bits() -> None:
+    steering = steered(decided(32))
+    steering.permit_plain("static_graph=True")
+    assert "give auto=False, bits=32" in steering.report(2)
+    steering.permit_plain("")
+    assert "To keep that in other runs, use plain DDP, without gqsgd" in steering.report(2)
+    narrow = steered(decided(4))
+    narrow.permit_plain("")
+    assert "give auto=False, bits=4" in narrow.report(2)
+
+
+@pytest.mark.parametrize(
+    ("bits", "fields", "now"),
+    [
+        (4, {"auto": False, "bits": "auto", "allow": (32, 4)}, 32),
+        (32, {"allow": (8, 4)}, 8),
+        (4, {"allow": (32, 4)}, 4),
+    ],
+)
+def test_a_report_says_which_bits_are_in_use_before_what_an_earlier_run_decided(
+    bits: int, fields: dict, now: int
+) -> None:
+    resumed = Steering(GQSGDConfig(**{"auto": True, **fields}), 2)
+    resumed.resume(steered(decided(bits)).state())
+    report = resumed.report(2)
+    assert resumed.config.num_bits == now
+    assert f"; {now} bits at present; the run before took {bits} bits from step 70 on" in report
+    assert "auto takes" not in report
+
+
+def test_lower_bounds_and_decisions_that_no_time_has_made_are_called_so() -> None:
+    bounds = replace(decided(16), predicted={32: None, 16: 0.00476}, at_least=(16,))
+    assert "16 bits 10 ms (predicted at least 4.76 ms)" in describe(bounds)
+    assert Decision.from_dict(json.loads(json.dumps(bounds.to_dict()))) == bounds
+    noise = Decision(50, 4, {}, "variance of rounding over sampling variance: 4 bits 0.01", {32: None, 4: None})
+    assert describe(noise).startswith("auto takes 4 bits from step 50 on (variance of rounding")

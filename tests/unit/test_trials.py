@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
+from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
-from lightning_gqsgd.tuning.steering import describe
 from lightning_gqsgd.tuning.trials import Trials
 
 ALLOW = (32, 16, 8, 4)
@@ -223,7 +223,7 @@ def test_where_steps_wait_for_nothing_only_the_gradient_as_it_is_has_a_turn() ->
     assert decision.predicted[32] is None
     assert all(0.98 < (decision.predicted[bits] or 0) < 1.0 for bits in (16, 8, 4))
     assert "16, 8, 4 bits were not tried, because they are predicted not to win" in decision.reason
-    assert "4 bits not tried (predicted 99" in describe(decision)
+    assert "4 bits not tried (predicted at least 99" in describe(decision)
     assert decision.step < 20  # a trial of all candidates takes about 50
 
 
@@ -243,6 +243,7 @@ def test_on_a_slow_link_the_fewest_bits_are_tried_second_and_what_cannot_win_is_
     # Before anything was known of the codec: a lower bound.
     assert 0.5 < (decision.predicted[4] or 0) < 0.9
     assert "8 bits 1.4e+03 ms (predicted" in describe(decision)
+    assert decision.at_least == (16, 4)  # 4 bits were the first with codes, and rounding to 16 bits is never known
 
 
 def test_candidates_that_a_prediction_leaves_a_chance_are_tried_and_the_measured_lengths_decide() -> None:
