@@ -13,8 +13,8 @@ LAG = 3
 
 #: The numbers of bits that a candidate can have: those of codes, of bf16 numbers, and of the gradient as it is.
 WIDTHS = (*range(1, 9), 16, 32)
-#: The largest step of a state: steps have 63 bits.
-_LAST_STEP = 2**63 - 1
+#: The largest number of steps of a state: steps have 63 bits.
+_MOST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,7 @@ class Decision:
         predictions = row.get("predicted", {}).items()
         predicted = {width(bits): None if value is None else not_negative(value) for bits, value in predictions}
         at_least = tuple(map(width, row.get("at_least", ())))
-        step = int(row["step"])
-        if not 0 <= step <= _LAST_STEP:
-            raise ValueError(f"the step of a decision is {step}, not from 0 to {_LAST_STEP}")
-        return cls(step, width(row["bits"]), seconds, str(row["reason"]), predicted, at_least)
+        return cls(count(row["step"]), width(row["bits"]), seconds, str(row["reason"]), predicted, at_least)
 
 
 def width(value: Any) -> int:
@@ -118,6 +115,18 @@ def width(value: Any) -> int:
     if isinstance(value, (bool, float)) or int(value) not in WIDTHS:
         raise ValueError(f"a number of bits is {value!r}, not one of {', '.join(map(str, WIDTHS))}")
     return int(value)
+
+
+def count(value: Any) -> int:
+    """A number of steps, or of bits in all steps, that a state has.
+
+    Raises:
+        TypeError, ValueError: it is no integer from 0 to 2^63 - 1.
+    """
+    number = int(value)
+    if not 0 <= number <= _MOST or isinstance(value, bool):
+        raise ValueError(f"a number of steps or bits is {value!r}, not from 0 to {_MOST}")
+    return number
 
 
 def positive(value: Any) -> float:

@@ -27,7 +27,7 @@ from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.transport.agreement import Agreed, digest_of
 from lightning_gqsgd.tuning.clock import StepClock
-from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.tuning.decisions import Decision, count
 from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.tuning.prediction import StepPredictor
@@ -368,9 +368,9 @@ class Steering:
         """Read the entries of a state that neither trials nor gauge have read."""
         try:
             # Versions before these entries wrote none.
-            totals = int(state.get("total_bits", 0)), int(state.get("total_steps", 0))
+            totals = count(state.get("total_bits", 0)), count(state.get("total_steps", 0))
             inbox = {
-                int(number): Agreed(0, tuple((0, 0, *map(int, row)) for row in rows))
+                count(number): Agreed(0, tuple((0, 0, *map(_told, row)) for row in rows))
                 for number, rows in state.get("inbox", {}).items()
             }
             if self.trials is None:
@@ -418,3 +418,15 @@ def _sums_of(row: Sequence[int]) -> NoiseSums:
     """The sums whose fp64 numbers have the bits of these integers."""
     square, inner, *errors = struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
     return NoiseSums(square, inner, tuple(errors))
+
+
+def _told(value: Any) -> int:
+    """A number of a stamp that a state has.
+
+    Raises:
+        TypeError, ValueError: it is no integer of 64 bits.
+    """
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"a number of a stamp is {number}, which has more than 64 bits")
+    return number

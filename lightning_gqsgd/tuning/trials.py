@@ -41,7 +41,7 @@ from typing import Any
 
 from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules, positive
+from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules, positive, width
 from lightning_gqsgd.tuning.prediction import Measured
 from lightning_gqsgd.tuning.turns import Challenge, Trial, standard_error
 
@@ -432,6 +432,8 @@ class Trials:
     ) -> Trials:
         """Begin with what `state` gave. The candidate of the latest decision is used until there is a new trial.
 
+        A trial follows soon where more bits are allowed than in the saved run, because they have never been measured.
+
         Args:
             allow: the candidates, by their bits.
             state: from `state`.
@@ -443,10 +445,10 @@ class Trials:
         """
         try:
             decisions = [Decision.from_dict(row) for row in state["decisions"]]
-            bits, reference_s, credit = state["bits"], state["reference_s"], float(state["credit"])
+            bits, reference_s, credit = state["bits"], state["reference_s"], _credit(state["credit"])
+            bits = None if bits is None else width(bits)
             reference_s = None if reference_s is None else positive(reference_s)
-            if math.isnan(credit):
-                raise ValueError("the credit of steps is not a number")
+            tried = tuple(map(width, state.get("allow", allow)))
             challenge = Challenge.from_state(state.get("challenge"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
@@ -457,10 +459,25 @@ class Trials:
         trials.decisions = decisions
         if bits not in trials.allow:
             return trials
-        trials.bits, trials._credit = int(bits), min(credit, trials._credit)
-        if is_same_world:
+        trials.bits, trials._credit = bits, min(credit, trials._credit)
+        fresh = [candidate for candidate in trials.allow if candidate not in tried]
+        if is_same_world and fresh:
+            trials._why = f"{', '.join(map(str, fresh))} bits are allowed now"
+        elif is_same_world:
             trials._waiting, trials._reference_s = None, reference_s
             trials._challenge = challenge if challenge is not None and challenge.bits in trials.allow else None
         else:
             trials._why = "another number of ranks"
         return trials
+
+
+def _credit(value: Any) -> float:
+    """A credit of steps that a state has. A turn of plain DDP is paid for afterwards, so that a debt is possible.
+
+    Raises:
+        TypeError, ValueError: it is no finite number.
+    """
+    credit = float(value)
+    if not math.isfinite(credit):
+        raise ValueError(f"the credit of steps is {credit}, not finite")
+    return credit

@@ -233,3 +233,26 @@ def test_lower_bounds_and_decisions_that_no_time_has_made_are_called_so() -> Non
     assert Decision.from_dict(json.loads(json.dumps(bounds.to_dict()))) == bounds
     noise = Decision(50, 4, {}, "variance of rounding over sampling variance: 4 bits 0.01", {32: None, 4: None})
     assert describe(noise).startswith("auto takes 4 bits from step 50 on (variance of rounding")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"total_bits": -1},
+        {"total_steps": -5},
+        {"total_steps": 2**70},
+        {"inbox": {"3": [[2**70], [0]]}},
+        {"inbox": {"-3": [[1], [0]]}},
+    ],
+)
+def test_numbers_that_no_run_has_are_refused_when_they_are_loaded(entry: dict) -> None:
+    steering = steered(decided(4))
+    with pytest.raises(ConfigError, match="'auto' cannot be read"):
+        steering.resume(steering.state() | entry)
+
+
+def test_a_decision_for_bits_that_nothing_has_is_refused_where_the_noise_decides() -> None:
+    steering = Steering(GQSGDConfig(bits="auto"), 2)
+    row = replace(decided(4), bits=77).to_dict()
+    with pytest.raises(ConfigError, match="77, not one of"):
+        steering.resume(steering.state() | {"decisions": [row]})

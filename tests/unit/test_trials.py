@@ -201,6 +201,20 @@ def test_a_decision_for_bits_that_are_no_longer_allowed_is_not_taken_over() -> N
     assert resumed.choose(150) == 32
 
 
+def test_bits_that_the_saved_run_was_not_allowed_are_tried_soon() -> None:
+    lengths, trials = constant({32: 1.0, 16: 2.2, 8: 1.4, 4: 1.3}), Trials((8, 4))
+    run(trials, range(150), lengths)
+    assert trials.bits == 4
+    saved = json.loads(json.dumps(trials.state()))
+    resumed = Trials.resumed(ALLOW, saved, is_same_world=True)
+    assert resumed.choose(150) == 4
+    assert set(run(resumed, range(151, 300), lengths)[-20:]) == {32}
+    assert "32, 16 bits are allowed now" in resumed.decisions[-1].reason
+    for allow in ((8, 4), (4,)):  # what was left out needs no trial
+        same = Trials.resumed(allow, saved, is_same_world=True)
+        assert set(run(same, range(150, 300), lengths)) == {4}
+
+
 @pytest.mark.parametrize("state", [{}, {"decisions": 3}, {"decisions": [{"step": 1}], "bits": 8}])
 def test_a_damaged_state_is_refused_in_one_line(state: dict) -> None:
     with pytest.raises(ConfigError, match="'auto' cannot be read") as caught:
@@ -471,6 +485,17 @@ def test_a_turn_of_plain_ddp_that_cannot_be_read_is_an_error(challenge: object) 
         {"reference_s": [1.0]},
         {"credit": math.nan},
         {"credit": None},
+        {"credit": -math.inf},
+        {"credit": math.inf},
+        {"bits": 77},
+        {"bits": 4.5},
+        {"allow": (32, 77)},
+        {"allow": 3},
+        {"decisions": [{"step": 3, "bits": 77, "seconds": {}, "reason": ""}]},
+        {"decisions": [{"step": -3, "bits": 4, "seconds": {}, "reason": ""}]},
+        {"decisions": [{"step": 3, "bits": 4, "seconds": {"4": -1.0}, "reason": ""}]},
+        {"decisions": [{"step": 3, "bits": 4, "seconds": {}, "reason": "", "predicted": {"4": -1.0}}]},
+        {"challenge": {"bits": 77, "seconds": {77: 1.0}}},
         {"challenge": {"bits": 4, "seconds": {4: math.inf}}},
         {"challenge": {"bits": 4, "seconds": {4: 0.0}}},
     ],
