@@ -348,6 +348,8 @@ class GQSGDConfig:
         check_one_of("reducer", self.reducer, ("auto", *REDUCERS))
         if self.codec == "auto":
             object.__setattr__(self, "codec", self._automatic_codec())
+        if self.chooses_bits:
+            self._check_allowed()
         check_integer("block_size", self.block_size, 0, 65536)
         if self.block_size == 0:
             object.__setattr__(self, "block_size", CODECS[self.codec].default_block_size)
@@ -385,9 +387,9 @@ class GQSGDConfig:
             raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
         allow = tuple(sorted(set(self.allow), reverse=True))
         object.__setattr__(self, "allow", allow)
-        if self.max_slowdown is not None:
-            self._check_weighable()
-        if not self.chooses_bits:
+        if self.chooses_bits:
+            self._check_forgetful()
+        else:
             if allow != ALLOW:
                 raise ConfigError(
                     f'allow={allow} is for auto=True or bits="auto"; leave it out, or give auto=True or bits="auto"'
@@ -401,9 +403,9 @@ class GQSGDConfig:
         bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
         if self.bits not in (None, "auto", bits):
             field = "auto" if self.auto else "max_slowdown"
-            raise ConfigError(
-                f"bits={self.bits} with {name}; allow={allow} says what may be taken: leave bits out, or {field}"
-            )
+            remedy = f"leave bits out, or {field}"
+            remedy += f"; or give e.g. allow=(32, {self.bits})" if self.bits in range(1, 9) else ""
+            raise ConfigError(f"bits={self.bits} with {name}; allow={allow} says what may be taken: {remedy}")
         object.__setattr__(self, "bits", bits)
 
     def _check_max_slowdown(self) -> None:
@@ -420,17 +422,33 @@ class GQSGDConfig:
             )
         object.__setattr__(self, "max_slowdown", float(self.max_slowdown))
 
-    def _check_weighable(self) -> None:
-        """Check that the codec and the memory go with ``bits="auto"``, before other fields are looked at."""
+    def _check_forgetful(self) -> None:
+        """Check that the codec and the memory let bits change, before other fields are looked at."""
         remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
+        name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
         if self.codec in BIASED_CODECS:
+            weighs = "goes with codecs that remember nothing, and codec={!r} needs a memory"
+            if self.max_slowdown is not None:
+                weighs = "weighs the variance of a rounding, and codec={!r} has a bias instead"
             raise ConfigError(
-                f'bits="auto" weighs the variance of a rounding, and codec={self.codec!r} has a bias instead; leave '
-                "codec and memory out, or leave bits and max_slowdown out"
+                f"{name} {weighs.format(self.codec)}; leave codec and memory out, or the preset that has them, or "
+                f"leave {fields} out"
             )
         if remembers:
             raise ConfigError(
-                f'bits="auto" goes with codecs that remember nothing; leave {remembers[0]} out, or give bits a number'
+                f"{name} goes with codecs that remember nothing; leave {remembers[0]} out, or the preset that has it, "
+                f"or leave {fields} out"
+            )
+
+    def _check_allowed(self) -> None:
+        """Check that the codec has all numbers of bits of ``allow`` that are no floating-point numbers."""
+        widths = CODECS[self.codec].widths
+        others = [bits for bits in self.allow if bits not in widths and bits not in REDUCER_OF_BITS]
+        if others:
+            least, most = min(widths), max(widths)
+            raise ConfigError(
+                f"allow={self.allow} asks for bits={' or '.join(map(str, others))}, and codec={self.codec!r} has {least} to "
+                f"{most}; allow 32, 16 and {least} to {most}, e.g. allow={(32, most, most // 2)}"
             )
 
     def _check_noise(self) -> None:

@@ -48,13 +48,15 @@ def test_a_configuration_with_auto_can_be_replaced_described_and_written() -> No
         ({"allow": 8}, "must be a sequence"),
         ({"allow": ("8", "4")}, "must be a sequence"),
         ({"allow": (True, 4)}, "must be a sequence"),
-        ({"allow": (32, 12)}, "bits=12"),
+        ({"allow": (32, 12)}, "asks for bits=12.*allow 32, 16 and 2 to 8, e.g. allow=.32, 8, 4"),
         ({"bits": 5}, "leave bits out"),
         ({"reducer": "native"}, "leave reducer out"),
         ({"memory": "ecq", "dither": "stochastic"}, "remember nothing"),
-        ({"codec": "sign", "memory": "ef"}, "bits"),
+        ({"codec": "sign", "memory": "ef"}, "leave codec and memory out"),
+        ({"allow": (9, 8)}, "allow=.9, 8. asks for bits=9"),
+        ({"allow": (1, 8)}, "asks for bits=1, and"),
         ({"exclude": ("*.bias",)}, "exclude"),
-        ({"codec": "eden"}, "bits"),
+        ({"codec": "eden"}, "asks for bits=8.*e.g. allow=.32, 4, 2"),
         ({"auto": "yes"}, "must be True or False"),
         ({"auto": False, "allow": (8, 4)}, "is for auto=True"),
     ],
@@ -108,6 +110,29 @@ def test_what_is_no_decision_or_contradicts_it_is_refused_in_one_line(fields: di
     with pytest.raises(ConfigError, match=words) as caught:
         GQSGDConfig(**fields)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "fields", "words"),
+    [
+        ("signsgd_ef", {"auto": True}, "leave codec and memory out, or the preset.*or leave auto out"),
+        ("topk_ef", {"auto": True}, "leave codec and memory out, or the preset.*or leave auto out"),
+        ("topk_ef", {"bits": "auto"}, "leave codec and memory out, or the preset.*or leave bits and max_slowdown out"),
+        ("diana", {"auto": True}, "leave memory out, or the preset"),
+        ("eden", {"bits": "auto"}, "allow=.32, 16, 8, 4. asks for bits=8.*e.g. allow=.32, 4, 2"),
+        ("eden", {"auto": True}, "or give e.g. allow=.32, 2"),
+    ],
+)
+def test_presets_that_auto_does_not_go_with_are_refused_with_the_remedy(preset: str, fields: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_config(preset, **fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_remedies_for_presets_work() -> None:
+    assert make_config("eden", auto=True, allow=(32, 2)).candidates()[2] == PRESETS["eden"].config
+    assert list(make_config("eden", bits="auto", allow=(32, 4, 2)).candidates()) == [32, 4, 2]
+    assert list(GQSGDConfig(auto=True, codec="linear", allow=(32, 1)).candidates()) == [32, 1]
 
 
 def test_auto_is_refused_where_no_steps_of_ddp_are_timed() -> None:
