@@ -447,8 +447,8 @@ class GQSGDConfig:
         if others:
             least, most = min(widths), max(widths)
             raise ConfigError(
-                f"allow={self.allow} asks for bits={' or '.join(map(str, others))}, and codec={self.codec!r} has {least} to "
-                f"{most}; allow 32, 16 and {least} to {most}, e.g. allow={(32, most, most // 2)}"
+                f"allow={self.allow} asks for bits={' or '.join(map(str, others))}, and codec={self.codec!r} has "
+                f"{least} to {most}; allow 32, 16 and {least} to {most}, e.g. allow={(32, most, most // 2)}"
             )
 
     def _check_noise(self) -> None:

@@ -181,7 +181,7 @@ class TrainerMixin(_Base):
         if self._loaded is not None:
             state.load_state_dict(self._loaded)
         self._gqsgd_state = state
-        self._rank_zero_info(state.report())
+        state.announce(self._rank_zero_info)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Wrap the model anew where callbacks or hooks have unfrozen or frozen parameters.
@@ -305,7 +305,8 @@ class TrainerMixin(_Base):
     def _telemetry_callback(self) -> Any:
         raise NotImplementedError
 
-    def _rank_zero_info(self, text: str) -> None:
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
         raise NotImplementedError
 
 

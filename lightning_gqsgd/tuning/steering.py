@@ -9,11 +9,10 @@ step before (`transport.agreement.Stamp.numbers`), and all ranks use a stamp two
 
 from __future__ import annotations
 
-import logging
 import math
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.transport.agreement import Agreed, digest_of
+from lightning_gqsgd.tuning import announcing
 from lightning_gqsgd.tuning.clock import StepClock
 from lightning_gqsgd.tuning.decisions import Decision, count
 from lightning_gqsgd.tuning.describing import describe
@@ -33,8 +33,6 @@ from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.tuning.prediction import StepPredictor
 from lightning_gqsgd.tuning.sampling import GradientSampler, Taken
 from lightning_gqsgd.tuning.trials import Trials
-
-logger = logging.getLogger(__name__)
 
 
 class Begun(NamedTuple):
@@ -64,6 +62,7 @@ class Steering:
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
         is_countable: whether this rank can count its steps without the hook; set by `plain.PlainPath`.
+        say: what says a line to people.
         leaves_hook: whether all ranks let plain DDP take the hook's place after the step under way.
 
     Raises:
@@ -88,6 +87,7 @@ class Steering:
         self._clock = StepClock()
         self._exposed_s: float | None = None
         self.is_countable = False
+        self.say: Callable[[str], None] = announcing.say
         self.leaves_hook = False
         self._obstacle: str | None = None  # why the hook stays at 32 bits; empty: nothing prevents that it is left
         self._all_countable = False
@@ -136,7 +136,7 @@ class Steering:
         Args:
             step: number of the step.
             exposed_s: seconds in which this rank's backward passes have waited for gradients so far; None: not known.
-            logs: whether to log a decision.
+            logs: whether to say a decision.
         """
         period_us = self._clock.begin_step()
         begun, known = time.perf_counter(), len(self.decisions)
@@ -212,9 +212,9 @@ class Steering:
         return self.bits if self.gauge is None else self.gauge.floor
 
     def _log(self, known: int, *, logs: bool) -> None:
-        """Log the decisions beyond those that were known, where this rank logs at all."""
+        """Say the decisions beyond those that were known, where this rank says anything."""
         for decision in self.decisions[known:] if logs else ():
-            logger.info("gqsgd: %s", self._described(decision))
+            self.say(f"gqsgd: {self._described(decision)}")
 
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
         """How long the step before has waited for gradients, and its buckets have arrived, in microseconds plus 1; 0:
@@ -276,7 +276,7 @@ class Steering:
             steps: their number since the last call.
             period_us: what `watched_us` gave, the longest over ranks.
             step: the step that begins.
-            logs: whether to log a decision.
+            logs: whether to say a decision.
         """
         if self.trials is not None:
             known = len(self.decisions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
 from lightning_gqsgd.transport.agreement import Agreed
+from lightning_gqsgd.tuning import announcing
 from lightning_gqsgd.tuning.clock import StepClock
 from lightning_gqsgd.tuning.decisions import LAG, Decision
 from lightning_gqsgd.tuning.describing import describe
@@ -281,3 +283,18 @@ def test_a_decision_for_bits_that_nothing_has_is_refused_where_the_noise_decides
     row = replace(decided(4), bits=77).to_dict()
     with pytest.raises(ConfigError, match="77, not one of"):
         steering.resume(steering.state() | {"decisions": [row]})
+
+
+def test_a_decision_is_printed_where_no_logging_was_set_up_and_logged_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    steering = steered(decided(4))
+    with caplog.at_level(logging.INFO, "lightning_gqsgd"):
+        steering._log(0, logs=True)
+    assert "gqsgd: auto takes 4 bits" in caplog.text
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(announcing.logger, "propagate", False)  # so that pytest's handlers are not there
+    steering._log(0, logs=False)
+    assert capsys.readouterr().err == ""
+    steering._log(0, logs=True)
+    assert capsys.readouterr().err.startswith("gqsgd: auto takes 4 bits")
