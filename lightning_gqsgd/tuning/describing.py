@@ -5,17 +5,18 @@ from __future__ import annotations
 from lightning_gqsgd.tuning.decisions import Decision
 
 
-def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = False) -> str:
+def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = False, is_open: bool = False) -> str:
     """What was decided, and why, on one line.
 
     Args:
         decision: the decision.
         is_plain: whether plain DDP takes the hook's place where this decision holds.
         is_earlier: whether it is that of the run whose state this run has loaded, so that other bits may be in use.
+        is_open: whether something is tried at present that may change the decision.
     """
     what = f"{'the run before took' if is_earlier else 'auto takes'} {decision.bits} bits from step {decision.step} on"
     text = f"{what} ({': '.join([*_times(decision), decision.reason])})"
-    return text if is_earlier else f"{text}. {_how_to_keep(decision, is_plain)}"
+    return text if is_earlier or is_open else f"{text}. {_how_to_keep(decision, is_plain)}"
 
 
 def _times(decision: Decision) -> list[str]:

@@ -172,7 +172,7 @@ class Steering:
         ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, where they are known."""
         values: dict[str, float] = {"bits": self.bits}
         if self.trials is not None:
-            values |= {"trying": float(self.trials.is_trying), "plain": float(self.is_plain)}
+            values |= {"trying": float(self._is_trying), "plain": float(self.is_plain)}
         if self.gauge is not None and self.gauge.count:
             values["noise_scale"] = self.gauge.noise_scale
         predicted = self.decisions[-1].predicted.get(self.bits) if self.decisions else None
@@ -399,14 +399,19 @@ class Steering:
             text += f"; {self.average_bits:.3g} bits on average over {self._total_steps} steps"
         if not self.decisions:
             return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"
-        text += f"; {'plain DDP carries the gradients' if self.is_plain else f'{self.bits} bits'} at present"
+        tried = " on trial" if self._is_trying else ""
+        text += f"; {'plain DDP carries the gradients' if self.is_plain else f'{self.bits} bits{tried}'} at present"
         return f"{text}; {self._described(self.decisions[-1], is_earlier=len(self.decisions) <= self._inherited)}"
+
+    @property
+    def _is_trying(self) -> bool:
+        return self.trials is not None and self.trials.is_trying
 
     def _described(self, decision: Decision, *, is_earlier: bool = False) -> str:
         """A decision in words."""
         is_native = decision.bits in decision.seconds and REDUCER_OF_BITS.get(decision.bits) == "native"
         is_plain = is_native and self.gauge is None and self._obstacle == ""
-        return describe(decision, is_plain=is_plain, is_earlier=is_earlier)
+        return describe(decision, is_plain=is_plain, is_earlier=is_earlier, is_open=self._is_trying)
 
 
 def _seconds(microseconds: int) -> float:

@@ -230,6 +230,10 @@ def test_a_decision_for_plain_ddp_is_kept_by_plain_ddp_and_not_by_the_hook_at_32
     assert "give auto=False, bits=32" in steering.report(2)
     steering.permit_plain("")
     assert "To keep that in other runs, use plain DDP, without gqsgd" in steering.report(2)
+    assert steering.trials is not None
+    steering.trials._begin("steps became 20% longer")
+    assert "; 32 bits on trial at present; auto takes 32 bits" in steering.report(2)
+    assert "To keep that" not in steering.report(2)
     narrow = steered(decided(4))
     narrow.permit_plain("")
     assert "give auto=False, bits=4" in narrow.report(2)
