@@ -26,6 +26,8 @@ from lightning_gqsgd.errors import (
 from lightning_gqsgd.memory import Memory
 from lightning_gqsgd.reducers import REDUCERS, check_reducer
 from lightning_gqsgd.sparse import options as sparse_options
+from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.tuning.pinning import pinned_bits
 
 __all__ = ["ConfigError", "GQSGDConfig", "Memory"]
 
@@ -108,6 +110,8 @@ class GQSGDConfig:
         sample_every: measure the relative error on a sample of coordinates every this many steps; 0 switches it off.
         auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
             the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
+            A `tuning.decisions.Decision`, or its dictionary, as ``state.decisions`` and checkpoints have them: the bits
+            that it has decided for. The field itself then holds False, and ``bits`` the number.
         allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be taken, at least two.
         max_slowdown: with ``bits="auto"``, the share by which rounding may lengthen a training, counted in steps: the
             variance of the rounding of the mean is at most ``max_slowdown`` times the sampling variance of the mean
@@ -146,13 +150,15 @@ class GQSGDConfig:
     warmup_steps: int = 0
     seed: int = 0
     sample_every: int = 100
-    auto: bool = False
+    auto: bool | Decision | Mapping[str, Any] = False
     allow: tuple[int, ...] = ALLOW
     max_slowdown: float | None = None
     sparse: str = "refuse"
     sparse_limit: float = sparse_options.LIMIT
 
     def __post_init__(self) -> None:
+        if not isinstance(self.auto, bool):
+            self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow, ALLOW))
         if isinstance(self.bits, numbers.Integral) and not isinstance(self.bits, bool):
             object.__setattr__(self, "bits", int(self.bits))  # NumPy's integers, for example
         if not isinstance(self.bits, (int, float, str, type(None))):
@@ -169,7 +175,7 @@ class GQSGDConfig:
     @property
     def chooses_bits(self) -> bool:
         """Whether bits are chosen while training, by the length of steps or by the noise of gradients."""
-        return self.auto or self.max_slowdown is not None
+        return bool(self.auto) or self.max_slowdown is not None
 
     def candidates(self) -> dict[int, GQSGDConfig]:
         """With ``auto`` or ``bits="auto"``, the configurations to choose among, by their bits, widest first.
@@ -290,6 +296,8 @@ class GQSGDConfig:
         Raises:
             ConfigError: the result cannot work.
         """
+        if not isinstance(fields.get("auto", False), bool):  # a decision takes the place of what chose bits
+            fields = {"bits": None, "max_slowdown": None, **fields}
         bits = fields.get("bits")
         if isinstance(bits, int) and bits in REDUCER_OF_BITS and bits != self.bits:
             return GQSGDConfig(**{**{name: getattr(self, name) for name in _ALIKE}, **fields})
@@ -301,6 +309,15 @@ class GQSGDConfig:
         if bits in REDUCER_OF_BITS:
             return GQSGDConfig(bits=bits, **{name: getattr(self, name) for name in _ALIKE})
         return replace(self, bits=bits, **fields)
+
+    def _pin(self, bits: int) -> None:
+        """Take the bits of a decision, and become what the candidate of so many bits was."""
+        pinned: dict[str, Any] = {"auto": False, "bits": bits, "allow": ALLOW}
+        if bits in REDUCER_OF_BITS:
+            kept = {*_ALIKE, "memory", "memory_down"}  # memories are refused where they cannot be
+            pinned = {field.name: field.default for field in fields(self) if field.name not in kept} | pinned
+        for name, value in pinned.items():
+            object.__setattr__(self, name, value)
 
     def _check_bits_by_name(self, bits: BitsByName) -> None:
         """Check ``bits`` by name, and all other fields at each number of bits.
@@ -331,6 +348,8 @@ class GQSGDConfig:
         check_one_of("reducer", self.reducer, ("auto", *REDUCERS))
         if self.codec == "auto":
             object.__setattr__(self, "codec", self._automatic_codec())
+        if self.chooses_bits:
+            self._check_allowed()
         check_integer("block_size", self.block_size, 0, 65536)
         if self.block_size == 0:
             object.__setattr__(self, "block_size", CODECS[self.codec].default_block_size)
@@ -362,17 +381,15 @@ class GQSGDConfig:
 
     def _check_auto(self) -> None:
         """Check ``auto``, ``allow``, ``max_slowdown``, and give ``bits`` the most bits of a code that are allowed."""
-        if not isinstance(self.auto, bool):
-            raise ConfigError(f"auto={self.auto!r} must be True or False")
         self._check_max_slowdown()
         listed = isinstance(self.allow, Sequence) and not isinstance(self.allow, str)
         if not listed or not all(type(bits) is int for bits in self.allow):
             raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
         allow = tuple(sorted(set(self.allow), reverse=True))
         object.__setattr__(self, "allow", allow)
-        if self.max_slowdown is not None:
-            self._check_weighable()
-        if not self.chooses_bits:
+        if self.chooses_bits:
+            self._check_forgetful()
+        else:
             if allow != ALLOW:
                 raise ConfigError(
                     f'allow={allow} is for auto=True or bits="auto"; leave it out, or give auto=True or bits="auto"'
@@ -386,9 +403,9 @@ class GQSGDConfig:
         bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
         if self.bits not in (None, "auto", bits):
             field = "auto" if self.auto else "max_slowdown"
-            raise ConfigError(
-                f"bits={self.bits} with {name}; allow={allow} says what may be taken: leave bits out, or {field}"
-            )
+            remedy = f"leave bits out, or {field}"
+            remedy += f"; or give e.g. allow=(32, {self.bits})" if self.bits in range(1, 9) else ""
+            raise ConfigError(f"bits={self.bits} with {name}; allow={allow} says what may be taken: {remedy}")
         object.__setattr__(self, "bits", bits)
 
     def _check_max_slowdown(self) -> None:
@@ -405,17 +422,33 @@ class GQSGDConfig:
             )
         object.__setattr__(self, "max_slowdown", float(self.max_slowdown))
 
-    def _check_weighable(self) -> None:
-        """Check that the codec and the memory go with ``bits="auto"``, before other fields are looked at."""
+    def _check_forgetful(self) -> None:
+        """Check that the codec and the memory let bits change, before other fields are looked at."""
         remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
+        name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
         if self.codec in BIASED_CODECS:
+            weighs = "goes with codecs that remember nothing, and codec={!r} needs a memory"
+            if self.max_slowdown is not None:
+                weighs = "weighs the variance of a rounding, and codec={!r} has a bias instead"
             raise ConfigError(
-                f'bits="auto" weighs the variance of a rounding, and codec={self.codec!r} has a bias instead; leave '
-                "codec and memory out, or leave bits and max_slowdown out"
+                f"{name} {weighs.format(self.codec)}; leave codec and memory out, or the preset that has them, or "
+                f"leave {fields} out"
             )
         if remembers:
             raise ConfigError(
-                f'bits="auto" goes with codecs that remember nothing; leave {remembers[0]} out, or give bits a number'
+                f"{name} goes with codecs that remember nothing; leave {remembers[0]} out, or the preset that has it, "
+                f"or leave {fields} out"
+            )
+
+    def _check_allowed(self) -> None:
+        """Check that the codec has all numbers of bits of ``allow`` that are no floating-point numbers."""
+        widths = CODECS[self.codec].widths
+        others = [bits for bits in self.allow if bits not in widths and bits not in REDUCER_OF_BITS]
+        if others:
+            least, most = min(widths), max(widths)
+            raise ConfigError(
+                f"allow={self.allow} asks for bits={' or '.join(map(str, others))}, and codec={self.codec!r} has "
+                f"{least} to {most}; allow 32, 16 and {least} to {most}, e.g. allow={(32, most, most // 2)}"
             )
 
     def _check_noise(self) -> None:

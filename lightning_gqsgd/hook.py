@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,14 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.checkpoint import (
-    STATE_SCHEMA,
-    check_state,
-    gathered_memory,
-    memory_digest,
-    say_what_is_missing,
-    take_memory,
-)
+from lightning_gqsgd import checkpoint
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
@@ -387,7 +380,7 @@ class GQSGDState:
         call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
         state.
         """
-        state: dict[str, Any] = {"schema": STATE_SCHEMA, "seed": self.config.seed, "step": self.step}
+        state: dict[str, Any] = {"schema": checkpoint.STATE_SCHEMA, "seed": self.config.seed, "step": self.step}
         state["config"] = self.requested.to_dict()
         if self._post_local_sgd is not None:
             state["post_local_iter"] = self._post_local_sgd.iter
@@ -406,15 +399,15 @@ class GQSGDState:
         Raises:
             ConfigError: ``state`` is no state, has another schema, or is that of a model with other parameters.
         """
-        check_state(state, self.requested)
+        checkpoint.check_state(state, self.requested)
         if self._steering is not None:
             self._steering.resume(state.get("auto"))
         if self.config.remembers:
-            numbers = take_memory(self._store, state, self._engine.rank, self._engine.world_size)
+            numbers = checkpoint.take_memory(self._store, state, self._engine.rank, self._engine.world_size)
             # Seed and step of states may be equal where memories are not.
-            self._digest = digest_of(f"{self._facts} {memory_digest(state)}")
+            self._digest = digest_of(f"{self._facts} {checkpoint.memory_digest(state)}")
             if numbers is not None:
-                say_what_is_missing(self._trained.parameters, numbers)
+                checkpoint.say_what_is_missing(self._trained.parameters, numbers)
                 self._remembered |= numbers
         self._config, *others = (replace(config, seed=state["seed"]) for config in (self._config, *self._others))
         self._others = tuple(others)
@@ -430,15 +423,12 @@ class GQSGDState:
 
     def _all_memory(self) -> dict[str, dict[int, Tensor]] | None:
         if not self.is_closed:
-            return gathered_memory(self._engine.communicator, self._store, self._remembered)
+            return checkpoint.gathered_memory(self._engine.communicator, self._store, self._remembered)
         # Lightning closes the hook before users save a model that has been fitted.
         with self._meeting("state_dict") as meeting:
             (key,) = meeting.agree([{"parameters": digest(sorted(self._remembered))}])
-        communicator = Communicator(self._device, self._group, key, self._timeout)
-        try:
-            return gathered_memory(communicator, self._store, self._remembered)
-        finally:
-            communicator.close()
+        with closing(Communicator(self._device, self._group, key, self._timeout)) as communicator:
+            return checkpoint.gathered_memory(communicator, self._store, self._remembered)
 
     # --- what the user sees ------------------------------------------------------------------------------------------
 
@@ -451,6 +441,16 @@ class GQSGDState:
         else:
             text = report(self.requested, (self.config, *self._others), trained, ranks, self.step)
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe()}"
+
+    def announce(self, say: Callable[[str], None]) -> None:
+        """Say what `report` says, and from now on whatever ``auto`` or ``bits="auto"`` decides, on rank 0.
+
+        ``say`` must not refer to the model, which would never be freed then.
+        """
+        if self._steering is not None:
+            self._steering.say = say
+        if self._engine.rank == 0:
+            say(self.report())
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained by this hook any more."""

@@ -19,6 +19,7 @@ class Codec(ABC):
     Attributes:
         fields: the fields of a configuration that are this codec's own affair; other codecs leave them alone.
         default_bits: ``bits`` of a configuration that leaves it out.
+        widths: the numbers of bits that its codes can have, at most.
         default_block_size: ``block_size`` of a configuration that leaves it out.
         has_scale: whether each block has a scale.
         takes_norm: whether the scale is what the fields ``norm``, ``clip`` and ``scale_per`` say.
@@ -30,6 +31,7 @@ class Codec(ABC):
 
     fields: ClassVar[frozenset[str]] = frozenset()
     default_bits: ClassVar[int] = 8
+    widths: ClassVar[range] = range(2, 9)
     default_block_size: ClassVar[int] = 256
     has_scale: ClassVar[bool] = True
     takes_norm: ClassVar[bool] = True

@@ -185,6 +185,7 @@ class EdenCodec(Codec):
     bits: int
 
     default_bits: ClassVar[int] = 2
+    widths: ClassVar[range] = range(1, max(LLOYD_MAX) + 1)
     takes_norm: ClassVar[bool] = False
     quantiser_finds_scale: ClassVar[bool] = True
     unbiased_over: ClassVar[str] = "rotations"

@@ -165,6 +165,7 @@ class LinearCodec(Codec):
     most: int | None = None
 
     fields: ClassVar[frozenset[str]] = frozenset({"levels", "dither"})
+    widths: ClassVar[range] = range(1, 9)
     adds_as_integers: ClassVar[bool] = True
 
     @classmethod

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -111,8 +110,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
         self._hooks.append((weakref.ref(model), state))
-        if dist.get_rank(model.process_group) == 0:
-            _say(state.report())
+        state.announce(_say)
         return state
 
     def state_dict(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class FabricMixin(_Base):
         state = register_gqsgd(model, config, timeout=self._timeout)
         self._hooks.append(state)
         self._restore([state])
-        self._rank_zero_info(state.report())
+        state.announce(self._rank_zero_info)
         return model
 
     def setup_optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
@@ -149,7 +149,8 @@ class FabricMixin(_Base):
         super()._setup_distributed()
         after_setup(self.world_size)
 
-    def _rank_zero_info(self, text: str) -> None:
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
         raise NotImplementedError
 
 

@@ -9,5 +9,6 @@ from lightning_gqsgd.integrations.fabric import FabricMixin
 class GQSGDFabricStrategy(FabricMixin, DDPStrategy):
     __doc__ = FabricMixin.__doc__
 
-    def _rank_zero_info(self, text: str) -> None:
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
         rank_zero_info(text)

@@ -19,6 +19,7 @@ from lightning_gqsgd.integrations.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.telemetry import Meter
+from lightning_gqsgd.tuning.decisions import Decision
 
 _Base: Any = object  # each flavour's DDPStrategy, or Callback
 
@@ -84,7 +85,7 @@ class TrainerMixin(_Base):
         warmup_steps: int | None = None,
         seed: int | None = None,
         sample_every: int | None = None,
-        auto: bool | None = None,
+        auto: bool | dict[str, Any] | Decision | None = None,
         allow: Sequence[int] | None = None,
         max_slowdown: float | None = None,
         sparse: str | None = None,
@@ -180,7 +181,7 @@ class TrainerMixin(_Base):
         if self._loaded is not None:
             state.load_state_dict(self._loaded)
         self._gqsgd_state = state
-        self._rank_zero_info(state.report())
+        state.announce(self._rank_zero_info)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Wrap the model anew where callbacks or hooks have unfrozen or frozen parameters.
@@ -304,7 +305,8 @@ class TrainerMixin(_Base):
     def _telemetry_callback(self) -> Any:
         raise NotImplementedError
 
-    def _rank_zero_info(self, text: str) -> None:
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
         raise NotImplementedError
 
 

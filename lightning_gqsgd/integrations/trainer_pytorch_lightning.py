@@ -19,5 +19,6 @@ class GQSGDStrategy(TrainerMixin, DDPStrategy):
     def _telemetry_callback(self) -> Any:
         return GQSGDTelemetry()
 
-    def _rank_zero_info(self, text: str) -> None:
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
         rank_zero_info(text)

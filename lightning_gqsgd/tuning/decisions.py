@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 #: Steps between a step and the first choice that knows its length: the length is known when the next step begins, ranks
 #: exchange it in that step, and over NCCL the host reads what was exchanged in the step after that.
 LAG = 3
+
+#: The numbers of bits that a candidate can have: those of codes, of bf16 numbers, and of the gradient as it is.
+WIDTHS = (*range(1, 9), 16, 32)
+#: The largest number of steps of a state: steps have 63 bits.
+_MOST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Decision:
         seconds: what was measured: the median length of the steps of each candidate that was tried, by its bits.
         reason: why there was a trial, or a change, and why this candidate is kept.
         predicted: what was predicted for each candidate before it was measured, in seconds; None: nothing was.
+        at_least: the candidates whose predictions are lower bounds. What a code costs is known once a width with codes
+            was measured, and what rounding to 16 bits costs is never known.
     """
 
     step: int
@@ -76,20 +84,70 @@ class Decision:
     seconds: Mapping[int, float]
     reason: str
     predicted: Mapping[int, float | None] = field(default_factory=dict)
+    at_least: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only."""
-        return {**asdict(self), "seconds": dict(self.seconds), "predicted": dict(self.predicted)}
+        mappings = {"seconds": dict(self.seconds), "predicted": dict(self.predicted)}
+        return {**asdict(self), **mappings, "at_least": list(self.at_least)}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Decision:
         """The decision of `to_dict`; keys may have become text in JSON.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is no such row.
+            KeyError, TypeError, ValueError, AttributeError: it is no such row, or it has numbers that no trial gives.
         """
-        seconds = {int(bits): float(value) for bits, value in row["seconds"].items()}
+        seconds = {width(bits): positive(value) for bits, value in row["seconds"].items()}
         # Versions before predictions wrote none.
         predictions = row.get("predicted", {}).items()
-        predicted = {int(bits): None if value is None else float(value) for bits, value in predictions}
-        return cls(int(row["step"]), int(row["bits"]), seconds, str(row["reason"]), predicted)
+        predicted = {width(bits): None if value is None else not_negative(value) for bits, value in predictions}
+        at_least = tuple(map(width, row.get("at_least", ())))
+        return cls(count(row["step"]), width(row["bits"]), seconds, str(row["reason"]), predicted, at_least)
+
+
+def width(value: Any) -> int:
+    """A number of bits that a state has.
+
+    Raises:
+        TypeError, ValueError: no candidate can have so many bits.
+    """
+    if isinstance(value, (bool, float)) or int(value) not in WIDTHS:
+        raise ValueError(f"a number of bits is {value!r}, not one of {', '.join(map(str, WIDTHS))}")
+    return int(value)
+
+
+def count(value: Any) -> int:
+    """A number of steps, or of bits in all steps, that a state has.
+
+    Raises:
+        TypeError, ValueError: it is no integer from 0 to 2^63 - 1.
+    """
+    number = int(value)
+    if not 0 <= number <= _MOST or isinstance(value, bool):
+        raise ValueError(f"a number of steps or bits is {value!r}, not from 0 to {_MOST}")
+    return number
+
+
+def positive(value: Any) -> float:
+    """A length of steps that a state has, in seconds.
+
+    Raises:
+        TypeError, ValueError: it is no finite number above 0.
+    """
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a length of steps is {seconds}, not above 0 and finite")
+    return seconds
+
+
+def not_negative(value: Any) -> float:
+    """A number that a state has, such as a prediction in seconds, or a credit of steps.
+
+    Raises:
+        TypeError, ValueError: it is no finite number from 0 on.
+    """
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"a number is {number}, not from 0 on and finite")
+    return number

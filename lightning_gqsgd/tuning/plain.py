@@ -18,7 +18,6 @@ before one step and read before the next, so no rank waits for it.
 from __future__ import annotations
 
 import inspect
-import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,8 +35,6 @@ from lightning_gqsgd.transport.agreement import Stamp
 from lightning_gqsgd.transport.job import Job
 from lightning_gqsgd.tuning.decisions import Rules
 from lightning_gqsgd.tuning.steering import Steering
-
-logger = logging.getLogger(__name__)
 
 #: Attributes of a DDP model, beyond the documented ones, that are needed to build its Reducer anew.
 _NEEDED = (
@@ -300,7 +297,7 @@ class PlainPath:
 
     def _log(self, text: str) -> None:
         if self._engine.rank == 0:
-            logger.info("gqsgd: %s", text)
+            self._steering.say(f"gqsgd: {text}")
 
 
 class _Expectation:

@@ -9,30 +9,30 @@ step before (`transport.agreement.Stamp.numbers`), and all ranks use a stamp two
 
 from __future__ import annotations
 
-import logging
 import math
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.transport.agreement import Agreed, digest_of
+from lightning_gqsgd.tuning import announcing
 from lightning_gqsgd.tuning.clock import StepClock
-from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.tuning.decisions import Decision, count
+from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.tuning.prediction import StepPredictor
 from lightning_gqsgd.tuning.sampling import GradientSampler, Taken
 from lightning_gqsgd.tuning.trials import Trials
-
-logger = logging.getLogger(__name__)
 
 
 class Begun(NamedTuple):
@@ -62,6 +62,7 @@ class Steering:
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
         is_countable: whether this rank can count its steps without the hook; set by `plain.PlainPath`.
+        say: what says a line to people.
         leaves_hook: whether all ranks let plain DDP take the hook's place after the step under way.
 
     Raises:
@@ -80,11 +81,13 @@ class Steering:
         self.bits = max(self.candidates)
         self._sampler = GradientSampler(self.candidates)
         self._changes: list[Decision] = []  # without trials
+        self._inherited = 0  # decisions of the run whose state was loaded
         self._inbox: dict[int, Agreed] = {}  # stamps that are not used yet, by the step that they were exchanged in
         self._measuring: int | None = None  # the step that is measured, until its sums are sent
         self._clock = StepClock()
         self._exposed_s: float | None = None
         self.is_countable = False
+        self.say: Callable[[str], None] = announcing.say
         self.leaves_hook = False
         self._obstacle: str | None = None  # why the hook stays at 32 bits; empty: nothing prevents that it is left
         self._all_countable = False
@@ -133,7 +136,7 @@ class Steering:
         Args:
             step: number of the step.
             exposed_s: seconds in which this rank's backward passes have waited for gradients so far; None: not known.
-            logs: whether to log a decision.
+            logs: whether to say a decision.
         """
         period_us = self._clock.begin_step()
         begun, known = time.perf_counter(), len(self.decisions)
@@ -169,7 +172,7 @@ class Steering:
         ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, where they are known."""
         values: dict[str, float] = {"bits": self.bits}
         if self.trials is not None:
-            values |= {"trying": float(self.trials.is_trying), "plain": float(self.is_plain)}
+            values |= {"trying": float(self._is_trying), "plain": float(self.is_plain)}
         if self.gauge is not None and self.gauge.count:
             values["noise_scale"] = self.gauge.noise_scale
         predicted = self.decisions[-1].predicted.get(self.bits) if self.decisions else None
@@ -209,9 +212,9 @@ class Steering:
         return self.bits if self.gauge is None else self.gauge.floor
 
     def _log(self, known: int, *, logs: bool) -> None:
-        """Log the decisions beyond those that were known, where this rank logs at all."""
+        """Say the decisions beyond those that were known, where this rank says anything."""
         for decision in self.decisions[known:] if logs else ():
-            logger.info("gqsgd: %s", describe(decision))
+            self.say(f"gqsgd: {self._described(decision)}")
 
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
         """How long the step before has waited for gradients, and its buckets have arrived, in microseconds plus 1; 0:
@@ -273,7 +276,7 @@ class Steering:
             steps: their number since the last call.
             period_us: what `watched_us` gave, the longest over ranks.
             step: the step that begins.
-            logs: whether to log a decision.
+            logs: whether to say a decision.
         """
         if self.trials is not None:
             known = len(self.decisions)
@@ -332,7 +335,7 @@ class Steering:
         self.leaves_hook, self._all_countable = False, False
         self._sampler.drop()
         self._measuring, self._exposed_s = None, None
-        self._inbox, self._changes = {}, []
+        self._inbox, self._changes, self._inherited = {}, [], 0
         self._total_bits, self._total_steps = 0, 0
         if state is not None and not isinstance(state, Mapping):
             raise ConfigError(
@@ -357,7 +360,7 @@ class Steering:
             self.trials = Trials(allow, predictor=self._predictor)
         else:
             self.trials = Trials.resumed(allow, state, is_same_world=is_same_world, predictor=self._predictor)
-        self.bits = self.trials.bits
+        self.bits, self._inherited = self.trials.bits, len(self.decisions)
         self._say_what_follows()
         self._permit(0)
 
@@ -365,13 +368,14 @@ class Steering:
         """Read the entries of a state that neither trials nor gauge have read."""
         try:
             # Versions before these entries wrote none.
-            totals = int(state.get("total_bits", 0)), int(state.get("total_steps", 0))
+            totals = count(state.get("total_bits", 0)), count(state.get("total_steps", 0))
             inbox = {
-                int(number): Agreed(0, tuple((0, 0, *map(int, row)) for row in rows))
+                count(number): Agreed(0, tuple((0, 0, *map(_told, row)) for row in rows))
                 for number, rows in state.get("inbox", {}).items()
             }
             if self.trials is None:
                 self._changes = [Decision.from_dict(row) for row in state["decisions"]]
+                self._inherited = len(self._changes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"the gqsgd state's entry 'auto' cannot be read ({type(error).__name__}: {error}); load what "
@@ -393,33 +397,21 @@ class Steering:
         text = f"gqsgd: auto over {ranks} ranks: bits of {allowed}, {', '.join(rules)}"
         if self._total_steps:
             text += f"; {self.average_bits:.3g} bits on average over {self._total_steps} steps"
-        if self.is_plain:
-            text += "; plain DDP carries the gradients at present"
-        if self.decisions:
-            return f"{text}; {describe(self.decisions[-1])}"
-        return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"
+        if not self.decisions:
+            return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"
+        tried = " on trial" if self._is_trying else ""
+        text += f"; {'plain DDP carries the gradients' if self.is_plain else f'{self.bits} bits{tried}'} at present"
+        return f"{text}; {self._described(self.decisions[-1], is_earlier=len(self.decisions) <= self._inherited)}"
 
+    @property
+    def _is_trying(self) -> bool:
+        return self.trials is not None and self.trials.is_trying
 
-def describe(decision: Decision) -> str:
-    """One line that says what was decided, and how to keep it."""
-    times = ", ".join(
-        f"{bits} bits {_in_ms(seconds)}{_as_predicted(decision.predicted.get(bits))}"
-        for bits, seconds in decision.seconds.items()
-    )
-    untried = [bits for bits, seconds in decision.predicted.items() if seconds and bits not in decision.seconds]
-    times += "".join(f", {bits} bits not tried{_as_predicted(decision.predicted[bits])}" for bits in untried)
-    return (
-        f"auto takes {decision.bits} bits from step {decision.step} on ({times or 'no step timed'}: "
-        f"{decision.reason}). To keep that in other runs, give auto=False, bits={decision.bits}"
-    )
-
-
-def _as_predicted(seconds: float | None) -> str:
-    return "" if seconds is None else f" (predicted {_in_ms(seconds)})"
-
-
-def _in_ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    def _described(self, decision: Decision, *, is_earlier: bool = False) -> str:
+        """A decision in words."""
+        is_native = decision.bits in decision.seconds and REDUCER_OF_BITS.get(decision.bits) == "native"
+        is_plain = is_native and self.gauge is None and self._obstacle == ""
+        return describe(decision, is_plain=is_plain, is_earlier=is_earlier, is_open=self._is_trying)
 
 
 def _seconds(microseconds: int) -> float:
@@ -431,3 +423,15 @@ def _sums_of(row: Sequence[int]) -> NoiseSums:
     """The sums whose fp64 numbers have the bits of these integers."""
     square, inner, *errors = struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
     return NoiseSums(square, inner, tuple(errors))
+
+
+def _told(value: Any) -> int:
+    """A number of a stamp that a state has.
+
+    Raises:
+        TypeError, ValueError: it is no integer of 64 bits.
+    """
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"a number of a stamp is {number}, which has more than 64 bits")
+    return number

@@ -35,14 +35,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
+from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules, positive, width
 from lightning_gqsgd.tuning.prediction import Measured
-from lightning_gqsgd.tuning.turns import Challenge, Trial, positive, standard_error
+from lightning_gqsgd.tuning.turns import Challenge, Trial, standard_error
 
 #: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
 Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
@@ -200,8 +201,10 @@ class Trials:
         # The fewest bits are the nearest to those that were the shortest so far.
         self.bits = min(seconds, key=lambda bits: (seconds[bits], -bits)) if seconds else self.permitted[-1]
         if self._trial is None:
-            predicted = {} if latest is None else latest.predicted
-            self._settle(Decision(step, self.bits, seconds, why, predicted))
+            decision = Decision(step, self.bits, seconds, why)
+            if latest is not None:
+                decision = replace(decision, predicted=latest.predicted, at_least=latest.at_least)
+            self._settle(decision)
 
     def _settle(self, decision: Decision) -> None:
         """Note a decision, and watch the steps that follow."""
@@ -288,7 +291,8 @@ class Trials:
         reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
         reason += self.after_native if REDUCER_OF_BITS.get(self.bits) == "native" else ""
         predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
-        self._settle(Decision(step, self.bits, medians, reason, predicted))
+        at_least = tuple(sorted(trial.at_least, reverse=True))
+        self._settle(Decision(step, self.bits, medians, reason, predicted, at_least))
 
     def _is_challenged(self, medians: Mapping[int, float]) -> bool:
         """Whether the best candidate is shorter than 32 bits by less than the hook may cost there."""
@@ -309,7 +313,8 @@ class Trials:
         if not stays:
             self.bits = challenge.bits
             self._credit -= challenge.passed
-        self._settle(Decision(step, self.bits, medians, reason, self.decisions[-1].predicted))
+        latest = self.decisions[-1]
+        self._settle(replace(latest, step=step, bits=self.bits, seconds=medians, reason=reason))
         self._is_refined = stays  # the reference is a median of plain DDP's steps
 
     def _best(self, trial: Trial) -> tuple[int, str]:
@@ -350,6 +355,8 @@ class Trials:
         knows_codec = any(bits not in REDUCER_OF_BITS for bits in measured)
         for bits in untried:
             seconds = trial.predicted[bits] = predictions[bits]
+            leaves_out = REDUCER_OF_BITS[bits] == "bf16" if bits in REDUCER_OF_BITS else not knows_codec
+            trial.at_least = trial.at_least - {bits} | ({bits} if leaves_out and seconds is not None else set())
             # Predictions that leave the codec out are lower bounds, so that no doubt is left to be reckoned with.
             share = 1 - self.rules.doubt if knows_codec else 1 + self.rules.tie
             if seconds is not None and bits != self.allow[0] and seconds * share > best_s:
@@ -425,6 +432,8 @@ class Trials:
     ) -> Trials:
         """Begin with what `state` gave. The candidate of the latest decision is used until there is a new trial.
 
+        A trial follows soon where more bits are allowed than in the saved run, because they have never been measured.
+
         Args:
             allow: the candidates, by their bits.
             state: from `state`.
@@ -436,10 +445,10 @@ class Trials:
         """
         try:
             decisions = [Decision.from_dict(row) for row in state["decisions"]]
-            bits, reference_s, credit = state["bits"], state["reference_s"], float(state["credit"])
+            bits, reference_s, credit = state["bits"], state["reference_s"], _credit(state["credit"])
+            bits = None if bits is None else width(bits)
             reference_s = None if reference_s is None else positive(reference_s)
-            if math.isnan(credit):
-                raise ValueError("the credit of steps is not a number")
+            tried = tuple(map(width, state.get("allow", allow)))
             challenge = Challenge.from_state(state.get("challenge"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
@@ -450,10 +459,25 @@ class Trials:
         trials.decisions = decisions
         if bits not in trials.allow:
             return trials
-        trials.bits, trials._credit = int(bits), min(credit, trials._credit)
-        if is_same_world:
+        trials.bits, trials._credit = bits, min(credit, trials._credit)
+        fresh = [candidate for candidate in trials.allow if candidate not in tried]
+        if is_same_world and fresh:
+            trials._why = f"{', '.join(map(str, fresh))} bits are allowed now"
+        elif is_same_world:
             trials._waiting, trials._reference_s = None, reference_s
             trials._challenge = challenge if challenge is not None and challenge.bits in trials.allow else None
         else:
             trials._why = "another number of ranks"
         return trials
+
+
+def _credit(value: Any) -> float:
+    """A credit of steps that a state has. A turn of plain DDP is paid for afterwards, so that a debt is possible.
+
+    Raises:
+        TypeError, ValueError: it is no finite number.
+    """
+    credit = float(value)
+    if not math.isfinite(credit):
+        raise ValueError(f"the credit of steps is {credit}, not finite")
+    return credit

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from lightning_gqsgd.tuning.decisions import Rules
+from lightning_gqsgd.tuning.decisions import Rules, positive, width
 from lightning_gqsgd.tuning.prediction import Measured
 
 
@@ -27,6 +27,7 @@ class Trial:
         samples: lengths of steps in seconds, by candidate.
         waits: for the same steps, how long they waited for gradients, and how long their buckets arrived, in seconds.
         predicted: predictions, by candidate; those of measured candidates are from before they were measured.
+        at_least: candidates whose predictions leave out what their codes cost.
         hopeless: candidates that have no further turn.
         skipped: candidates that have no turn because of what was predicted for them.
         tried: candidates that have had a turn.
@@ -43,6 +44,7 @@ class Trial:
     samples: dict[int, list[float]] = field(default_factory=dict)
     waits: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     predicted: dict[int, float | None] = field(default_factory=dict)
+    at_least: set[int] = field(default_factory=set)
     hopeless: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
     tried: set[int] = field(default_factory=set)
@@ -80,8 +82,8 @@ class Challenge:
         """
         if state is None:  # versions before challenges wrote none
             return None
-        seconds = {int(bits): positive(value) for bits, value in state["seconds"].items()}
-        challenge = cls(int(state["bits"]), seconds)
+        seconds = {width(bits): positive(value) for bits, value in state["seconds"].items()}
+        challenge = cls(width(state["bits"]), seconds)
         challenge.seconds[challenge.bits]  # it has to be there
         return challenge
 
@@ -90,18 +92,6 @@ def _medians(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The medians of both columns over the rows that are known; NaN if none is."""
     known = [row for row in waits if not any(map(math.isnan, row))]
     return (median(row[0] for row in known), median(row[1] for row in known)) if known else (math.nan, math.nan)
-
-
-def positive(value: Any) -> float:
-    """A length of steps that a state has, in seconds.
-
-    Raises:
-        TypeError, ValueError: it is no finite number above 0.
-    """
-    seconds = float(value)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"a length of steps is {seconds}, not above 0 and finite")
-    return seconds
 
 
 def standard_error(samples: Sequence[float]) -> float:

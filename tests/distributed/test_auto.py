@@ -60,13 +60,15 @@ def _random_times(rank: int) -> dict[str, Any]:
     model, state = wrapped({"bucket_cap_mb": 0.03}, {"preset": "gqsgd_auto", "sample_every": 10})
     _uneven(model.module, rank)
     _try_all(state)
+    said: list[str] = []
+    state.announce(said.append)
     meter, used = Meter(state.telemetry), []
     for step in range(STEPS):
         train(model, rank, range(step, step + 1))
         used.append(state.config.num_bits)
     values = meter.read()
     state.close()
-    return {**_facts(state, model), "used": used, "values": values, "report": state.report()}
+    return {**_facts(state, model), "used": used, "values": values, "report": state.report(), "said": said}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -83,6 +85,9 @@ def test_all_ranks_decide_alike_through_random_sleeps_and_keep_equal_parameters(
     assert decision["bits"] == first["used"][-1] == first["values"]["gqsgd/bits"]
     assert first["values"]["gqsgd/trying"] == 0
     assert f"auto takes {decision['bits']} bits" in first["report"]
+    assert sum("auto takes" in line for line in first["said"]) == 1 + len(before)
+    assert first["said"][0].startswith("gqsgd: auto over")
+    assert not any(result["said"] for result in results[1:])
 
 
 def _one_step(rank: int, start: dict[str, torch.Tensor], step: int, fields: dict[str, Any]) -> str:

@@ -57,6 +57,9 @@ def test_an_object_from_the_command_line() -> None:
     by_name = '--trainer.strategy.bits={"*": 4, "*.head.*": 8}'
     strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", by_name)
     assert strategy.gqsgd_config == GQSGDConfig(bits={"*": 4, "*.head.*": 8})
+    decided = '--trainer.strategy.auto={"step": 70, "bits": 4, "seconds": {"4": 0.01}, "reason": "first trial"}'
+    strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", decided)
+    assert strategy.gqsgd_config == GQSGDConfig(bits=4)
     strategy = strategy_of("--trainer.strategy=lightning_gqsgd.GQSGDStrategy", "--trainer.strategy.preset=dore")
     assert strategy.gqsgd_config.codec == "linear"
     assert strategy.gqsgd_config.memory_down != "none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,20 @@ def _accelerate(rank: int, *runs: dict[str, Any]) -> Any:
 
 def _transformers(rank: int, *runs: dict[str, Any]) -> Any:
     return decided(test_transformers.fits, rank, *runs)
+
+
+def _said_by_lightning(rank: int, *args: Any) -> str:
+    said = io.StringIO()
+    logging.getLogger("lightning.pytorch").addHandler(logging.StreamHandler(said))
+    fit.fits(rank, *args)
+    return said.getvalue()
+
+
+def test_lightning_prints_decisions_where_it_prints_what_is_compressed(tmp_path: Path) -> None:
+    runs = [{"strategy": "gqsgd_auto", "max_epochs": 12}]
+    first, second = run(_said_by_lightning, 2, tmp_path, tmp_path, *runs, initialise=False)
+    assert first.index("gqsgd: auto over 2 ranks") < first.index("gqsgd: auto takes")
+    assert "gqsgd" not in second
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 A clock that is made up says how long steps take, by the bits, by who carries the gradients, and by the link, which
 changes at random moments. So other programs of the machine decide nothing, and a run can be repeated from its seed.
+
+The last test has the real clock, and ranks that sleep at random before their steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.hook import GQSGDState
 from lightning_gqsgd.tuning import clock as clock_module
 from lightning_gqsgd.tuning import steering as steering_module
-from tests.distributed.models import batch, fingerprint, mlp, wrapped
+from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 from tests.reliability.knobs import SEED, chance, scaled
 
@@ -34,6 +37,8 @@ STEPS = 500
 COMPUTE_S, HOOK_S = 0.010, 0.001
 #: Seconds that a link takes for 32 bits of each coordinate.
 LINKS_S = (0.0, 0.001, 0.002, 0.004, 0.02, 0.2)
+#: Seconds that ranks sleep before a step, on average, one of them for some steps in a row.
+SLEEPS_S = (0.0, 0.004, 0.012)
 #: The largest relative error of a mean, by bits.
 ERRORS = {32: 1e-5, 16: 0.02, 8: 0.05, 4: 0.6}
 
@@ -184,3 +189,36 @@ def test_ranks_stay_equal_and_means_right_while_auto_changes_its_mind(tmp_path: 
 @pytest.mark.parametrize("number", range(scaled(12)))
 def test_ranks_stay_equal_and_means_right_in_many_runs_of_auto(number: int, tmp_path: Path) -> None:
     _checked(1000 * (SEED + 1) + number, 2 + number % 3, tmp_path)
+
+
+def _sleeps(rank: int, ranks: int, steps: int) -> dict[str, Any]:
+    """A run with the real clock, in which each rank sleeps before each step; returns what has been decided."""
+    model, state = wrapped({"bucket_cap_mb": 0.03}, {"preset": "gqsgd_auto", "sample_every": 0}, mlp())
+    alike, own, mean_s = chance("sleeps"), chance("sleeps", rank), 0.0
+    carried: Counter[str] = Counter()
+    for step in range(1, steps + 1):
+        if alike.random() < 0.01:
+            mean_s = alike.choice(SLEEPS_S)
+        time.sleep(own.random() * 2 * mean_s)
+        train(model, rank, range(step, step + 1))
+        is_plain = not model._get_ddp_logging_data().get("comm_hook")
+        carried["plain DDP" if is_plain else f"{state.config.num_bits} bits"] += 1
+        if step % 100 == 0 or step == steps:
+            facts = (fingerprint(model), is_plain, repr(state.decisions), dict(carried))
+            everyone: list[Any] = [None] * ranks
+            dist.all_gather_object(everyone, facts)
+            assert all(other == facts for other in everyone), f"step {step}: ranks differ: {everyone}"
+    rows = [row.to_dict() for row in state.decisions]
+    state.close()
+    return {"decisions": rows, "carried": dict(carried), "bits": fingerprint(model)}
+
+
+@pytest.mark.reliability
+def test_4_ranks_agree_through_1000_steps_of_random_sleeps_by_the_real_clock(tmp_path: Path) -> None:
+    results = run(_sleeps, 4, tmp_path, 4, scaled(1000), timeout=600)
+    assert all(result == results[0] for result in results)
+    decisions = results[0]["decisions"]
+    assert decisions
+    print(f"auto, 4 ranks, random sleeps, seed {SEED}: {len(decisions)} decisions, {results[0]['carried']}")
+    for row in decisions:
+        print(f"  step {row['step']}: {row['bits']} bits, {row['reason']}")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
+from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
-from lightning_gqsgd.tuning.steering import describe
 from lightning_gqsgd.tuning.trials import Trials
 
 ALLOW = (32, 16, 8, 4)
@@ -201,6 +201,20 @@ def test_a_decision_for_bits_that_are_no_longer_allowed_is_not_taken_over() -> N
     assert resumed.choose(150) == 32
 
 
+def test_bits_that_the_saved_run_was_not_allowed_are_tried_soon() -> None:
+    lengths, trials = constant({32: 1.0, 16: 2.2, 8: 1.4, 4: 1.3}), Trials((8, 4))
+    run(trials, range(150), lengths)
+    assert trials.bits == 4
+    saved = json.loads(json.dumps(trials.state()))
+    resumed = Trials.resumed(ALLOW, saved, is_same_world=True)
+    assert resumed.choose(150) == 4
+    assert set(run(resumed, range(151, 300), lengths)[-20:]) == {32}
+    assert "32, 16 bits are allowed now" in resumed.decisions[-1].reason
+    for allow in ((8, 4), (4,)):  # what was left out needs no trial
+        same = Trials.resumed(allow, saved, is_same_world=True)
+        assert set(run(same, range(150, 300), lengths)) == {4}
+
+
 @pytest.mark.parametrize("state", [{}, {"decisions": 3}, {"decisions": [{"step": 1}], "bits": 8}])
 def test_a_damaged_state_is_refused_in_one_line(state: dict) -> None:
     with pytest.raises(ConfigError, match="'auto' cannot be read") as caught:
@@ -223,7 +237,7 @@ def test_where_steps_wait_for_nothing_only_the_gradient_as_it_is_has_a_turn() ->
     assert decision.predicted[32] is None
     assert all(0.98 < (decision.predicted[bits] or 0) < 1.0 for bits in (16, 8, 4))
     assert "16, 8, 4 bits were not tried, because they are predicted not to win" in decision.reason
-    assert "4 bits not tried (predicted 99" in describe(decision)
+    assert "4 bits not tried (predicted at least 99" in describe(decision)
     assert decision.step < 20  # a trial of all candidates takes about 50
 
 
@@ -243,6 +257,7 @@ def test_on_a_slow_link_the_fewest_bits_are_tried_second_and_what_cannot_win_is_
     # Before anything was known of the codec: a lower bound.
     assert 0.5 < (decision.predicted[4] or 0) < 0.9
     assert "8 bits 1.4e+03 ms (predicted" in describe(decision)
+    assert decision.at_least == (16, 4)  # 4 bits were the first with codes, and rounding to 16 bits is never known
 
 
 def test_candidates_that_a_prediction_leaves_a_chance_are_tried_and_the_measured_lengths_decide() -> None:
@@ -470,6 +485,17 @@ def test_a_turn_of_plain_ddp_that_cannot_be_read_is_an_error(challenge: object) 
         {"reference_s": [1.0]},
         {"credit": math.nan},
         {"credit": None},
+        {"credit": -math.inf},
+        {"credit": math.inf},
+        {"bits": 77},
+        {"bits": 4.5},
+        {"allow": (32, 77)},
+        {"allow": 3},
+        {"decisions": [{"step": 3, "bits": 77, "seconds": {}, "reason": ""}]},
+        {"decisions": [{"step": -3, "bits": 4, "seconds": {}, "reason": ""}]},
+        {"decisions": [{"step": 3, "bits": 4, "seconds": {"4": -1.0}, "reason": ""}]},
+        {"decisions": [{"step": 3, "bits": 4, "seconds": {}, "reason": "", "predicted": {"4": -1.0}}]},
+        {"challenge": {"bits": 77, "seconds": {77: 1.0}}},
         {"challenge": {"bits": 4, "seconds": {4: math.inf}}},
         {"challenge": {"bits": 4, "seconds": {4: 0.0}}},
     ],

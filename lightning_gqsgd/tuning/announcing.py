@@ -1,0 +1,20 @@
+"""How a training says what `auto` has decided, where no framework prints for it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger(__name__)
+
+
+def say(text: str) -> None:
+    """Log a line at level INFO, or print it to stderr where no logging was set up.
+
+    Decisions change the results of a training, so that they should be seen by default. Python itself drops what is
+    logged at level INFO where nothing was set up.
+    """
+    if logger.hasHandlers():
+        logger.info("%s", text)
+    else:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,46 @@
+"""Decisions of `auto` in words, for logs and reports."""
+
+from __future__ import annotations
+
+from lightning_gqsgd.tuning.decisions import Decision
+
+
+def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = False, is_open: bool = False) -> str:
+    """What was decided, and why, on one line.
+
+    Args:
+        decision: the decision.
+        is_plain: whether plain DDP takes the hook's place where this decision holds.
+        is_earlier: whether it is that of the run whose state this run has loaded, so that other bits may be in use.
+        is_open: whether something is tried at present that may change the decision.
+    """
+    what = f"{'the run before took' if is_earlier else 'auto takes'} {decision.bits} bits from step {decision.step} on"
+    text = f"{what} ({': '.join([*_times(decision), decision.reason])})"
+    return text if is_earlier or is_open else f"{text}. {_how_to_keep(decision, is_plain)}"
+
+
+def _times(decision: Decision) -> list[str]:
+    """What was measured and predicted, as one item; none, if time was not looked at."""
+    times = [
+        f"{bits} bits {_in_ms(seconds)}{_as_predicted(decision, bits)}" for bits, seconds in decision.seconds.items()
+    ]
+    untried = [bits for bits, seconds in decision.predicted.items() if seconds and bits not in decision.seconds]
+    times += [f"{bits} bits not tried{_as_predicted(decision, bits)}" for bits in untried]
+    return [", ".join(times)] if times else []
+
+
+def _how_to_keep(decision: Decision, is_plain: bool) -> str:
+    # The hook is slower at 32 bits than plain DDP, which was what was decided for.
+    how = "use plain DDP, without gqsgd" if is_plain else f"give auto=False, bits={decision.bits}"
+    return f"To keep that in other runs, {how}"
+
+
+def _as_predicted(decision: Decision, bits: int) -> str:
+    seconds = decision.predicted.get(bits)
+    if seconds is None:
+        return ""
+    return f" (predicted {'at least ' if bits in decision.at_least else ''}{_in_ms(seconds)})"
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
