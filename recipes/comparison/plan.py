@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from netlab.lab import NetLabError, parse_rate
+from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named
 from recipes.errors import OverrideError, RecipeError
 from recipes.files import RESULT_FILE
@@ -240,6 +241,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         resolved = OmegaConf.to_container(composed(overrides), resolve=True)
         assert isinstance(resolved, dict)
         check_limits(resolved)
+        check_arguments(resolved)
         check_profile(resolved)
         check_named(resolved["data"])
         if resolved["trainer"]["accelerator"] == "cpu":

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from netlab.lab import NetLabError
 from netlab.machine import cores
+from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named
 from recipes.errors import DivergedError, OverrideError, RecipeError
 from recipes.folders import check_writable
@@ -137,7 +138,7 @@ def examine(arguments: Sequence[str]) -> str | None:
 
 
 def check(cfg: DictConfig, hydra_config: Any) -> None:
-    """Check numbers, hardware and launch, before data are prepared or processes started.
+    """Check numbers, arguments, hardware and launch, before data are prepared or processes started.
 
     Args:
         cfg: the configuration.
@@ -147,6 +148,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
         RecipeError, NetLabError: the run cannot be made as asked.
     """
     check_limits(cfg)
+    check_arguments(cfg)
     check_profile(cfg)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None

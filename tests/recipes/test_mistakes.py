@@ -66,6 +66,25 @@ MISTAKES = [
     (["optimizer.name=adamm"], "LimitError: optimizer.name=adamm is not one of sgd, adam, adamw; did you mean 'adam'?"),
     (["optimizer.schedule=cos"], "LimitError: optimizer.schedule=cos is not one of onecycle, cosine, step"),
     (["trainer.accelerator=gpuu"], "LimitError: trainer.accelerator=gpuu is not one of .*; did you mean 'gpu'?"),
+    (
+        ["+trainer.foo=1"],
+        "OverrideError: trainer.foo=1: lightning.pytorch.Trainer has no argument foo; leave it out",
+    ),
+    (["+trainer.max_epoch=1"], "Trainer has no argument max_epoch; did you mean trainer.max_epochs?"),
+    (
+        ["+trainer.logger=false"],
+        "OverrideError: trainer.logger=False: recipes give .* its logger themselves; leave it",
+    ),
+    (
+        ["+model.depth=3"],
+        "workloads.resnet.ResNet has no argument depth; it has blocks, bottleneck, channels",
+    ),
+    (
+        ["strategy=gqsgd", "+strategy.bogus=1"],
+        "OverrideError: strategy.bogus=1: .*GQSGDStrategy has no argument bogus",
+    ),
+    (["strategy=gqsgd", "+strategy.blocksize=64"], "did you mean strategy.block_size?"),
+    (["+optimizer.beta=1"], "has no argument beta; did you mean optimizer.betas?"),
     (["ckpt_path=nowhere.ckpt"], "CheckpointError: ckpt_path=nowhere.ckpt is no file"),
     (
         ["optimizer.lr=nan"],
