@@ -33,3 +33,12 @@ def speaks(environment: Mapping[str, str]) -> bool:
     """
     places = (environment.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return all(place in ("", "0") for place in places)
+
+
+def leads(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first one of its machine.
+
+    Args:
+        environment: the environment variables of this process.
+    """
+    return all(environment.get(name, "0") in ("", "0") for name in ("LOCAL_RANK", "SLURM_LOCALID"))

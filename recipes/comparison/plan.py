@@ -17,13 +17,15 @@ from omegaconf import OmegaConf
 from netlab.lab import NetLabError, parse_rate
 from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named
+from recipes.data.sizes import check_known_samples
 from recipes.errors import OverrideError, RecipeError
 from recipes.files import RESULT_FILE
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices, check_profile
+from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_strategies
+from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_light, check_strategies
 
 CELL_FILE = "cell.json"
 
@@ -243,9 +245,12 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         check_limits(resolved)
         check_arguments(resolved)
         check_profile(resolved)
+        check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
         check_named(resolved["data"])
         if resolved["trainer"]["accelerator"] == "cpu":
             check_devices(resolved)  # GPUs are counted by the runs: that imports torch
+            here = local_processes("cpu", resolved["trainer"]["devices"])
+            check_known_samples(resolved["data"], here * resolved["trainer"]["num_nodes"])
     except (RecipeError, NetLabError) as error:
         raise PlanError(str(error)) from error
     name = resolved["hardware"]["name"]

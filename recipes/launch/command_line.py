@@ -21,6 +21,7 @@ from netlab.lab import NetLabError
 from netlab.machine import cores
 from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named
+from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
 from recipes.folders import check_writable
 from recipes.launch.environment import profile_environment
@@ -37,9 +38,9 @@ from recipes.launch.processes import (
 )
 from recipes.launch.slurm import prepare_submission
 from recipes.limits import check_limits
-from recipes.opening import say, speaks
+from recipes.opening import leads, say, speaks
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import CONF, check_settings, check_strategies, register_presets
+from recipes.strategies.choices import CONF, check_light, check_settings, check_strategies, register_presets
 from recipes.training.checkpoints import find_checkpoint, finished_message
 from recipes.training.continuing import check_continued, uncompared
 
@@ -80,6 +81,9 @@ def run() -> None:
 def refusals_in_one_line() -> Iterator[None]:
     """End the process with one line on standard error where what is inside ``with`` refuses something.
 
+    Every process of a run finds what is wrong with the run. One process of each machine says it: the first one, as a
+    launcher may show the output of a single machine.
+
     HYDRA_FULL_ERROR=1 lets the errors through, with their tracebacks.
     """
     try:
@@ -91,7 +95,9 @@ def refusals_in_one_line() -> Iterator[None]:
     except (RecipeError, NetLabError, ConfigError) as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # a traceback would hide it
+        if leads(os.environ) or getattr(error, "of_one_process", False):
+            # A traceback would hide the line. One call writes all of it, so that no other process writes inside.
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(REFUSED)
 
 
@@ -150,6 +156,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     check_limits(cfg)
     check_arguments(cfg)
     check_profile(cfg)
+    check_light(cfg.strategy, cfg.trainer.accelerator)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None
     if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):
@@ -161,6 +168,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
             )
         return  # the machine that runs the job is another one
     check_devices(cfg)
+    check_known_samples(cfg.data, nodes * devices)
     # With NODE_RANK, users start Lightning on each node themselves, or Lightning has started this process.
     for_lightning = name != MULTI_NODE and (nodes == 1 or "NODE_RANK" in os.environ)
     if by_hand and name != NETLAB and not for_lightning:
