@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+#: Exit code after an interrupt, as shells have it.
+INTERRUPTED = 130
+
 
 def announce(script: str, doing: str, arguments: Sequence[str]) -> None:
     """Print what a command is about to do, unless another process of the same run prints it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from recipes.folders import check_writable
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
 from recipes.launch.hosts import run_on_hosts
-from recipes.launch.interrupts import INTERRUPTED, goes_on_with
+from recipes.launch.interrupts import goes_on_with
 from recipes.launch.processes import (
     LaunchError,
     check_launch,
@@ -38,7 +37,7 @@ from recipes.launch.processes import (
 )
 from recipes.launch.slurm import prepare_submission
 from recipes.limits import check_limits
-from recipes.opening import leads, say, speaks
+from recipes.opening import INTERRUPTED, leads, say
 from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import CONF, check_light, check_settings, check_strategies, register_presets
 from recipes.training.checkpoints import find_checkpoint, finished_message
@@ -56,21 +55,15 @@ def run() -> None:
 
     Raises:
         SystemExit: with code `REFUSED` or `FAILED` after one line on standard error, or `INTERRUPTED`.
+        KeyboardInterrupt: somebody has interrupted what comes before the training.
     """
     arguments = sys.argv[1:]
-    if not speaks(os.environ):
-        # An interrupt on the terminal reaches all processes. The first process ends the others.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with refusals_in_one_line():
-            check_strategies(arguments)
-            prepare_submission(arguments, os.environ)
-            register_presets()
-            sys.argv += hydra_arguments(arguments, os.environ)
-            finished = None if _is_for_hydra(arguments) else examine(sys.argv[1:])
-    except KeyboardInterrupt:
-        say("interrupted before the training; nothing has been written")
-        sys.exit(INTERRUPTED)
+    with refusals_in_one_line():
+        check_strategies(arguments)
+        prepare_submission(arguments, os.environ)
+        register_presets()
+        sys.argv += hydra_arguments(arguments, os.environ)
+        finished = None if _is_for_hydra(arguments) else examine(sys.argv[1:])
     if finished:
         say(finished)
         return

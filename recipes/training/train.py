@@ -41,6 +41,7 @@ from recipes.training.continuing import asked_by, check_continued
 from recipes.training.machine import machine_facts
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.report import StartupSummary, finish, run_facts
+from recipes.training.starting import InterruptedStart
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -79,7 +80,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     module: Task = build(cfg.task, leave_out=("metric",), network=network, settings=settings)
     numbers = (TrainingClock(), CommunicationCounter(), ExposedCommunication())
     summary = StartupSummary(title, _summary(config, network, threads, folder))
-    callbacks: list[Callback] = [*numbers, summary, *_callbacks(cfg, folder, module.metric)]
+    start = InterruptedStart(folder)
+    callbacks: list[Callback] = [start, *numbers, summary, *_callbacks(cfg, folder, module.metric)]
     name = f"{title}, {cfg.strategy.name}, seed {cfg.seed}"
     trainer = Trainer(
         **config["trainer"],
@@ -93,7 +95,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         enable_progress_bar=False,  # the callbacks above show the whole run
         enable_checkpointing=bool(cfg.checkpoint),
     )
-    with _interrupts(trainer):
+    with start.watched(trainer), _interrupts(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         if cfg.test:
             trainer.test(module, datamodule=data, verbose=False)
