@@ -32,6 +32,7 @@ from recipes.measuring.clock import TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
 from recipes.measuring.metrics import Metric
+from recipes.measuring.rows import RowOfShortRun
 from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
@@ -81,7 +82,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
     numbers = (TrainingClock(), CommunicationCounter(), ExposedCommunication())
     summary = StartupSummary(title, _summary(config, network, threads, folder))
     start = InterruptedStart(folder)
-    callbacks: list[Callback] = [start, *numbers, summary, *_callbacks(cfg, folder, module.metric)]
+    callbacks: list[Callback] = [start, RowOfShortRun(), *numbers, summary, *_callbacks(cfg, folder, module.metric)]
     name = f"{title}, {cfg.strategy.name}, seed {cfg.seed}"
     trainer = Trainer(
         **config["trainer"],
@@ -214,6 +215,8 @@ def _silence_expected_messages() -> None:
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     # Time and bytes are logged for one process; they are not means over processes.
     warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True.*")
+    # Rows are counted in steps of the run, across epochs, and `RowOfShortRun` sees to runs of few steps.
+    warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
     # A resumed run has a folder of its own.
     warnings.filterwarnings("ignore", message="The dirpath has changed from.*")
     # Lightning itself uses what torch deprecates.
