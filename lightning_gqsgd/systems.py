@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_gqsgd.config import GQSGDConfig
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class System:
     @property
     def config(self) -> GQSGDConfig:
         """The configuration of its compression, for the argument ``preset`` of all that takes one."""
+        from lightning_gqsgd.config import GQSGDConfig  # imports torch
+
         return GQSGDConfig(**self.fields)
 
 

@@ -8,7 +8,8 @@
 * `measuring`: names of metrics, and what counts seconds, samples and bytes.
 * `loggers`: where metrics are written.
 * `training`: one run: from a configuration to its result.
-* `overrides`, `opening`, `pace`: command lines and what is wrong with them, first words, and the time that is left.
+* `overrides`, `arguments`, `signatures`, `limits`: command lines, and what is wrong with them.
+* `opening`, `pace`: first words, and the time that is left.
 * `comparison`: several runs: their plan, table, plots and dashboards.
 
 Networks and images that benchmarks measure as well are in `workloads`, the look of pictures in `pictures`, and hosts

@@ -2,7 +2,13 @@
 
 
 class RecipeError(RuntimeError):
-    """A run that cannot be made as asked; the message names the reason and the remedy."""
+    """A run that cannot be made as asked; the message names the reason and the remedy.
+
+    Attributes:
+        of_one_process: whether one process alone finds it; all others are found by every process of a run.
+    """
+
+    of_one_process = False
 
 
 class DivergedError(RecipeError):
@@ -11,6 +17,12 @@ class DivergedError(RecipeError):
 
 class DataError(RecipeError):
     """Data that are absent, or are not what the configuration says; the message names the remedy."""
+
+
+class OtherDataError(DataError):
+    """A process has other data than process 0; the message names both."""
+
+    of_one_process = True
 
 
 class ModelError(RecipeError, ValueError):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_gqsgd.errors import did_you_mean
 from recipes.errors import RecipeError
+from recipes.tasks.names import OPTIMIZERS, SCHEDULES
 
 #: What Lightning's Trainer takes for ``precision``; a test compares the list with Lightning's.
 PRECISIONS = (
     *("transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"),
     *("32-true", "64-true", "64", "32", "16", "bf16"),
 )
+#: What Lightning's Trainer takes for ``accelerator``; a test compares the list with Lightning's.
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
 #: The largest seed that numpy takes.
 LARGEST_SEED = 2**32 - 1
 
 
 class LimitError(RecipeError):
-    """A number that is out of range; the message names the limit and a value that is inside."""
+    """A number that is out of range, or an unknown name; the message names the limit and a value that is inside."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ _COUNT = Limit("an integer of at least 1", 1, lambda value: _whole(value, 1))
 _PIXELS = Limit("an integer of at least 0, in pixels", 2, lambda value: _whole(value, 0))
 _OPTIONAL_COUNT = Limit("an integer of at least 1, or null", 1, lambda value: _whole(value, 1), optional=True)
 _FRACTION = Limit("a number from 0 to less than 1", 0.1, lambda value: _finite(value) and 0 <= value < 1)
-_DURATION = Limit("an integer of at least 0, or -1 for no limit", 20, lambda value: _whole(value, -1), optional=True)
+#: A run of 0 steps would load everything, and end well with the network that it began with.
+_DURATION = Limit("an integer of at least 1, or -1 for no limit", 20, lambda value: _whole(value, 1) or value == -1)
 _BATCHES = Limit(
     "an integer of at least 0, a fraction from 0.0 to 1.0, or null for all batches", 0.5, _part, optional=True
 )
@@ -80,7 +85,7 @@ LIMITS: dict[str, Limit] = {
     "data.batch_size": _COUNT,
     "data.shift": _PIXELS,
     "data.cutout": _PIXELS,
-    "trainer.max_epochs": _DURATION,
+    "trainer.max_epochs": replace(_DURATION, optional=True),
     "trainer.max_steps": _DURATION,
     "trainer.accumulate_grad_batches": _COUNT,
     "trainer.gradient_clip_val": Limit(
@@ -93,25 +98,36 @@ LIMITS: dict[str, Limit] = {
     "trainer.limit_test_batches": _BATCHES,
 }
 
+#: Settings that take a name, with all names.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.schedule": SCHEDULES,
+    "trainer.accelerator": ACCELERATORS,
+    "trainer.precision": PRECISIONS,
+}
+
 
 def check_limits(config: Mapping[str, Any]) -> None:
-    """Check the numbers of a configuration.
+    """Check the numbers and the names of a configuration.
 
     Args:
         config: the whole configuration.
 
     Raises:
-        LimitError: a number is not finite or out of range, or the run has no end.
+        LimitError: a number is not finite or out of range, a name is none of those that its setting takes, or the
+            run has no end.
     """
     for key, limit in LIMITS.items():
         node, _, leaf = key.rpartition(".")
         settings = config.get(node, {}) if node else config
         if leaf in settings:
             _check(key, settings[leaf], limit)
-    trainer = config["trainer"]
-    if str(trainer["precision"]) not in PRECISIONS:
-        raise LimitError(f"trainer.precision={trainer['precision']} is not one of {', '.join(PRECISIONS)}")
-    _check_end(trainer)
+    for key, names in CHOICES.items():
+        node, _, leaf = key.rpartition(".")
+        value = _shown(config[node][leaf])
+        if value not in names:
+            raise LimitError(f"{key}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")
+    _check_end(config["trainer"])
 
 
 def _check(key: str, value: Any, limit: Limit) -> None:
@@ -119,15 +135,18 @@ def _check(key: str, value: Any, limit: Limit) -> None:
         return
     # True is an integer in Python, and no number that anybody means.
     if isinstance(value, bool) or not limit.holds(value):
-        shown = "null" if value is None else value
-        raise LimitError(f"{key}={shown} is out of range: {limit.words}, e.g. {key}={limit.example}")
+        raise LimitError(f"{key}={_shown(value)} is out of range: {limit.words}, e.g. {key}={limit.example}")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _check_end(trainer: Mapping[str, Any]) -> None:
     """Refuse a run without an end, whose rates would have no schedule."""
     epochs, steps = trainer["max_epochs"], trainer["max_steps"]
     # Lightning takes 1,000 epochs for null, where there is no limit of steps.
-    if epochs == -1 and steps in (-1, None):
+    if epochs == -1 and steps == -1:
         raise LimitError(
             f"trainer.max_epochs={epochs} with trainer.max_steps={steps} makes a run without an end, for which there "
             "is no schedule of rates; set either, e.g. trainer.max_epochs=20"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+#: Exit code after an interrupt, as shells have it.
+INTERRUPTED = 130
+
 
 def announce(script: str, doing: str, arguments: Sequence[str]) -> None:
     """Print what a command is about to do, unless another process of the same run prints it.
@@ -33,3 +36,12 @@ def speaks(environment: Mapping[str, str]) -> bool:
     """
     places = (environment.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return all(place in ("", "0") for place in places)
+
+
+def leads(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the first one of its machine.
+
+    Args:
+        environment: the environment variables of this process.
+    """
+    return all(environment.get(name, "0") in ("", "0") for name in ("LOCAL_RANK", "SLURM_LOCALID"))

@@ -171,12 +171,26 @@ def _no_such_key(override: Override, base: DictConfig, settings: Sequence[str]) 
         return f"there is no {key}; did you mean {elsewhere[0]}?"
     if node in OPEN_NODES and _has(base, node):
         return f"{node} does not list {leaf}; further {OPEN_NODES[node]} are added with +{override.input_line}"
-    near = difflib.get_close_matches(key, _all_keys(base), n=1, cutoff=0.6)
-    if near:
-        return f"there is no {key}; did you mean {near[0]}?"
     parent = node if node and _has(base, node) else ""
+    near = _near(leaf if parent else key, key, base)
+    if near:
+        return f"there is no {key}; did you mean {near}?"
     names = settings if parent else [str(name) for name in base]
     return f"there is no {key}; {parent or 'a configuration'} has {', '.join(names)}"
+
+
+def _near(word: str, key: str, base: DictConfig) -> str | None:
+    """The key of a configuration that is nearest to a word, if one is near.
+
+    Args:
+        word: the whole key, or its last part where the node before it exists: two keys of one node are not alike
+            because their nodes are.
+        key: the whole key.
+        base: the configuration.
+    """
+    keys = {name if word == key else name.rpartition(".")[2]: name for name in _all_keys(base)}
+    found = difflib.get_close_matches(word, keys, n=1, cutoff=0.6 if word == key else 0.75)
+    return keys[found[0]] if found else None
 
 
 def _has(cfg: DictConfig, key: str) -> bool:

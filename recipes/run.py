@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `recipes` is importable from every folder
 
-from recipes.opening import announce
+from recipes.opening import INTERRUPTED, announce, say, speaks
 
 
 def start() -> None:
@@ -17,11 +19,19 @@ def start() -> None:
         SystemExit: with code 2, after one line on standard error, if the command line asks for something that cannot
             be; with code 130 after an interrupt.
     """
-    announce("run.py", "one training", sys.argv[1:])
-    # Here, not above: the first word comes before everything that takes time.
-    from recipes.launch.command_line import run
+    if not speaks(os.environ):
+        # An interrupt on the terminal reaches all processes. The first process ends the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        announce("run.py", "one training", sys.argv[1:])
+        # Here, not above: the first word comes before everything that takes time.
+        from recipes.launch.command_line import run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        # A training that is interrupted says itself how to go on: nothing but checks and imports ends here.
+        say("interrupted before the training; nothing has been written")
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

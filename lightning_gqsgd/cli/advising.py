@@ -11,6 +11,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from lightning_gqsgd.cli.asking import check_network
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.performance import models
 from lightning_gqsgd.performance.advice import (
@@ -61,10 +62,7 @@ class Question:
         Raises:
             ConfigError: options that make no cluster, or that have no effect.
         """
-        if self.probe is None and self.link is None:
-            raise ConfigError(
-                "nothing is known of the network; give --probe FILE of `gqsgd probe`, or --link, e.g. 10gbit"
-            )
+        check_network(self.probe, self.link)
         check_batch(self.batch)
         if self.codec is not None:
             check_one_of("--codec", self.codec, [*ESTIMATES, MEASURED])

@@ -20,14 +20,30 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 #: What a write to a place that takes no more bytes ends with.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+#: Exit code after an interrupt, as shells have it.
+INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    """The commands. An interrupt ends them with `INTERRUPTED`, which old versions of typer do not do."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,13 +86,18 @@ def presets(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
-    from lightning_gqsgd.cli import facts, local, systems, tables
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.cli import asking
     from lightning_gqsgd.errors import check_integer
     from lightning_gqsgd.presets import PRESETS
 
     with _refusals_in_one_line():
-        check_integer("--ranks", ranks, 2, facts.MOST_RANKS)
+        check_integer("--ranks", ranks, 2, asking.MOST_RANKS)
+        if name is not None:
+            asking.check_name(name)
+    # Here, not above: they import torch, which takes seconds.
+    from lightning_gqsgd.cli import facts, local, systems, tables
+    from lightning_gqsgd.config import GQSGDConfig
+
     listings = (local.LISTING, systems.LISTING)
     for listing in listings:
         if name is not None and name in listing.names:
@@ -184,6 +205,12 @@ def advise(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
+    if local_steps is None:
+        from lightning_gqsgd.cli import asking
+
+        with _refusals_in_one_line():
+            asking.check_network(probe, link)
+    # Here, not above: they import torch, which takes seconds.
     from lightning_gqsgd.cli import advising, tables
     from lightning_gqsgd.performance.advice import candidates, recommendable, with_local_steps
 
@@ -257,9 +284,14 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """The console script. Where standard output cannot be written, e.g. to a full disk, one line says so."""
+    """The console script. One line says that it was interrupted, or that standard output cannot be written, e.g. to a
+    full disk."""
     try:
         app(prog_name="gqsgd")
+    except SystemExit as end:
+        if end.code == INTERRUPTED and "RANK" not in os.environ:  # the process that has started ranks speaks for them
+            typer.echo("gqsgd: interrupted", err=True)
+        raise
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:  # of a file, not of what was printed
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
@@ -22,8 +22,6 @@ from lightning_gqsgd.reducers import REDUCERS, Setting, resolve
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.simulation import VirtualRanks
 
-#: The most ranks of which facts are told: each of them is an owner of a shard, which takes memory and time.
-MOST_RANKS = 4096
 #: Size of the parameter whose messages are counted, where their length is known without a step.
 NUMEL = 1 << 20
 #: Coordinates of all ranks together, where the length of a message is known after a step only.
@@ -157,7 +155,9 @@ def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
     Raises:
         ConfigError: an unknown preset.
     """
-    preset = _preset_of(name)
+    if name not in PRESETS:
+        raise unknown(name)
+    preset = PRESETS[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StabilityWarning)
         try:
@@ -171,19 +171,6 @@ def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
     delta = codec_of(config).delta(config.block_size) if config.biased else None
     state = _state(config, ranks)
     return Facts(name, preset, ranks, config, "", said, bits, sent, state, _omega(config, ranks), delta)
-
-
-def _preset_of(name: str) -> Preset:
-    """The preset with a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name in PRESETS:
-        return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
-    hint = f"; did you mean one of {', '.join(map(repr, near))}?" if near else ""
-    raise ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(PRESETS)})")
 
 
 def _traffic(config: GQSGDConfig, ranks: int) -> tuple[float, float]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -101,18 +103,32 @@ def run_ranks(procs: int, arguments: Sequence[str]) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     command = [sys.executable, "-m", "lightning_gqsgd.cli", *arguments]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(procs)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
+        for rank in range(procs):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with _interrupts_ignored():  # as in the new process, which this one ends
+                ranks.append(subprocess.Popen(command, env={**os.environ, **place, **own}))
         while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
             time.sleep(0.05)
         return next((code for code in codes if code), 0)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for started in ranks:
+            started.kill()
+            started.wait()
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A context in which interrupts do nothing; processes that are started inside ignore them from their start."""
+    if threading.current_thread() is not threading.main_thread():  # another thread is not interrupted
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_rank(bits: Sequence[int], model: str | None, batch: int | None) -> Probe | None:

@@ -15,14 +15,17 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from netlab.lab import NetLabError, parse_rate
+from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named
+from recipes.data.sizes import check_known_samples
 from recipes.errors import OverrideError, RecipeError
 from recipes.files import RESULT_FILE
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices, check_profile
+from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_strategies
+from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_light, check_strategies
 
 CELL_FILE = "cell.json"
 
@@ -240,15 +243,16 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         resolved = OmegaConf.to_container(composed(overrides), resolve=True)
         assert isinstance(resolved, dict)
         check_limits(resolved)
+        check_arguments(resolved)
         check_profile(resolved)
+        check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
         check_named(resolved["data"])
         if resolved["trainer"]["accelerator"] == "cpu":
             check_devices(resolved)  # GPUs are counted by the runs: that imports torch
+            here = local_processes("cpu", resolved["trainer"]["devices"])
+            check_known_samples(resolved["data"], here * resolved["trainer"]["num_nodes"])
     except (RecipeError, NetLabError) as error:
         raise PlanError(str(error)) from error
-    for limit in ("max_epochs", "max_steps"):
-        if resolved["trainer"][limit] == 0:
-            raise PlanError(f"trainer.{limit}=0 trains no step, and there is nothing to compare; take 1 or more")
     name = resolved["hardware"]["name"]
     if name in (MULTI_NODE, SLURM):
         raise PlanError(

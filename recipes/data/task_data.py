@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from lightning_gqsgd.errors import counted
-from recipes.errors import DataError
+from recipes.data.sizes import check_fills_a_step
+from recipes.errors import DataError, OtherDataError
 
 
 class TaskData(LightningDataModule):
@@ -50,13 +50,7 @@ class TaskData(LightningDataModule):
         Raises:
             DataError: there are too few.
         """
-        processes = self.trainer.world_size if self.trainer else 1
-        if self.train_count < self.batch_size * processes:
-            raise DataError(
-                f"{counted(self.train_count, 'training sample')} cannot fill one step of "
-                f"{counted(processes, 'process', 'processes')} with data.batch_size={self.batch_size}; lower "
-                "data.batch_size or raise data.train_samples"
-            )
+        check_fills_a_step(self.train_count, self.batch_size, self.trainer.world_size if self.trainer else 1)
 
     def check_same_everywhere(self, loaded: tuple[str | int, ...]) -> None:
         """Check that all processes have loaded the same data.
@@ -65,13 +59,13 @@ class TaskData(LightningDataModule):
             loaded: name of the data, and the numbers of training and test samples.
 
         Raises:
-            DataError: this process has loaded other data than process 0.
+            OtherDataError: this process has loaded other data than process 0.
         """
         if self.trainer is None or self.trainer.world_size == 1:
             return
         first = self.trainer.strategy.broadcast(loaded, src=0)
         if loaded != first:
-            raise DataError(
+            raise OtherDataError(
                 f"process {self.trainer.global_rank} has found {loaded} (name, training and test samples), "
                 f"process 0 {first}; put the same data at data.root on every machine"
             )

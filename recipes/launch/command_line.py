@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,15 @@ from omegaconf import DictConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from netlab.lab import NetLabError
 from netlab.machine import cores
+from recipes.arguments import check_arguments
 from recipes.data.named_files import check_named
+from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
 from recipes.folders import check_writable
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
 from recipes.launch.hosts import run_on_hosts
-from recipes.launch.interrupts import INTERRUPTED, goes_on_with
+from recipes.launch.interrupts import goes_on_with
 from recipes.launch.processes import (
     LaunchError,
     check_launch,
@@ -36,9 +37,9 @@ from recipes.launch.processes import (
 )
 from recipes.launch.slurm import prepare_submission
 from recipes.limits import check_limits
-from recipes.opening import say, speaks
+from recipes.opening import INTERRUPTED, leads, say
 from recipes.overrides import combinations, composed, parse
-from recipes.strategies.choices import CONF, check_settings, check_strategies, register_presets
+from recipes.strategies.choices import CONF, check_light, check_settings, check_strategies, register_presets
 from recipes.training.checkpoints import find_checkpoint, finished_message
 from recipes.training.continuing import check_continued, uncompared
 
@@ -54,21 +55,15 @@ def run() -> None:
 
     Raises:
         SystemExit: with code `REFUSED` or `FAILED` after one line on standard error, or `INTERRUPTED`.
+        KeyboardInterrupt: somebody has interrupted what comes before the training.
     """
     arguments = sys.argv[1:]
-    if not speaks(os.environ):
-        # An interrupt on the terminal reaches all processes. The first process ends the others.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with refusals_in_one_line():
-            check_strategies(arguments)
-            prepare_submission(arguments, os.environ)
-            register_presets()
-            sys.argv += hydra_arguments(arguments, os.environ)
-            finished = None if _is_for_hydra(arguments) else examine(sys.argv[1:])
-    except KeyboardInterrupt:
-        say("interrupted before the training; nothing has been written")
-        sys.exit(INTERRUPTED)
+    with refusals_in_one_line():
+        check_strategies(arguments)
+        prepare_submission(arguments, os.environ)
+        register_presets()
+        sys.argv += hydra_arguments(arguments, os.environ)
+        finished = None if _is_for_hydra(arguments) else examine(sys.argv[1:])
     if finished:
         say(finished)
         return
@@ -78,6 +73,9 @@ def run() -> None:
 @contextmanager
 def refusals_in_one_line() -> Iterator[None]:
     """End the process with one line on standard error where what is inside ``with`` refuses something.
+
+    Every process of a run finds what is wrong with the run. One process of each machine says it: the first one, as a
+    launcher may show the output of a single machine.
 
     HYDRA_FULL_ERROR=1 lets the errors through, with their tracebacks.
     """
@@ -90,7 +88,9 @@ def refusals_in_one_line() -> Iterator[None]:
     except (RecipeError, NetLabError, ConfigError) as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # a traceback would hide it
+        if leads(os.environ) or getattr(error, "of_one_process", False):
+            # A traceback would hide the line. One call writes all of it, so that no other process writes inside.
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(REFUSED)
 
 
@@ -137,7 +137,7 @@ def examine(arguments: Sequence[str]) -> str | None:
 
 
 def check(cfg: DictConfig, hydra_config: Any) -> None:
-    """Check numbers, hardware and launch, before data are prepared or processes started.
+    """Check numbers, arguments, hardware and launch, before data are prepared or processes started.
 
     Args:
         cfg: the configuration.
@@ -147,7 +147,9 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
         RecipeError, NetLabError: the run cannot be made as asked.
     """
     check_limits(cfg)
+    check_arguments(cfg)
     check_profile(cfg)
+    check_light(cfg.strategy, cfg.trainer.accelerator)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None
     if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):
@@ -159,6 +161,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
             )
         return  # the machine that runs the job is another one
     check_devices(cfg)
+    check_known_samples(cfg.data, nodes * devices)
     # With NODE_RANK, users start Lightning on each node themselves, or Lightning has started this process.
     for_lightning = name != MULTI_NODE and (nodes == 1 or "NODE_RANK" in os.environ)
     if by_hand and name != NETLAB and not for_lightning:

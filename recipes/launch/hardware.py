@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_gqsgd.errors import counted
@@ -11,7 +12,7 @@ from netlab.machine import cores
 from recipes.errors import RecipeError
 from recipes.launch.processes import gpus, local_processes
 
-NETLAB, MULTI_NODE, SLURM = "netlab", "multi_node", "slurm"
+CPU, NETLAB, MULTI_NODE, SLURM = "cpu", "netlab", "multi_node", "slurm"
 
 #: Most processes per core of a machine without GPUs. Each process imports torch and Lightning, which takes half a
 #: gigabyte of memory and ten seconds of a core: with more processes, the first step is minutes away.
@@ -33,8 +34,10 @@ def check_profile(config: Mapping[str, Any]) -> None:
     """
     hardware, trainer = config["hardware"], config["trainer"]
     name, nodes, devices = hardware["name"], trainer["num_nodes"], trainer["devices"]
-    _check_count("trainer.devices", devices)
-    _check_count("trainer.num_nodes", nodes)
+    _check_processes(_asked_by(config, "devices"), devices, trainer["accelerator"])
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        key = _asked_by(config, "num_nodes")
+        raise HardwareError(f"{key}={_shown(nodes)} makes no process; take a number of at least 1")
     if name in (NETLAB, SLURM) and not (isinstance(devices, int) and devices >= 1):
         raise HardwareError(
             f"hardware={name} has to know the number of processes per node: hardware.devices={devices!r} is none; "
@@ -58,32 +61,66 @@ def check_devices(config: Mapping[str, Any]) -> None:
     Raises:
         HardwareError: the machine has no GPU, or too few; or it has far fewer cores than processes.
     """
-    name, accelerator = config["hardware"]["name"], config["trainer"]["accelerator"]
+    accelerator = config["trainer"]["accelerator"]
     if accelerator == "cpu":
         _check_cores(config)
     if accelerator not in ("gpu", "cuda"):
         return
-    cpu = "hardware=cpu" + (", or hardware.accelerator=cpu" if name in (MULTI_NODE, SLURM) else "")
+    asked, cpu = _gpus_asked_by(config)
     present = gpus()
     if not present:
-        raise HardwareError(
-            f"hardware={name} needs a GPU (accelerator={accelerator}), and torch finds none on this machine; take {cpu}"
-        )
+        raise HardwareError(f"{asked} needs a GPU, and torch finds none on this machine; take {cpu}")
     wanted = local_processes(accelerator, config["trainer"]["devices"])
     if wanted > present:
         raise HardwareError(
-            f"hardware={name} asks for {counted(wanted, 'GPU')} per node and torch finds {present}; take "
-            f"hardware.devices={present}, or {cpu}"
+            f"{asked} asks for {counted(wanted, 'GPU')} per node and torch finds {present}; take "
+            f"{_asked_by(config, 'devices')}={present}, or {cpu}"
         )
 
 
-def _check_count(key: str, value: Any) -> None:
-    """Refuse a number of processes or nodes below 1; -1 stands for all devices, as in Lightning."""
-    if not isinstance(value, int | str) and not len(value):
-        raise HardwareError(f"{key}={value!r} names no device; take a number of at least 1, or a list such as [0,1]")
-    number = int(value) if str(value).lstrip("-").isdecimal() else 1
-    if number < 1 and not (number == -1 and key == "trainer.devices"):
-        raise HardwareError(f"{key}={value} makes no process; take a number of at least 1")
+#: Settings of the trainer that follow the profile, with the profile's names for them.
+_OF_PROFILE = {"accelerator": "accelerator", "devices": "devices", "num_nodes": "nodes"}
+
+
+def _asked_by(config: Mapping[str, Any], setting: str) -> str:
+    """The key that a setting of the trainer comes from: the trainer's own, or the profile's where both agree."""
+    own, profile = config["trainer"][setting], config["hardware"][_OF_PROFILE[setting]]
+    return f"hardware.{_OF_PROFILE[setting]}" if own == profile else f"trainer.{setting}"
+
+
+def _gpus_asked_by(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The override that asks for GPUs, and the one that does without them."""
+    name, key = config["hardware"]["name"], _asked_by(config, "accelerator")
+    if key.startswith("trainer") or name == CPU:  # an override over a profile that may have none
+        return f"{key}={config['trainer']['accelerator']}", f"{key}=cpu"
+    return f"hardware={name}", "hardware=cpu" + (", or hardware.accelerator=cpu" if name in (MULTI_NODE, SLURM) else "")
+
+
+def _check_processes(key: str, value: Any, accelerator: str) -> None:
+    """Refuse a value of ``trainer.devices`` that Lightning does not take for an accelerator."""
+    shown, lists = _shown(value), isinstance(value, Sequence) and not isinstance(value, str)
+    if lists and not value:
+        raise HardwareError(f"{key}={shown} names no device; take a number of at least 1, or a list such as [0,1]")
+    number = int(value) if re.fullmatch(r"-?\d+", str(value)) else None
+    names_gpus = number == -1 or lists and all(type(gpu) is int and gpu >= 0 for gpu in value)
+    if names_gpus and accelerator == "cpu":
+        raise HardwareError(
+            f"{key}={shown} names GPUs, and this run has accelerator=cpu; take a number of at least 1, e.g. {key}=2"
+        )
+    if number is not None and number < 1 and not names_gpus:
+        raise HardwareError(f"{key}={shown} makes no process; take a number of at least 1")
+    if number is None and not names_gpus and value != "auto":
+        raise HardwareError(
+            f"{key}={shown} is no number of processes; take an integer of at least 1, auto, or a list of GPUs such as "
+            "[0,1]"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value).replace(" ", "")
 
 
 def _check_cores(config: Mapping[str, Any]) -> None:

@@ -8,9 +8,6 @@ from pathlib import Path
 
 from recipes.training.checkpoints import CHECKPOINTS, LAST
 
-#: Exit code after an interrupt, as shells have it.
-INTERRUPTED = 130
-
 
 def goes_on_with(folder: Path, command: Sequence[str]) -> str:
     """Where the checkpoint of an interrupted run is, and the command that goes on from it.

@@ -26,12 +26,25 @@ TARGET = "lightning_gqsgd.GQSGDStrategy"
 #: Bits of the package's own codec where a preset names no number.
 DEFAULT_BITS = 8
 
+#: All numbers of bits that any codec takes; `check_settings` knows those of each codec.
+BITS = (*range(1, 9), 16, 32)
+
 #: What ``strategy=all`` of compare.py stands for: every preset, and the baselines that run on every device.
 ALL = ("ddp", "ddp_bf16", *PRESETS)
 
 
+#: Some strategies for a message that says that a name is none.
+EXAMPLES = "ddp, ddp_bf16, gqsgd, gqsgd_4bit or gqsgd_diloco"
+#: Where all strategies are listed.
+EVERYWHERE = "python recipes/run.py --help"
+
+
 class UnknownStrategyError(RecipeError):
-    """A name that is not a choice of ``strategy=``; the message lists the choices."""
+    """A name that is not a choice of ``strategy=``; the message names near ones, and where all are listed."""
+
+
+class SettingError(RecipeError):
+    """A setting of a strategy that cannot work; the message names the remedy."""
 
 
 def baselines() -> list[str]:
@@ -83,10 +96,35 @@ def check_strategies(arguments: Sequence[str]) -> None:
         return
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key != GROUP or not re.fullmatch(r"[\w,]+", value):
+        if key != GROUP or not re.fullmatch(r"[\w,]*", value):
             continue  # another group, or a value in Hydra's grammar of sweeps
         for name in value.split(","):
             _check(name)
+
+
+def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
+    """Refuse what can be told of a strategy without torch: a device that it does not run on, a number of bits.
+
+    Args:
+        strategy: the node ``strategy`` of a configuration.
+        accelerator: ``trainer.accelerator``.
+
+    Raises:
+        SettingError: the strategy cannot work as asked.
+    """
+    if strategy.get("hook") == "powersgd" and accelerator == "cpu":
+        raise SettingError(
+            "strategy=powersgd needs CUDA, and this run has accelerator=cpu; take strategy=ddp_bf16 or gqsgd_4bit, or "
+            "hardware=nvlink or pcie"
+        )
+    bits = strategy.get("bits")
+    if strategy["_target_"] != TARGET or bits is None or isinstance(bits, Mapping) or bits == "auto":
+        return
+    if type(bits) is not int or bits not in BITS:
+        raise SettingError(
+            f"strategy.bits={bits} is out of range: {BITS[0]} to {BITS[-3]}, {BITS[-2]}, {BITS[-1]}, or auto, e.g. "
+            "strategy.bits=4"
+        )
 
 
 def check_settings(node: Mapping[str, Any]) -> None:
@@ -120,6 +158,8 @@ def _check(name: str) -> None:
     names = strategies()
     if name == "all":
         raise UnknownStrategyError("strategy=all is a comparison of strategies: take python recipes/compare.py")
+    if not name:
+        raise UnknownStrategyError(f"strategy= names no strategy; take e.g. {EXAMPLES} (all: {EVERYWHERE})")
     if name not in names:
-        hint = did_you_mean(name, names)
-        raise UnknownStrategyError(f"strategy={name} is not one of {', '.join(names)}{hint}")
+        hint = did_you_mean(name, names) or f"; take e.g. {EXAMPLES}"
+        raise UnknownStrategyError(f"strategy={name} is no strategy{hint} (all: {EVERYWHERE})")

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from recipes.errors import RecipeError
 from recipes.models.sparse_gradients import gives_sparse_gradients
 from recipes.tasks.adam_of_tables import AdamOfTables
+from recipes.tasks.names import OPTIMIZERS
 from recipes.tasks.schedules import make_schedule
-
-OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 class OptimizerError(RecipeError):

@@ -32,6 +32,7 @@ from recipes.measuring.clock import TrainingClock
 from recipes.measuring.communication import CommunicationCounter
 from recipes.measuring.exposed import ExposedCommunication
 from recipes.measuring.metrics import Metric
+from recipes.measuring.rows import RowOfShortRun
 from recipes.strategies.sparse_tables import fields_for
 from recipes.tasks.optimizers import OptimizerSettings
 from recipes.tasks.task import Task
@@ -41,6 +42,7 @@ from recipes.training.continuing import asked_by, check_continued
 from recipes.training.machine import machine_facts
 from recipes.training.progress import LiveProgress, PlainProgress
 from recipes.training.report import StartupSummary, finish, run_facts
+from recipes.training.starting import InterruptedStart
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
@@ -79,7 +81,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     module: Task = build(cfg.task, leave_out=("metric",), network=network, settings=settings)
     numbers = (TrainingClock(), CommunicationCounter(), ExposedCommunication())
     summary = StartupSummary(title, _summary(config, network, threads, folder))
-    callbacks: list[Callback] = [*numbers, summary, *_callbacks(cfg, folder, module.metric)]
+    start = InterruptedStart(folder)
+    callbacks: list[Callback] = [start, RowOfShortRun(), *numbers, summary, *_callbacks(cfg, folder, module.metric)]
     name = f"{title}, {cfg.strategy.name}, seed {cfg.seed}"
     trainer = Trainer(
         **config["trainer"],
@@ -93,7 +96,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         enable_progress_bar=False,  # the callbacks above show the whole run
         enable_checkpointing=bool(cfg.checkpoint),
     )
-    with _interrupts(trainer):
+    with start.watched(trainer), _interrupts(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         if cfg.test:
             trainer.test(module, datamodule=data, verbose=False)
@@ -212,6 +215,8 @@ def _silence_expected_messages() -> None:
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders.*")
     # Time and bytes are logged for one process; they are not means over processes.
     warnings.filterwarnings("ignore", message="It is recommended to use .self.log.*sync_dist=True.*")
+    # Rows are counted in steps of the run, across epochs, and `RowOfShortRun` sees to runs of few steps.
+    warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
     # A resumed run has a folder of its own.
     warnings.filterwarnings("ignore", message="The dirpath has changed from.*")
     # Lightning itself uses what torch deprecates.

@@ -100,10 +100,10 @@ def test_fields_are_added_or_changed(composed: Compose) -> None:
     [
         (
             ["+exp=quickstart", "strategy=dor"],
-            r"strategy=dor is not one of ddp, .*, gqsgd_fedpaq, .*; did you mean 'dore'\?",
+            r"strategy=dor is no strategy; did you mean 'dore'\?",
         ),
-        (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is not one of .* did you mean 'gqsgd'"),
-        (["strategy=quantum"], "strategy=quantum is not one of ddp, .*, gqsgd_fedpaq, "),
+        (["-m", "strategy=ddp,gqsdg"], "strategy=gqsdg is no strategy; did you mean 'gqsgd'"),
+        (["strategy=quantum"], "strategy=quantum is no strategy; take e.g. ddp, "),
         (["strategy=all"], r"strategy=all is a comparison .* take python recipes/compare\.py"),
     ],
 )

@@ -170,7 +170,7 @@ def test_rates_are_those_of_netlab(check: Callable[..., None]) -> None:
 def test_gpus_that_are_not_there(check: Callable[..., None], profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     one = "trainer.devices=1"
-    with pytest.raises(HardwareError, match=f"hardware={profile} needs a GPU .* take hardware=cpu"):
+    with pytest.raises(HardwareError, match=f"hardware={profile} needs a GPU, .* take hardware=cpu"):
         check(f"hardware={profile}", one)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -178,6 +178,28 @@ def test_gpus_that_are_not_there(check: Callable[..., None], profile: str, monke
     monkeypatch.setenv("SLURM_PROCID", "0")
     with pytest.raises(HardwareError, match=f"hardware={profile} asks for 4 GPUs .* finds 2; take hardware.devices=2"):
         check(f"hardware={profile}", "hardware.devices=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.accelerator=gpu"], "^trainer.accelerator=gpu needs a GPU, .*; take trainer.accelerator=cpu$"),
+        (["hardware.accelerator=cuda"], "^hardware.accelerator=cuda needs a GPU, .*; take hardware.accelerator=cpu$"),
+        (["hardware=nvlink"], "^hardware=nvlink needs a GPU, .*; take hardware=cpu$"),
+    ],
+)
+def test_the_override_that_asks_for_a_gpu_is_named(
+    check: Callable[..., None], overrides: list[str], message: str
+) -> None:
+    with pytest.raises(HardwareError, match=message):
+        check(*overrides)
+
+
+def test_lists_of_gpus_are_taken(check: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for devices in ("[0,1]", "-1", "auto", "2"):
+        check("hardware=pcie", f"trainer.devices={devices}")
 
 
 def test_several_nodes_by_hand_are_told_how_to_start(check: Callable[..., None]) -> None:

@@ -23,10 +23,17 @@ LONG = (*TINY, "data.batch_size=16", "trainer.max_epochs=100000")
 
 
 def _interrupted(
-    tmp_path: Path, script: str, *arguments: str, sign: str, number: int = signal.SIGINT
+    tmp_path: Path,
+    script: str,
+    *arguments: str,
+    sign: str,
+    number: int = signal.SIGINT,
+    children: int = 0,
+    patience: float = 60,
 ) -> tuple[int, str, list[psutil.Process]]:
     """Send a script a signal, once its output or the log of a cell has a line that begins with ``sign``.
 
+    With ``children``, as many processes have to be there as well. The script has to end within ``patience`` seconds.
     An interrupt goes to the whole group of processes, as that of a terminal does; other signals to the script alone.
 
     Returns:
@@ -59,11 +66,12 @@ def _interrupted(
     try:
         for _ in range(2400):
             logs = [log.read_text() for log in tmp_path.rglob("output.log")]
-            if ready.wait(0.1) or any(f"\n{sign}" in log for log in logs):
+            said = ready.wait(0.1) or any(f"\n{sign}" in log for log in logs)
+            if said and len(psutil.Process(process.pid).children()) >= children:
                 break
         started = psutil.Process(process.pid).children(recursive=True)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        code = process.wait(60)
+        code = process.wait(patience)
         reader.join(10)
     finally:
         process.kill()
@@ -88,6 +96,25 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_no_process(tmp_path: Pa
     assert f"ckpt_path={checkpoint}" in output.splitlines()[-1]
     assert len(started) == 1
     assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+def test_an_interrupt_before_the_training_is_one_line(tmp_path: Path) -> None:
+    code, output, _ = _interrupted(tmp_path, "run.py", "+exp=quickstart", sign="run.py: one training", patience=5)
+    assert code == 130
+    assert output.splitlines()[-1] == "interrupted before the training; nothing has been written"
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_processes_that_are_loading_torch_are_ended_at_once(tmp_path: Path) -> None:
+    code, output, started = _interrupted(
+        tmp_path, "run.py", "+exp=quickstart", sign="quickstart under", children=1, patience=5
+    )
+    assert code == 130
+    assert "Traceback" not in output
+    assert "interrupted before the first checkpoint" in output
+    assert len(started) == 1
+    assert not psutil.wait_procs(started, timeout=5)[1]
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR, _PRECISION_INPUT_STR_ALIAS
+from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from recipes.folders import FolderError, check_writable
-from recipes.limits import PRECISIONS, LimitError, check_limits
+from recipes.limits import ACCELERATORS, PRECISIONS, LimitError, check_limits
 from recipes.overrides import composed
 from recipes.strategies.choices import CONF
 
@@ -25,7 +26,7 @@ def test_every_experiment_is_within_the_limits(experiment: str) -> None:
         ["optimizer.lr=1e-9", "optimizer.weight_decay=0", "optimizer.momentum=0", "optimizer.warmup=0"],
         ["seed=4294967295", "threads=1", "task.label_smoothing=1", "trainer.gradient_clip_val=0.5"],
         ["trainer.max_epochs=-1", "trainer.max_steps=10", "trainer.precision=16", "trainer.limit_val_batches=0"],
-        ["trainer.max_epochs=0", "trainer.limit_train_batches=0.5", "trainer.val_check_interval=3"],
+        ["trainer.max_epochs=1", "trainer.limit_train_batches=0.5", "trainer.val_check_interval=3"],
     ],
 )
 def test_numbers_at_the_limits_pass(overrides: list[str]) -> None:
@@ -45,6 +46,11 @@ def test_text_in_the_place_of_a_number_is_refused() -> None:
 
 def test_precisions_are_those_of_lightning() -> None:
     assert {*typing.get_args(_PRECISION_INPUT_STR), *typing.get_args(_PRECISION_INPUT_STR_ALIAS)} == set(PRECISIONS)
+
+
+def test_accelerators_are_those_of_lightning() -> None:
+    registered = AcceleratorRegistry.available_accelerators()
+    assert {"auto", "gpu", *registered} == set(ACCELERATORS)
 
 
 def test_a_folder_that_takes_files_is_left_as_it_is(tmp_path: Path) -> None:

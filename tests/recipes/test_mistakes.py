@@ -16,22 +16,24 @@ import pytest
 from lightning_gqsgd.errors import ConfigError
 from recipes import run
 from recipes.data.named_files import check_named, named_file
-from recipes.errors import DataError
+from recipes.data.sizes import TRAINING_SAMPLES
+from recipes.errors import DataError, OtherDataError
 from recipes.launch import hardware
-from recipes.launch.command_line import examine
+from recipes.launch.command_line import examine, refusals_in_one_line
 from recipes.launch.interrupts import goes_on_with
 from recipes.opening import announce, speaks
 from recipes.overrides import composed
 from recipes.strategies.choices import check_settings
 from recipes.training.checkpoints import finished_message
 from tests.recipes.conftest import ROOT, clean_environment
+from workloads.digits import load_digits
 
 MISTAKES = [
     (["strategy=gqsgd", "strategy.bit=3"], "OverrideError: strategy.bit=3: .* did you mean strategy.bits?"),
     (["strategy.bit=3"], "OverrideError: strategy.bit=3: strategy=ddp has no bit .*take e.g. strategy=gqsgd strategy."),
     (["strategy=ddp", "strategy.bits=3"], "take e.g. strategy=gqsgd strategy.bits=3$"),
     (["strategy=gqsgd", "strategy.block_size=64"], "a field of GQSGDConfig.*added with .strategy.block_size=64$"),
-    (["strategy=gqsgd4bit"], "UnknownStrategyError: strategy=gqsgd4bit .* did you mean 'gqsgd_4bit'"),
+    (["strategy=gqsgd4bit"], "UnknownStrategyError: strategy=gqsgd4bit is no strategy; did you mean 'gqsgd_4bit'"),
     (["trainer.max_epoch=2"], "OverrideError: trainer.max_epoch=2: .* did you mean trainer.max_epochs?"),
     (
         ["trainer.deterministic=true"],
@@ -55,6 +57,53 @@ MISTAKES = [
     (["trainer.devices=0"], "HardwareError: trainer.devices=0 makes no process; take a number of at least 1$"),
     (["trainer.num_nodes=0"], "HardwareError: trainer.num_nodes=0 makes no process"),
     (["trainer.devices=[]"], "HardwareError: trainer.devices=.* names no device"),
+    (["trainer.num_nodes=null"], "HardwareError: trainer.num_nodes=null makes no process"),
+    (["trainer.devices=two"], "HardwareError: trainer.devices=two is no number of processes; take an integer of at le"),
+    (["trainer.devices=null"], "HardwareError: trainer.devices=null is no number of processes; .* a list of GPUs such"),
+    (["hardware.devices=1.5"], "HardwareError: hardware.devices=1.5 is no number of processes"),
+    (["trainer.devices=true"], "HardwareError: trainer.devices=true is no number of processes"),
+    (["trainer.devices=[a]"], r"HardwareError: trainer.devices=\['?a'?\] is no number of processes"),
+    (["trainer.devices=[0,1]"], r"HardwareError: trainer.devices=\[0,1\] names GPUs, and this run has accelerator=cpu"),
+    (["trainer.devices=-1"], "HardwareError: trainer.devices=-1 names GPUs"),
+    (["optimizer.name=adamm"], "LimitError: optimizer.name=adamm is not one of sgd, adam, adamw; did you mean 'adam'?"),
+    (["optimizer.schedule=cos"], "LimitError: optimizer.schedule=cos is not one of onecycle, cosine, step"),
+    (["trainer.accelerator=gpuu"], "LimitError: trainer.accelerator=gpuu is not one of .*; did you mean 'gpu'?"),
+    (
+        ["+trainer.foo=1"],
+        "OverrideError: trainer.foo=1: lightning.pytorch.Trainer has no argument foo; leave it out",
+    ),
+    (["+trainer.max_epoch=1"], "Trainer has no argument max_epoch; did you mean trainer.max_epochs?"),
+    (
+        ["+trainer.logger=false"],
+        "OverrideError: trainer.logger=False: recipes give .* its logger themselves; leave it",
+    ),
+    (
+        ["+model.depth=3"],
+        "workloads.resnet.ResNet has no argument depth; it has blocks, bottleneck, channels",
+    ),
+    (
+        ["strategy=gqsgd", "+strategy.bogus=1"],
+        "OverrideError: strategy.bogus=1: .*GQSGDStrategy has no argument bogus",
+    ),
+    (["strategy=gqsgd", "+strategy.blocksize=64"], "did you mean strategy.block_size?"),
+    (["+optimizer.beta=1"], "has no argument beta; did you mean optimizer.betas?"),
+    (
+        ["model.act=relu"],
+        "model.act=relu: there is no model.act; model has name, blocks, width, channels, num_classes$",
+    ),
+    (["optim.lr=1"], "there is no optim.lr; did you mean optimizer.lr"),
+    (["strategy=powersgd"], "SettingError: strategy=powersgd needs CUDA, .* take strategy=ddp_bf16 or gqsgd_4bit, or"),
+    (["strategy=gqsgd", "strategy.bits=9"], "SettingError: strategy.bits=9 is out of range: 1 to 8, 16, 32, or auto"),
+    (["strategy=gqsgd", "strategy.bits=abc"], "SettingError: strategy.bits=abc is out of range"),
+    (["strategy=gqsgdd"], "strategy=gqsgdd is no strategy; did you mean 'gqsgd'.*all: python recipes/run.py --help.$"),
+    (["strategy=quantum"], "strategy=quantum is no strategy; take e.g. ddp, ddp_bf16, gqsgd, gqsgd_4bit or gqsgd_dil"),
+    (["strategy="], "UnknownStrategyError: strategy= names no strategy; take e.g. ddp"),
+    (
+        ["data.batch_size=100000"],
+        "DataError: 1,437 training samples cannot fill one step of 2 .*=718 or less",
+    ),
+    (["data.train_samples=1"], "DataError: 1 training sample cannot fill one step .*; take fewer processes, or more"),
+    (["data.val_samples=1430"], "DataError: 7 training samples cannot fill .*; take data.batch_size=3 or less"),
     (["ckpt_path=nowhere.ckpt"], "CheckpointError: ckpt_path=nowhere.ckpt is no file"),
     (
         ["optimizer.lr=nan"],
@@ -73,6 +122,9 @@ MISTAKES = [
     (["model.width=0"], "LimitError: model.width=0"),
     (["data.batch_size=0"], "LimitError: data.batch_size=0"),
     (["trainer.max_epochs=-2"], "LimitError: trainer.max_epochs=-2 .* or -1 for no limit"),
+    (["trainer.max_epochs=0"], "LimitError: trainer.max_epochs=0 is out of range: an integer of at least 1, or -1 for"),
+    (["trainer.max_steps=0"], "LimitError: trainer.max_steps=0 is out of range: an integer of at least 1, or -1 for n"),
+    (["trainer.max_steps=null"], "LimitError: trainer.max_steps=null is out of range"),
     (["trainer.max_steps=-5"], "LimitError: trainer.max_steps=-5"),
     (
         ["trainer.max_epochs=-1"],
@@ -141,6 +193,36 @@ def test_right_command_lines_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert examine(["-m", "seed=0,1", "trainer.devices=1"]) is None
     cfg = composed(["+exp=quickstart", "strategy=gqsgd", "+strategy.block_size=64", "threads=2"])
     assert (cfg.strategy.block_size, cfg.threads) == (64, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_said"),
+    [({}, True), ({"LOCAL_RANK": "1"}, False), ({"RANK": "2", "LOCAL_RANK": "0"}, True)],
+    ids=["alone", "second of a machine", "first of another machine"],
+)
+def test_one_process_of_a_machine_says_what_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str], is_said: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stopped, refusals_in_one_line():
+        raise DataError("too few samples")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == ("DataError: too few samples\n" if is_said else "")
+
+
+def test_what_one_process_alone_finds_is_always_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as stopped, refusals_in_one_line():
+        raise OtherDataError("process 1 has other data")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "OtherDataError: process 1 has other data\n"
+
+
+def test_known_sizes_are_those_of_the_data() -> None:
+    assert TRAINING_SAMPLES["recipes.data.digits.DigitsData"] == len(load_digits("digits", 8, 1).train_labels)
 
 
 def test_only_the_first_process_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,14 @@ def test_every_promised_metric_is_in_the_csv(tiny: Tiny, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_run_of_few_steps_has_a_row_and_no_warning(tiny: Tiny, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        train(tiny("trainer.log_every_n_steps=50", "trainer.max_steps=2", "test=false"), tmp_path)
+    assert [str(warning.message) for warning in caught if "logging interval" in str(warning.message)] == []
+    assert len([row for row in _rows(tmp_path) if names.TRAIN_LOSS in row]) == 1
+
+
+@pytest.mark.slow
 def test_without_test_the_last_validation_is_the_result(tiny: Tiny, tmp_path: Path) -> None:
     accuracy = train(tiny("test=false", "checkpoint=false"), tmp_path)
     assert accuracy == pytest.approx(float([row for row in _rows(tmp_path) if ACCURACY.val in row][-1][ACCURACY.val]))

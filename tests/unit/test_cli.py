@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import lightning_gqsgd
-from lightning_gqsgd.cli import local, systems
-from lightning_gqsgd.cli.app import app
+from lightning_gqsgd.cli import local, probing, systems
+from lightning_gqsgd.cli.app import app, main
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.local_steps.choosing import make_local
@@ -231,6 +231,36 @@ def test_what_cannot_work_exits_with_2(arguments: list[str], words: str) -> None
     assert result.exit_code == 2
     assert words in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("arguments", [["advise"], ["presets", "foo"], ["presets", "--ranks", "1"]], ids=" ".join)
+def test_missing_options_and_unknown_names_need_no_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys; from lightning_gqsgd.cli.app import main\n"
+        "sys.argv[1:] = " + repr(arguments) + "\n"
+        "try:\n    main()\n"
+        "except SystemExit as stopped:\n    print(stopped.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "2 False\n"
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("command", ["bench", "probe"])
+def test_an_interrupt_is_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gqsgd", command])
+    monkeypatch.setattr(probing, "run_ranks", _interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "gqsgd: interrupted\n"
 
 
 def test_the_module_is_the_command() -> None:

@@ -1,0 +1,41 @@
+"""What ``gqsgd`` refuses before anything heavy is imported: names, and options that are missing."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.systems import SYSTEMS
+
+#: The most ranks of which facts are told: each of them is an owner of a shard, which takes memory and time.
+MOST_RANKS = 4096
+
+
+def check_name(name: str) -> None:
+    """Check that ``gqsgd presets`` knows a name.
+
+    Raises:
+        ConfigError: it is no preset, no system of local steps, and no other system.
+    """
+    if name not in (*PRESETS, *LOCAL_PRESETS, *SYSTEMS):
+        raise unknown(name)
+
+
+def unknown(name: str) -> ConfigError:
+    """The error for a name that is no preset."""
+    near = difflib.get_close_matches(name, (*PRESETS, *LOCAL_PRESETS, *SYSTEMS), n=3, cutoff=0.4)
+    hint = f"; did you mean one of {', '.join(map(repr, near))}?" if near else ""
+    return ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(PRESETS)})")
+
+
+def check_network(probe: Path | None, link: str | None) -> None:
+    """Check that ``gqsgd advise`` is told of a network.
+
+    Raises:
+        ConfigError: by neither of its options.
+    """
+    if probe is None and link is None:
+        raise ConfigError("nothing is known of the network; give --probe FILE of `gqsgd probe`, or --link, e.g. 10gbit")

@@ -1,0 +1,49 @@
+"""How many training samples a run has, as far as the configuration says it; nothing heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_gqsgd.errors import counted
+from recipes.errors import DataError
+
+#: Training samples of the collections that are the same on every machine; a test compares them with what is loaded.
+TRAINING_SAMPLES = {"recipes.data.digits.DigitsData": 1437}
+
+
+def check_known_samples(data: Mapping[str, Any], processes: int) -> None:
+    """Check what `check_fills_a_step` checks, for data whose size is known before they are loaded.
+
+    Args:
+        data: the node ``data`` of a configuration.
+        processes: number of processes of the run, on all nodes together.
+
+    Raises:
+        DataError: there are too few samples.
+    """
+    sizes = [data.get("train_samples"), TRAINING_SAMPLES.get(str(data.get("_target_")))]
+    known = [size for size in sizes if isinstance(size, int)]
+    if known:
+        check_fills_a_step(min(known) - (data.get("val_samples") or 0), data["batch_size"], processes)
+
+
+def check_fills_a_step(samples: int, batch_size: int, processes: int) -> None:
+    """Check that training samples make at least one step of all processes.
+
+    Args:
+        samples: number of training samples.
+        batch_size: number of samples per process and step.
+        processes: number of processes of the run.
+
+    Raises:
+        DataError: there are too few samples.
+    """
+    if samples >= batch_size * processes:
+        return
+    most = samples // processes
+    remedy = f"take data.batch_size={most} or less" if most else "take fewer processes, or more training samples"
+    raise DataError(
+        f"{counted(max(samples, 0), 'training sample')} cannot fill one step of "
+        f"{counted(processes, 'process', 'processes')} with data.batch_size={batch_size}; {remedy}"
+    )
