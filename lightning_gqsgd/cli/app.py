@@ -184,7 +184,7 @@ def advise(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
-    from lightning_gqsgd.cli import advising, tables
+    from lightning_gqsgd.cli import advising, tables, waiting
     from lightning_gqsgd.performance.advice import candidates, recommendable, with_local_steps
 
     places = (nodes, gpus_per_node, backward, forward, codec)
@@ -198,14 +198,17 @@ def advise(
             planned = planning.Planned.of(local_steps)
         typer.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(planned.lines()))
         return
-    with _refusals_in_one_line():
+    with _refusals_in_one_line(), waiting.status("building the model") as say:
         if files:  # matplotlib takes a while to import
             from lightning_gqsgd.performance import pictures
 
             pictures.check_files(files)
         cluster = question.cluster()
-        choices, local = candidates(cluster), with_local_steps(cluster)
+        choices = candidates(cluster, tick=lambda name: say(f"predicting {name}"))
+        say("predicting local steps")
+        local = with_local_steps(cluster)
         if plot is not None:
+            say("predicting other numbers of nodes and rates")
             pictures.draw_sweeps(cluster, plot)
         if gantt is not None:
             steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}

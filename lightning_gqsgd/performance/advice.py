@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -169,7 +168,12 @@ def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = 
 
 
 def candidates(
-    cluster: Cluster, *, nodes: int | None = None, factor: float = 1.0, widths: Sequence[int] = BITS
+    cluster: Cluster,
+    *,
+    nodes: int | None = None,
+    factor: float = 1.0,
+    widths: Sequence[int] = BITS,
+    tick: Callable[[str], object] = lambda name: None,
 ) -> list[Candidate]:
     """Predictions of all candidates, on another number of nodes or on links of another rate, if given.
 
@@ -178,11 +182,15 @@ def candidates(
         nodes: number of nodes; None: the cluster's.
         factor: by which the rate of the links changes.
         widths: bits of the codes that are compared.
+        tick: called with the name of each candidate before its prediction.
     """
     nodes = cluster.nodes if nodes is None else nodes
     costs = cluster.costs_at(nodes, factor)
-    make = partial(predict, cluster.timeline, costs, nodes * cluster.per_node)
-    return [Candidate(name, method, make(method)) for name, method in methods(cluster, nodes, costs, widths).items()]
+    made = []
+    for name, method in methods(cluster, nodes, costs, widths).items():
+        tick(name)
+        made.append(Candidate(name, method, predict(cluster.timeline, costs, nodes * cluster.per_node, method)))
+    return made
 
 
 def with_local_steps(cluster: Cluster) -> Candidate | None:

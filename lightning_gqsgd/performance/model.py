@@ -126,7 +126,7 @@ def _profiles(
     return several, sent
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1 << 14)
 def _bucket(
     config: GQSGDConfig, segments: tuple[Segment, ...], ranks: int, dtype: torch.dtype, piece_numel: int
 ) -> tuple[tuple[Profile, ...], int]:
