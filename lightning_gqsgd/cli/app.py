@@ -170,12 +170,23 @@ def advise(
     probe: Annotated[Path | None, typer.Option(help="What `gqsgd probe` has measured.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of a node's link, e.g. 10gbit.")] = None,
     latency: Annotated[str | None, typer.Option(help="Latency of the link.  [default: 50us]")] = None,
-    intra: Annotated[str | None, typer.Option(help="Rate between the ranks of a node.  [default: 200gbit]")] = None,
+    intra: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate between the ranks of a node, each way.  [default: h100 3.6tbit, a100 2.4tbit, else 200gbit]"
+        ),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.  [default: the probe's, or 2]")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Ranks per node.  [default: the probe's, or 1]")] = None,
     backward: Annotated[str | None, typer.Option(help="Length of the backward pass, e.g. 120ms.")] = None,
     forward: Annotated[str | None, typer.Option(help="Length of the forward pass.  [default: half of it]")] = None,
-    codec: Annotated[str | None, typer.Option(help="Speed of the codec: h100, a100, cpu or measured.")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="Speed of the codec: h100 or a100 (from the rated memory bandwidth), cpu (measured on one server "
+            "core), or measured, the probe's.  [default: measured with --probe, else h100]"
+        ),
+    ] = None,
     local_steps: Annotated[
         Path | None, typer.Option(help="JSON of workers, server, learning and limits: plan local steps for it instead.")
     ] = None,
@@ -185,7 +196,7 @@ def advise(
 ) -> None:
     """Predict what compression would gain on a cluster, and recommend one. Needs no GPU and no network."""
     from lightning_gqsgd.cli import advising, tables, waiting
-    from lightning_gqsgd.performance.advice import candidates, recommendable, with_local_steps
+    from lightning_gqsgd.performance.advice import Sweeps, candidates, recommendable, with_local_steps
 
     places = (nodes, gpus_per_node, backward, forward, codec)
     question = advising.Question(model, batch, probe, link, latency, intra, *places)
@@ -207,14 +218,16 @@ def advise(
         choices = candidates(cluster, tick=lambda name: say(f"predicting {name}"))
         say("predicting local steps")
         local = with_local_steps(cluster)
-        if plot is not None:
+        if plot is not None or as_json:
             say("predicting other numbers of nodes and rates")
-            pictures.draw_sweeps(cluster, plot)
+            sweeps = Sweeps.of(cluster)
+        if plot is not None:
+            pictures.draw_sweeps(cluster, sweeps, plot)
         if gantt is not None:
             steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
             pictures.draw_steps(steps, gantt)
     if as_json:
-        typer.echo(json.dumps(advising.to_dict(cluster, choices, local), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(advising.to_dict(cluster, choices, local, sweeps), indent=1, ensure_ascii=False))
         return
     tables.show(advising.table(cluster, choices, local))
     typer.echo("\n".join(advising.lines(cluster, choices, local)))

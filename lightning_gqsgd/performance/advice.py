@@ -51,6 +51,7 @@ class Cluster:
         batch: samples of each rank in a step; None: nobody knows them.
         link: rate of the link between nodes in bytes per second; None: it was measured.
         notes: how sure the numbers are, for people.
+        codec: whose codec the predictions have, for people; empty: nobody has said.
     """
 
     timeline: Timeline
@@ -60,6 +61,7 @@ class Cluster:
     batch: int | None
     link: float | None = None
     notes: tuple[str, ...] = ()
+    codec: str = ""
 
     def __post_init__(self) -> None:
         check_size(self.nodes, self.per_node)
@@ -218,6 +220,7 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
         exposed_s=share * average.step_s,
         sent_bytes=round(share * average.sent_bytes),
         events=(),
+        node_bytes=round(share * average.node_bytes),
     )
     return Candidate(f"{LOCAL_BITS} bit, every {LOCAL_STEPS} steps", method, step)
 
@@ -310,6 +313,19 @@ def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
 def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
     """Candidates over the factor by which the rate of the links changes."""
     return {factor: candidates(cluster, factor=factor) for factor in RATE_FACTORS}
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """Candidates over numbers of nodes, and over the factor by which the rate of the links changes."""
+
+    nodes: dict[int, list[Candidate]]
+    rates: dict[float, list[Candidate]]
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Sweeps:
+        """Both sweeps of a cluster."""
+        return cls(over_nodes(cluster), over_rates(cluster))
 
 
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:

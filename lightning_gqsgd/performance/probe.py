@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -40,6 +41,9 @@ from lightning_gqsgd.transport.communicator import Communicator
 
 #: Version of the file that a probe is kept in.
 VERSION = 1
+
+#: Bytes of the largest file that is read as a probe; one with the timelines of several large models has less than 1 MB.
+MOST_BYTES = 16 << 20
 
 #: Collectives that are under way at once in a row.
 AT_ONCE = 4
@@ -103,7 +107,9 @@ class Probe:
             ConfigError: there is no such file, or it is no probe of this version.
         """
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(_text(path))
+        except ConfigError:
+            raise
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
         except (ValueError, RecursionError):
@@ -136,6 +142,24 @@ class Probe:
             seconds=reading.number(given["seconds"], "seconds"),
             timelines=tuple(map(Timeline.from_dict, reading.rows(given["timelines"], "timelines"))),
         )
+
+
+def _text(path: Path) -> str:
+    """The text of a file that is small enough for a probe.
+
+    Raises:
+        ConfigError: the file is no regular one, e.g. a device that never ends, or is too large.
+        OSError: it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is no regular file; give the file that `gqsgd probe --output FILE` has written")
+    if status.st_size > MOST_BYTES:
+        raise ConfigError(
+            f"{path} has {status.st_size:,} bytes, and a probe has at most {MOST_BYTES:,}; give the file that "
+            "`gqsgd probe --output FILE` has written"
+        )
+    return path.read_text()
 
 
 def _costs_of(values: object, source: str) -> Costs:

@@ -74,6 +74,12 @@ class Profile:
         """Bytes that a rank sends."""
         return sum(message.sent_bytes for stage in self.stages for message in stage.messages)
 
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that a rank sends in collectives between the ranks of its node."""
+        messages = (message for stage in self.stages for message in stage.messages)
+        return sum(message.sent_bytes for message in messages if message.scope.kind == "node")
+
 
 def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface: bool = False) -> Profile:
     """The profile of the steps that a function starts; ``rank`` is the rank that the steps belong to."""
