@@ -6,6 +6,7 @@ gqsgd warmup gqsgd --dtype bfloat16
 gqsgd probe --procs 2 --model torchvision:resnet18
 gqsgd advise --model torchvision:resnet50 --link 10gbit --nodes 16 --gpus-per-node 8 --backward 120ms
 gqsgd bench --procs 2
+gqsgd bench training
 gqsgd doctor
 
 Each command imports what it needs when it runs, so that ``--help`` answers at once.
@@ -235,30 +236,40 @@ def advise(
 
 @app.command()
 def bench(
+    part: Annotated[
+        str | None,
+        typer.Argument(
+            help="kernels or reducers: that alone; training: steps of a small model.  [default: kernels, reducers]"
+        ),
+    ] = None,
     procs: Annotated[
         int | None, typer.Option(help="Start so many processes on this machine; not under torchrun.  [default: 2]")
     ] = None,
-    megabytes: Annotated[float, typer.Option(min=0.1, max=1024, help="MiB of fp32 gradient to average.")] = 25.0,
+    megabytes: Annotated[
+        float | None, typer.Option(min=0.1, max=1024, help="MiB of fp32 gradient to average.  [default: 25]")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=3, max=1000, help="Rounds in which all cases take turns.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time kernels against a copy, and all-reduces at fp32, bf16, 8 and 4 bits: under torchrun, or with --procs."""
+    """Time kernels against a copy, and all-reduces or training steps at fp32, bf16, 8 and 4 bits."""
     from lightning_gqsgd.cli import benching, probing, tables
     from lightning_gqsgd.errors import ConfigError
 
     with _refusals_in_one_line():
+        benching.check(part, megabytes)
         if not probing.is_rank():
-            words = ["--megabytes", str(megabytes), "--rounds", str(rounds), *(["--json"] if as_json else [])]
+            size = [] if megabytes is None else ["--megabytes", str(megabytes)]
+            words = [*([part] if part else []), *size, "--rounds", str(rounds), *(["--json"] if as_json else [])]
             raise typer.Exit(probing.run_ranks(2 if procs is None else procs, ["bench", *words]))
         if procs is not None:
             raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
-        made = benching.run_rank(megabytes, rounds)
+        made = benching.run_rank(part, megabytes, rounds)
         if made is None:
             return
     if as_json:
         typer.echo(json.dumps(made.to_dict(), indent=1))
         return
-    tables.show(*benching.tables(made), benching.note(made))
+    tables.show(*benching.parts_of(made))
 
 
 @app.command()
