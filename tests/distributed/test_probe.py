@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance import bench, predict
+from lightning_gqsgd.performance import probe as probe_module
 from lightning_gqsgd.performance.costs import KINDS, Costs
 from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.recording import Recorder
 from lightning_gqsgd.performance.training import StepTime
+from lightning_gqsgd.reducers.base import ALL, Scope
+from lightning_gqsgd.transport.communicator import Communicator
 from tests.distributed.ranks import run
 
 
@@ -68,6 +72,35 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
     advised = _gqsgd(tmp_path, "advise", "--probe", str(file), "--json")
     assert advised.returncode == 0, advised.stderr
     assert json.loads(advised.stdout)["nodes"] == 1
+
+
+class _SlowClock(probe_module._Stopwatch):
+    """A stopwatch on a link where each byte takes 1 µs; time passes without anybody waiting."""
+
+    def __init__(self, kinds: int) -> None:
+        communicator = SimpleNamespace(rank=0, size=8, device=torch.device("cpu"))
+        super().__init__(cast("Communicator", communicator), kinds)
+        self.now_s = 0.0
+
+    def _spent(self) -> float:
+        return self.now_s
+
+    def _row(self, kind: str, nbytes: int, scope: Scope, count: int) -> tuple[float, float]:
+        took_s = count * (1e-3 + 1e-6 * self._exchange(kind, nbytes, scope)[1])
+        self.now_s += took_s
+        return took_s, 1e-4 * count
+
+
+@pytest.mark.parametrize("scopes", [1, 3])
+def test_a_probe_keeps_to_its_time_on_slow_links(scopes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_processors", lambda *_: 1.0)
+    clock = _SlowClock(scopes * len(KINDS))
+    for _ in range(scopes):
+        for kind in KINDS:
+            cost = clock.collective(kind, ALL)
+            assert cost.beta_s == pytest.approx(1e-6, rel=0.1)
+            assert cost.alpha_s == pytest.approx(1e-3 + 1e-6 * clock._exchange(kind, 4096, ALL)[1])
+    assert clock.now_s < 16
 
 
 def _record(rank: int) -> dict[str, Any]:
