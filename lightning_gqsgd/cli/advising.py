@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,13 @@ from lightning_gqsgd.cli.asking import check_network
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.performance import models
 from lightning_gqsgd.performance.advice import (
+    BITS,
+    FEWEST_BITS,
     Candidate,
     Cluster,
+    Sweeps,
     advice_on_local_steps,
+    break_even,
     check_batch,
     check_size,
     over_links,
@@ -25,14 +29,18 @@ from lightning_gqsgd.performance.advice import (
     recommendation,
 )
 from lightning_gqsgd.performance.costs import ESTIMATES, Costs, Link
-from lightning_gqsgd.performance.probe import Probe
+from lightning_gqsgd.performance.probe import Probe, codec_of_bits
 from lightning_gqsgd.performance.timeline import Timeline, estimated
 from lightning_gqsgd.performance.units import bytes_per_second, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"
-#: The latency of a link, and the rate inside a node, where they are not given.
-LATENCY, INTRA = "50us", "200gbit"
+#: The codec that is assumed where neither an option nor a probe says one.
+ASSUMED = "h100"
+#: The latency of a link where it is not given, and the rate between the ranks of a node in each direction: NVLink's
+#: rated one for these devices, and that of others.
+LATENCY = "50us"
+INTRA, OTHER_INTRA = {"h100": "3.6tbit", "a100": "2.4tbit"}, "200gbit"
 
 
 @dataclass(frozen=True)
@@ -71,20 +79,46 @@ class Question:
         per_node = (probe.per_node if probe else 1) if self.gpus_per_node is None else self.gpus_per_node
         nodes = (probe.ranks // probe.per_node if probe else 2) if self.nodes is None else self.nodes
         check_size(nodes, per_node)
-        codec = self.codec or (MEASURED if probe else "h100")
+        codec = self.codec or (MEASURED if probe else ASSUMED)
         if codec == MEASURED and probe is None:
             raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
+        if codec == MEASURED and probe is not None:
+            self._check_codes(probe)
         costs_at, rate = self._network(codec, probe, per_node)
         if self.backward is None:
             timeline, notes = self._measured(probe), [""]
             batch = self._batch_of(timeline)
         else:
-            timeline, note = self._estimated(self.backward)
-            batch, notes = models.USUAL_BATCH if self.batch is None else self.batch, [note]
-        notes.append(_note(codec, probe))
+            timeline, notes = self._estimated(self.backward)
+            batch = models.USUAL_BATCH if self.batch is None else self.batch
+        notes.append(_note(codec, probe, is_assumed=self.codec is None))
+        if self.link is not None and self.intra is None and per_node > 1:
+            notes.append(
+                f"between the ranks of a node: {self._intra(codec, probe)} in each direction; --intra changes it"
+            )
         if batch is None:
             notes.append("samples/s: not known, because the probe does not say its batch; give --batch")
-        return Cluster(timeline, costs_at, nodes, per_node, batch, rate, tuple(filter(None, notes)))
+        words = f"codec {codec}" + (" (assumed)" if self.codec is None and probe is None else "")
+        return Cluster(timeline, costs_at, nodes, per_node, batch, rate, tuple(filter(None, notes)), words)
+
+    def _intra(self, codec: str, probe: Probe | None) -> str:
+        """The rate between the ranks of a node: as given, or else that of the device."""
+        device = probe.device.lower() if codec == MEASURED and probe is not None else codec
+        return self.intra or next((rate for name, rate in INTRA.items() if name in device), OTHER_INTRA)
+
+    def _check_codes(self, probe: Probe) -> None:
+        """Check that a probe has timed a codec that can be recommended.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        if any(codec_of_bits(bits) in probe.costs.gammas for bits in BITS if bits >= FEWEST_BITS):
+            return
+        timed = ", ".join(probe.costs.gammas) or "no codec"
+        raise ConfigError(
+            f"{self.probe} has times of {timed}, and {FEWEST_BITS} bits are the fewest that are recommended; run "
+            f"`gqsgd probe --bits 8 --bits 4 --output {self.probe}` again, or give --codec {', '.join(ESTIMATES)}"
+        )
 
     def _check_effects(self) -> None:
         """Check that no option is given that nothing would read.
@@ -110,7 +144,7 @@ class Question:
         """
         if self.link is not None:
             link = Link(bytes_per_second(self.link, "--link"), seconds(self.latency or LATENCY, "--latency"))
-            inside = Link(bytes_per_second(self.intra or INTRA, "--intra"), min(link.latency_s, 5e-6))
+            inside = Link(bytes_per_second(self._intra(codec, probe), "--intra"), min(link.latency_s, 5e-6))
             return over_links(lambda given: _costs(codec, probe, given), per_node, link, inside), link.bytes_per_s
         assert probe is not None
         if per_node != probe.per_node:
@@ -153,7 +187,7 @@ class Question:
             )
         return measured
 
-    def _estimated(self, backward: str) -> tuple[Timeline, str]:
+    def _estimated(self, backward: str) -> tuple[Timeline, list[str]]:
         """When buckets are ready in a backward pass of a given length, and how sure that is.
 
         Raises:
@@ -168,7 +202,7 @@ class Question:
         line = estimated(built.model, backward_s, forward_s=forward_s, weights=weights)
         share = "their multiplications" if weights else "their size"
         note = f"when gradients are ready: an estimate, layers take their share of --backward by {share}"
-        return replace(line, name=self.model), note
+        return replace(line, name=self.model), [note, _note_on_tables(models.sparse_tables(built.model), line.numel)]
 
 
 def _costs(codec: str, probe: Probe | None, collectives: dict[str, Any]) -> Costs:
@@ -179,21 +213,36 @@ def _costs(codec: str, probe: Probe | None, collectives: dict[str, Any]) -> Cost
     return ESTIMATES[codec].costs(collectives)
 
 
-def _note(codec: str, probe: Probe | None) -> str:
+def _note(codec: str, probe: Probe | None, *, is_assumed: bool) -> str:
+    """Whose codec it is, and where its speed is from."""
     if codec == MEASURED:
         assert probe is not None
         return f"codec: measured on {probe.device}"
-    return f"codec: {ESTIMATES[codec].note}"
+    said = f"codec: {ESTIMATES[codec].note}"
+    return f"{said}; it is assumed, and --codec names another one" if is_assumed else said
+
+
+def _note_on_tables(tables: Mapping[str, int], numel: int) -> str:
+    """What the predictions leave out of tables with sparse gradients; empty if there are none."""
+    if not tables:
+        return ""
+    first, *others = tables
+    names = f"{first} and {len(others)} more" if others else first
+    return (
+        f"sparse gradients: {names} ({sum(tables.values()) / 1e6:.3g} of {numel / 1e6:.3g} M parameters) are "
+        "predicted as if they were dense; what a step sends of them depends on the rows that it touches"
+    )
 
 
 def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> Table:
     """The predictions, one in a row; ``local``: that of local steps, if there is one."""
     made = Table(
         title=f"{cluster.timeline.name}, {cluster.timeline.numel / 1e6:.1f} M parameters, "
-        f"{cluster.nodes} × {cluster.per_node} ranks: predicted",
+        f"{cluster.nodes} × {cluster.per_node} ranks{', ' * bool(cluster.codec)}{cluster.codec}: predicted",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
+    levels = cluster.per_node > 1
     headings = (
         "gradients",
         "step (ms)",
@@ -201,6 +250,7 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
         "samples/s",
         "efficiency",
         "sent (MB)",
+        *(["in node (MB)"] if levels else []),
         "wire (ms)",
         "codec (ms)",
     )
@@ -214,7 +264,8 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
             f"{step.exposed_s / step.step_s:.0%}",
             "–" if rate is None else f"{rate:,.0f}",
             f"{step.efficiency:.0%}",
-            f"{step.sent_bytes / 1e6:.1f}",
+            f"{step.network_bytes / 1e6:.1f}",
+            *([f"{step.node_bytes / 1e6:.1f}"] if levels else []),
             f"{1e3 * step.wire_s:.1f}",
             f"{1e3 * step.codec_s:.1f}",
         )
@@ -232,8 +283,9 @@ def lines(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
     return [*filter(None, advice), *(f"Note: {note}." for note in cluster.notes)]
 
 
-def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None) -> dict[str, Any]:
+def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | None, sweeps: Sweeps) -> dict[str, Any]:
     """Plain values only."""
+    limit = break_even(sweeps.rates)
     return {
         "model": cluster.timeline.name,
         "parameters": cluster.timeline.numel,
@@ -247,8 +299,25 @@ def to_dict(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | N
         "local_steps": None if local is None else {"name": local.name, **_figures(cluster, local)},
         "recommendation": recommendation(choices),
         "recommendation_of_local_steps": advice_on_local_steps(choices, local),
+        "codec": cluster.codec,
         "notes": list(cluster.notes),
+        # From this rate of the links on, nothing is worth a change; None: something is, even on the fastest links.
+        "break_even": None if limit is None else _rate(cluster, limit),
+        "over_nodes": [{"nodes": nodes, "candidates": _rows(made)} for nodes, made in sweeps.nodes.items()],
+        "over_rates": [{**_rate(cluster, at), "candidates": _rows(made)} for at, made in sweeps.rates.items()],
     }
+
+
+def _rate(cluster: Cluster, factor: float) -> dict[str, float | None]:
+    """A rate of the links: as a factor, and in bits per second where the rate was given and not measured."""
+    return {"factor": factor, "link_bit_per_s": None if cluster.link is None else 8 * cluster.link * factor}
+
+
+def _rows(choices: Sequence[Candidate]) -> list[dict[str, Any]]:
+    return [
+        {"name": made.name, "step_s": made.prediction.step_s, "efficiency": made.prediction.efficiency}
+        for made in choices
+    ]
 
 
 def _figures(cluster: Cluster, candidate: Candidate) -> dict[str, float | None]:
@@ -260,6 +329,8 @@ def _figures(cluster: Cluster, candidate: Candidate) -> dict[str, float | None]:
         "codec_s": step.codec_s,
         "wire_s": step.wire_s,
         "sent_bytes": step.sent_bytes,
+        "network_bytes": step.network_bytes,
+        "node_bytes": step.node_bytes,
         "samples_per_s": _samples_per_s(cluster, candidate),
         "efficiency": step.efficiency,
     }

@@ -6,6 +6,7 @@ gqsgd warmup gqsgd --dtype bfloat16
 gqsgd probe --procs 2 --model torchvision:resnet18
 gqsgd advise --model torchvision:resnet50 --link 10gbit --nodes 16 --gpus-per-node 8 --backward 120ms
 gqsgd bench --procs 2
+gqsgd bench training
 gqsgd doctor
 
 Each command imports what it needs when it runs, so that ``--help`` answers at once.
@@ -191,12 +192,23 @@ def advise(
     probe: Annotated[Path | None, typer.Option(help="What `gqsgd probe` has measured.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of a node's link, e.g. 10gbit.")] = None,
     latency: Annotated[str | None, typer.Option(help="Latency of the link.  [default: 50us]")] = None,
-    intra: Annotated[str | None, typer.Option(help="Rate between the ranks of a node.  [default: 200gbit]")] = None,
+    intra: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate between the ranks of a node, each way.  [default: h100 3.6tbit, a100 2.4tbit, else 200gbit]"
+        ),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.  [default: the probe's, or 2]")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="Ranks per node.  [default: the probe's, or 1]")] = None,
     backward: Annotated[str | None, typer.Option(help="Length of the backward pass, e.g. 120ms.")] = None,
     forward: Annotated[str | None, typer.Option(help="Length of the forward pass.  [default: half of it]")] = None,
-    codec: Annotated[str | None, typer.Option(help="Speed of the codec: h100, a100, cpu or measured.")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="Speed of the codec: h100 or a100 (from the rated memory bandwidth), cpu (measured on one server "
+            "core), or measured, the probe's.  [default: measured with --probe, else h100]"
+        ),
+    ] = None,
     local_steps: Annotated[
         Path | None, typer.Option(help="JSON of workers, server, learning and limits: plan local steps for it instead.")
     ] = None,
@@ -211,8 +223,8 @@ def advise(
         with _refusals_in_one_line():
             asking.check_network(probe, link)
     # Here, not above: they import torch, which takes seconds.
-    from lightning_gqsgd.cli import advising, tables
-    from lightning_gqsgd.performance.advice import candidates, recommendable, with_local_steps
+    from lightning_gqsgd.cli import advising, tables, waiting
+    from lightning_gqsgd.performance.advice import Sweeps, candidates, recommendable, with_local_steps
 
     places = (nodes, gpus_per_node, backward, forward, codec)
     question = advising.Question(model, batch, probe, link, latency, intra, *places)
@@ -225,20 +237,25 @@ def advise(
             planned = planning.Planned.of(local_steps)
         typer.echo(json.dumps(planned.to_dict(), indent=1) if as_json else "\n".join(planned.lines()))
         return
-    with _refusals_in_one_line():
+    with _refusals_in_one_line(), waiting.status("building the model") as say:
         if files:  # matplotlib takes a while to import
             from lightning_gqsgd.performance import pictures
 
             pictures.check_files(files)
         cluster = question.cluster()
-        choices, local = candidates(cluster), with_local_steps(cluster)
+        choices = candidates(cluster, tick=lambda name: say(f"predicting {name}"))
+        say("predicting local steps")
+        local = with_local_steps(cluster)
+        if plot is not None or as_json:
+            say("predicting other numbers of nodes and rates")
+            sweeps = Sweeps.of(cluster)
         if plot is not None:
-            pictures.draw_sweeps(cluster, plot)
+            pictures.draw_sweeps(cluster, sweeps, plot)
         if gantt is not None:
             steps = {candidate.name: candidate.prediction for candidate in recommendable(choices)}
             pictures.draw_steps(steps, gantt)
     if as_json:
-        typer.echo(json.dumps(advising.to_dict(cluster, choices, local), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(advising.to_dict(cluster, choices, local, sweeps), indent=1, ensure_ascii=False))
         return
     tables.show(advising.table(cluster, choices, local))
     typer.echo("\n".join(advising.lines(cluster, choices, local)))
@@ -246,30 +263,40 @@ def advise(
 
 @app.command()
 def bench(
+    part: Annotated[
+        str | None,
+        typer.Argument(
+            help="kernels or reducers: that alone; training: steps of a small model.  [default: kernels, reducers]"
+        ),
+    ] = None,
     procs: Annotated[
         int | None, typer.Option(help="Start so many processes on this machine; not under torchrun.  [default: 2]")
     ] = None,
-    megabytes: Annotated[float, typer.Option(min=0.1, max=1024, help="MiB of fp32 gradient to average.")] = 25.0,
+    megabytes: Annotated[
+        float | None, typer.Option(min=0.1, max=1024, help="MiB of fp32 gradient to average.  [default: 25]")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=3, max=1000, help="Rounds in which all cases take turns.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time kernels against a copy, and all-reduces at fp32, bf16, 8 and 4 bits: under torchrun, or with --procs."""
+    """Time kernels against a copy, and all-reduces or training steps at fp32, bf16, 8 and 4 bits."""
     from lightning_gqsgd.cli import benching, probing, tables
     from lightning_gqsgd.errors import ConfigError
 
     with _refusals_in_one_line():
+        benching.check(part, megabytes)
         if not probing.is_rank():
-            words = ["--megabytes", str(megabytes), "--rounds", str(rounds), *(["--json"] if as_json else [])]
+            size = [] if megabytes is None else ["--megabytes", str(megabytes)]
+            words = [*([part] if part else []), *size, "--rounds", str(rounds), *(["--json"] if as_json else [])]
             raise typer.Exit(probing.run_ranks(2 if procs is None else procs, ["bench", *words]))
         if procs is not None:
             raise ConfigError("a launcher has started this process as one of its ranks; leave out --procs")
-        made = benching.run_rank(megabytes, rounds)
+        made = benching.run_rank(part, megabytes, rounds)
         if made is None:
             return
     if as_json:
         typer.echo(json.dumps(made.to_dict(), indent=1))
         return
-    tables.show(*benching.tables(made), benching.note(made))
+    tables.show(*benching.parts_of(made))
 
 
 @app.command()

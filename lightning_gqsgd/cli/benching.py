@@ -2,35 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lightning_gqsgd.cli.probing import joined_ranks, plain_table
-from lightning_gqsgd.performance.bench import Bench, measure, runs
+from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.performance.bench import KERNELS_PART, PARTS, REDUCERS_PART, Bench, ReduceTime, measure, runs
+from lightning_gqsgd.performance.training import StepTime, measure_steps, step_runs
+
+#: What ``gqsgd bench`` can be restricted to, or asked for.
+TRAINING = "training"
+CHOICES = (*PARTS, TRAINING)
+#: MiB of the gradient that is averaged, where nobody says another number.
+MEGABYTES = 25.0
+_ON_ONE_MACHINE = (
+    "Ranks on one machine share its memory, so nothing is gained there;\n"
+    "for a network, see `gqsgd advise --link 10gbit --model torchvision:resnet50 --backward 120ms`."
+)
 
 
-def run_rank(megabytes: float, rounds: int) -> Bench | None:
+@dataclass(frozen=True)
+class Training:
+    """Training steps that were measured.
+
+    Attributes:
+        device: the device, in words.
+        backend: of the process group.
+        ranks: number of ranks.
+        rounds: number of timed rounds.
+        steps: see `StepTime`.
+    """
+
+    device: str
+    backend: str
+    ranks: int
+    rounds: int
+    steps: tuple[StepTime, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+
+def check(part: str | None, megabytes: float | None) -> None:
+    """Check what is to be measured, before anything starts.
+
+    Raises:
+        ConfigError: there is no such part, or it has no gradient whose size could be given.
+    """
+    if part is not None:
+        check_one_of("the part", part, CHOICES)
+    if megabytes is not None and part in (KERNELS_PART, TRAINING):
+        raise ConfigError(f"--megabytes {megabytes:g} has no effect on `gqsgd bench {part}`; leave it out")
+
+
+def run_rank(part: str | None, megabytes: float | None, rounds: int) -> Bench | Training | None:
     """Measure as one of a launcher's ranks; returns the times on rank 0, and None on the others.
 
     Args:
-        megabytes: MiB of the gradient that is averaged.
+        part: one of `CHOICES`; None: kernels and all-reduces.
+        megabytes: MiB of the gradient that is averaged; None: `MEGABYTES`.
         rounds: number of timed rounds.
     """
     torch.set_num_threads(1)  # the kernels have one thread on a CPU, so the copy next to them has one as well
     with joined_ranks() as device:
-        console = Console(stderr=True, quiet=dist.get_rank() != 0)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("kernels, then all-reduces", total=runs(rounds))
-            made = measure(device, int(megabytes * 2**18), rounds, lambda: progress.advance(task))
+        made: Bench | Training
+        if part == TRAINING:
+            with _progress("training steps", step_runs(rounds)) as tick:
+                name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+                steps = measure_steps(device, rounds, tick)
+                made = Training(name, dist.get_backend(), dist.get_world_size(), rounds, steps)
+        else:
+            parts = PARTS if part is None else (part,)
+            words = {KERNELS_PART: "kernels", REDUCERS_PART: "all-reduces"}
+            numel = int((MEGABYTES if megabytes is None else megabytes) * 2**18)
+            with _progress(", then ".join(words[name] for name in parts), runs(rounds, parts)) as tick:
+                made = measure(device, numel, rounds, tick, parts)
         return made if dist.get_rank() == 0 else None
 
 
+@contextmanager
+def _progress(words: str, total: int) -> Iterator[Callable[[], object]]:
+    """A bar on rank 0's terminal; the function moves it on by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(words, total=total)
+        yield lambda: progress.advance(task)
+
+
+def parts_of(made: Bench | Training) -> list[RenderableType]:
+    """What was measured, for people: tables, and what they do and do not say."""
+    if isinstance(made, Training):
+        return [_table_of_steps(made), _note_on_steps(made)]
+    return [*tables(made), note(made)]
+
+
 def tables(made: Bench) -> list[Table]:
-    """What was measured, for people."""
+    """Kernels and all-reduces, as far as they were measured."""
+    return [
+        *([_table_of_kernels(made)] if made.kernels else []),
+        *([_table_of_reduces(made)] if made.all_reduces else []),
+    ]
+
+
+def _table_of_kernels(made: Bench) -> Table:
     kernels = plain_table(
         f"Kernels on one {made.device}{' thread' if made.device == 'CPU' else ''}",
         ["codec", "bits", "encode (ns)", "decode (ns)", "both (GB/s)", "both / copy"],
@@ -38,22 +122,44 @@ def tables(made: Bench) -> list[Table]:
     for kernel in made.kernels:
         times = (kernel.encode_ns, kernel.decode_ns, kernel.gradient_gb_per_s, kernel.times_copy)
         kernels.add_row(kernel.codec, str(kernel.bits), *(f"{value:.2f}" for value in times))
+    return kernels
+
+
+def _table_of_reduces(made: Bench) -> Table:
     mebibytes = made.numel * 4 / 2**20
-    reduces = plain_table(
-        f"All-reduce of {mebibytes:.4g} MiB over {made.ranks} local ranks by {made.backend}",
-        ["", "sent (MB)", "time (ms)", "against fp32", "10 to 90 %"],
-    )
-    for way in made.all_reduces:
+    title = f"All-reduce of {mebibytes:.4g} MiB over {made.ranks} local ranks by {made.backend}"
+    return _table_of_ways(title, "fp32", made.all_reduces)
+
+
+def _table_of_steps(made: Training) -> Table:
+    title = f"Training step of a small model over {made.ranks} local ranks by {made.backend}"
+    return _table_of_ways(title, "ddp", made.steps)
+
+
+def _table_of_ways(title: str, against: str, ways: Sequence[ReduceTime] | Sequence[StepTime]) -> Table:
+    made = plain_table(title, ["", "sent (MB)", "time (ms)", f"against {against}", "10 to 90 %"])
+    for way in ways:
         spread = f"{way.low:.2f} to {way.high:.2f}"
-        reduces.add_row(way.name, f"{way.sent_mb:.1f}", f"{way.ms:.1f}", f"{way.speedup:.2f}×", spread)
-    return [kernels, reduces]
+        made.add_row(way.name, f"{way.sent_mb:.1f}", f"{way.ms:.1f}", f"{way.speedup:.2f}×", spread)
+    return made
 
 
 def note(made: Bench) -> str:
     """What the figures do and do not say, in words."""
-    fastest = max(made.all_reduces, key=lambda way: way.speedup)
+    said = [f"Medians of {made.rounds} rounds in turns."]
+    if made.kernels:
+        said.insert(0, "ns: per coordinate; GB/s: of fp32 gradient.")
+    if made.all_reduces:
+        said.append(f"Between these ranks {_fastest(made.all_reduces)} is fastest. {_ON_ONE_MACHINE}")
+    return "\n".join(said)
+
+
+def _note_on_steps(made: Training) -> str:
     return (
-        f"ns: per coordinate; GB/s: of fp32 gradient; medians of {made.rounds} rounds in turns.\n"
-        f"Between these ranks {fastest.name} is fastest. Ranks on one machine share its memory, so nothing is gained "
-        "there;\nfor a network, see `gqsgd advise --link 10gbit --model torchvision:resnet50 --backward 120ms`."
+        f"The model has dense layers and 5 M parameters; medians of {made.rounds} rounds in turns.\n"
+        f"Between these ranks {_fastest(made.steps)} is fastest. {_ON_ONE_MACHINE}"
     )
+
+
+def _fastest(ways: Sequence[ReduceTime] | Sequence[StepTime]) -> str:
+    return max(ways, key=lambda way: way.speedup).name

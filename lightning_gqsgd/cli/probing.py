@@ -198,7 +198,7 @@ def lines(probe: Probe) -> list[str]:
     said = [
         f"Each rank has {costs.cores:.2g} processors, {costs.thread:.2g} with one thread; a copy takes "
         f"{1e9 * costs.touch_s:.2g} ns per byte, a launch {1e6 * costs.launch_s:.3g} µs. Measured in "
-        f"{probe.seconds:.0f} s."
+        f"{probe.seconds:.0f} s, with fewer repetitions where there are more ranks."
     ]
     return said + [
         f"{line.name}: {len(line.buckets)} buckets, ready after "

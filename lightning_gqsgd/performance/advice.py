@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ WORTH = 0.05
 CLOSE = 0.03
 #: The share of a step that waits, from which on local steps are advised as well.
 LONG_WAIT = 0.5
+#: The share of a step below which nothing is said of what it waits for.
+NO_WAIT = 0.01
 #: Steps between two averages, and bits of the changes, of the preset ``gqsgd_diloco``.
 LOCAL_STEPS, LOCAL_BITS = 32, 4
 #: The most ranks that are predicted: each of them is an owner of a shard in every piece, which takes time.
@@ -50,6 +51,7 @@ class Cluster:
         batch: samples of each rank in a step; None: nobody knows them.
         link: rate of the link between nodes in bytes per second; None: it was measured.
         notes: how sure the numbers are, for people.
+        codec: whose codec the predictions have, for people; empty: nobody has said.
     """
 
     timeline: Timeline
@@ -59,6 +61,7 @@ class Cluster:
     batch: int | None
     link: float | None = None
     notes: tuple[str, ...] = ()
+    codec: str = ""
 
     def __post_init__(self) -> None:
         check_size(self.nodes, self.per_node)
@@ -167,7 +170,12 @@ def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = 
 
 
 def candidates(
-    cluster: Cluster, *, nodes: int | None = None, factor: float = 1.0, widths: Sequence[int] = BITS
+    cluster: Cluster,
+    *,
+    nodes: int | None = None,
+    factor: float = 1.0,
+    widths: Sequence[int] = BITS,
+    tick: Callable[[str], object] = lambda name: None,
 ) -> list[Candidate]:
     """Predictions of all candidates, on another number of nodes or on links of another rate, if given.
 
@@ -176,11 +184,15 @@ def candidates(
         nodes: number of nodes; None: the cluster's.
         factor: by which the rate of the links changes.
         widths: bits of the codes that are compared.
+        tick: called with the name of each candidate before its prediction.
     """
     nodes = cluster.nodes if nodes is None else nodes
     costs = cluster.costs_at(nodes, factor)
-    make = partial(predict, cluster.timeline, costs, nodes * cluster.per_node)
-    return [Candidate(name, method, make(method)) for name, method in methods(cluster, nodes, costs, widths).items()]
+    made = []
+    for name, method in methods(cluster, nodes, costs, widths).items():
+        tick(name)
+        made.append(Candidate(name, method, predict(cluster.timeline, costs, nodes * cluster.per_node, method)))
+    return made
 
 
 def with_local_steps(cluster: Cluster) -> Candidate | None:
@@ -208,6 +220,7 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
         exposed_s=share * average.step_s,
         sent_bytes=round(share * average.sent_bytes),
         events=(),
+        node_bytes=round(share * average.node_bytes),
     )
     return Candidate(f"{LOCAL_BITS} bit, every {LOCAL_STEPS} steps", method, step)
 
@@ -249,15 +262,28 @@ def recommendation(choices: Sequence[Candidate]) -> str:
             f"Not worth it: {waits}, and no compression to {FEWEST_BITS} bits or more would shorten it{most}; "
             "keep plain DDP."
         )
+    name = "torch's bf16_compress_hook" if best.method == BF16 else best.keywords
     saved = f"predicted to take {_ms(made.step_s)}, {plain.step_s / made.step_s:.2f} times faster"
-    if best.method == BF16:
-        return f"Take torch's bf16_compress_hook, {saved}: {waits}, and half the bytes are enough to hide most of it."
-    rest = (
-        f"the link is still busy for {_ms(made.wire_s)}"
-        if made.wire_s > made.codec_s
-        else (f"encoding and decoding take {_ms(made.codec_s)}")
-    )
-    return f"Take {best.keywords}, {saved}: {waits}, and with {best.name} {rest}, {_ms(made.exposed_s)} of it exposed."
+    return f"Take {name}, {saved}: {waits}, and {_what_is_left(best)}."
+
+
+def _what_is_left(best: Candidate) -> str:
+    """What a step of a candidate still waits for, as a clause; nothing is said to be hidden that is not."""
+    made = best.prediction
+    waits = f"with {best.name} it waits {_ms(made.exposed_s)}, {_share(made)} of the step"
+    if made.exposed_s <= NO_WAIT * made.step_s:
+        return waits
+    busy = f"the link is busy for {_ms(made.wire_s)}"
+    if made.wire_s <= made.codec_s:
+        busy = f"encoding and decoding take {_ms(made.codec_s)}"
+    elif made.exposed_s > made.wire_s + made.codec_s:  # the rest is neither: collectives that have not begun to send
+        busy = f"most of it is latency, as {busy} only" if made.exposed_s > 2 * (made.wire_s + made.codec_s) else busy
+    return f"{waits}: {busy}"
+
+
+def _share(made: Prediction) -> str:
+    """The share of a step that waits, as text."""
+    return f"{max(0.0, made.exposed_s) / made.step_s:.0%}"
 
 
 def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None) -> str | None:
@@ -268,7 +294,7 @@ def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None)
         return None
     step_s = local.prediction.step_s
     return (
-        f'If {made.exposed_s / made.step_s:.0%} of a step are too long a wait: strategy="gqsgd_diloco" averages models '
+        f'If {_share(made)} of a step are too long a wait: strategy="gqsgd_diloco" averages models '
         f"every {LOCAL_STEPS} steps instead of gradients, predicted to take {_ms(step_s)} a step on average, "
         f"{made.step_s / step_s:.2f} times faster than {best.name}; compare what the loss ends with."
     )
@@ -289,6 +315,19 @@ def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
     return {factor: candidates(cluster, factor=factor) for factor in RATE_FACTORS}
 
 
+@dataclass(frozen=True)
+class Sweeps:
+    """Candidates over numbers of nodes, and over the factor by which the rate of the links changes."""
+
+    nodes: dict[int, list[Candidate]]
+    rates: dict[float, list[Candidate]]
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Sweeps:
+        """Both sweeps of a cluster."""
+        return cls(over_nodes(cluster), over_rates(cluster))
+
+
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
     """The smallest factor from which on no candidate is worth a change; None: one is, even on the fastest links."""
     limit = None
@@ -300,4 +339,5 @@ def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
 
 
 def _ms(seconds: float) -> str:
+    seconds = seconds if seconds > 1e-12 else 0.0  # what is exposed is a difference, and may be less than 0 by rounding
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -6,7 +6,7 @@ rounds of a ratio within one round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,8 @@ KERNELS = (
     ("linear", 4),
     ("eden", 2),
 )
+#: The parts of what is measured.
+PARTS = KERNELS_PART, REDUCERS_PART = "kernels", "reducers"
 #: The widths at which a gradient is averaged, next to fp32 and bf16.
 WIDTHS = (8, 4)
 #: Rounds before those that are timed.
@@ -109,25 +111,33 @@ class Bench:
         return asdict(self)
 
 
-def measure(device: torch.device, numel: int, rounds: int, tick: Callable[[], object] = lambda: None) -> Bench:
-    """Time everything on this device and between the ranks of the default process group. A collective.
+def measure(
+    device: torch.device,
+    numel: int,
+    rounds: int,
+    tick: Callable[[], object] = lambda: None,
+    parts: Sequence[str] = PARTS,
+) -> Bench:
+    """Time kernels and all-reduces on this device and between the ranks of the default process group. A collective.
 
     Args:
         device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
         numel: coordinates of the gradient.
         rounds: number of timed rounds.
         tick: called before every run of a case, `runs` times on rank 0.
+        parts: of `PARTS`, which to time; the others are empty.
     """
-    kernels = _kernels(device, rounds, tick) if dist.get_rank() == 0 else ()
+    kernels = _kernels(device, rounds, tick) if dist.get_rank() == 0 and KERNELS_PART in parts else ()
     dist.barrier()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    reduces = _all_reduces(device, numel, rounds, tick)
+    reduces = _all_reduces(device, numel, rounds, tick) if REDUCERS_PART in parts else ()
     return Bench(name, dist.get_backend(), dist.get_world_size(), numel, rounds, kernels, reduces)
 
 
-def runs(rounds: int) -> int:
+def runs(rounds: int, parts: Sequence[str] = PARTS) -> int:
     """How often `measure` runs a case, rounds that are not timed included."""
-    return (rounds + WARMUP) * (1 + 2 * len(KERNELS) + 2 + len(WIDTHS))
+    cases = {KERNELS_PART: 1 + 2 * len(KERNELS), REDUCERS_PART: 2 + len(WIDTHS)}
+    return (rounds + WARMUP) * sum(cases[part] for part in parts)
 
 
 def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> tuple[KernelTime, ...]:
@@ -187,7 +197,7 @@ def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[
         seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock)
     finally:
         engine.close()
-    return _rows({name: _slowest(values, device) for name, values in seconds.items()}, sent)
+    return _rows({name: slowest_rounds(values, device) for name, values in seconds.items()}, sent)
 
 
 def _rows(seconds: Mapping[str, np.ndarray], sent: Mapping[str, int]) -> tuple[ReduceTime, ...]:
@@ -198,7 +208,7 @@ def _rows(seconds: Mapping[str, np.ndarray], sent: Mapping[str, int]) -> tuple[R
     return tuple(made)
 
 
-def _slowest(values: np.ndarray, device: torch.device) -> np.ndarray:
+def slowest_rounds(values: np.ndarray, device: torch.device) -> np.ndarray:
     """Each round's time on the slowest rank."""
     made: np.ndarray = slowest(torch.from_numpy(values), device).numpy()
     return made

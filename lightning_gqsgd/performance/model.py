@@ -44,6 +44,7 @@ class Prediction:
         exposed_s: seconds that the step is longer than its computation.
         sent_bytes: bytes that each rank sends in a step.
         events: what each resource did, and when.
+        node_bytes: those of ``sent_bytes`` that collectives between the ranks of one node carry.
     """
 
     step_s: float
@@ -53,6 +54,12 @@ class Prediction:
     exposed_s: float
     sent_bytes: int
     events: tuple[Event, ...]
+    node_bytes: int = 0
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that a rank sends in collectives that reach other nodes."""
+        return self.sent_bytes - self.node_bytes
 
     @property
     def efficiency(self) -> float:
@@ -102,7 +109,8 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     events = tuple(sorted(clock.events, key=lambda event: event.start_s))
     codec = _busy(events, lambda name: name == "codec" or name.startswith("stream"))
     wire = _busy(events, lambda name: name in LINKS)
-    return Prediction(step, timeline.compute_s, codec, wire, step - timeline.compute_s, sent, events)
+    inside = sum(profile.node_bytes for bucket in profiles for profile in bucket)
+    return Prediction(step, timeline.compute_s, codec, wire, step - timeline.compute_s, sent, events, inside)
 
 
 def _profiles(
@@ -126,7 +134,7 @@ def _profiles(
     return several, sent
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1 << 14)
 def _bucket(
     config: GQSGDConfig, segments: tuple[Segment, ...], ranks: int, dtype: torch.dtype, piece_numel: int
 ) -> tuple[tuple[Profile, ...], int]:

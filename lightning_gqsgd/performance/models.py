@@ -51,7 +51,7 @@ class Built:
 def build(name: str, batch: int, device: torch.device) -> Built:
     """Build a model with random weights; on the device "meta" without weights. Nothing is downloaded.
 
-    A function of the user's returns the model, or the model and a tuple of the inputs of its forward pass.
+    A function of the user's returns the model, or the model and the inputs of its forward pass: a tuple, or one tensor.
 
     Args:
         name: see `FORMS`.
@@ -94,8 +94,11 @@ def _built(name: str, kind: str, rest: str, batch: int) -> Built:
         raise ConfigError(
             f"{name} returned {type(model).__name__}; return a torch.nn.Module, or a module and its inputs"
         )
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     if not (inputs is None or isinstance(inputs, (tuple, list))):
-        raise ConfigError(f"{name} returned inputs of type {type(inputs).__name__}; return a tuple of them")
+        raise ConfigError(
+            f"{name} returned inputs of type {type(inputs).__name__}; return a tensor, or a tuple of inputs"
+        )
     return Built(name, model, None if inputs is None else tuple(inputs))
 
 
@@ -160,6 +163,15 @@ def operations(built: Built) -> list[float] | None:
         for hook in hooks:
             hook.remove()
     return [max(counts.get(id(p), 0.0), float(p.numel())) for p in built.model.parameters() if p.requires_grad]
+
+
+def sparse_tables(model: nn.Module) -> dict[str, int]:
+    """The coordinates of the parameters whose gradients are sparse, by their names: tables with ``sparse=True``."""
+    return {
+        f"{name}.weight".removeprefix("."): module.weight.numel()
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+    }
 
 
 def _shape(value: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.performance.advice import Cluster, break_even, over_nodes, over_rates
+from lightning_gqsgd.performance.advice import Cluster, Sweeps, break_even
 from lightning_gqsgd.performance.model import Prediction
 from lightning_gqsgd.performance.units import rate_in_words
 from lightning_gqsgd.performance.writing import check_writable
@@ -48,14 +48,14 @@ def check_files(files: Mapping[str, Path]) -> None:
         raise ConfigError(f"{' and '.join(files)} name one file, {next(iter(files.values()))}; name two files")
 
 
-def draw_sweeps(cluster: Cluster, file: Path) -> None:
+def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
     """Draw the scaling efficiency over nodes, and the length of a step over the rate of links.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     plt = _pyplot()
-    nodes, rates = over_nodes(cluster), over_rates(cluster)
+    nodes, rates = sweeps.nodes, sweeps.rates
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
     for name in dict.fromkeys(candidate.name for choices in nodes.values() for candidate in choices):
         style = {"color": _COLOURS[name.split(" ")[0]], "ls": "--" if "hierarchical" in name else "-", "lw": 1.4}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -41,6 +42,9 @@ from lightning_gqsgd.transport.communicator import Communicator
 #: Version of the file that a probe is kept in.
 VERSION = 1
 
+#: Bytes of the largest file that is read as a probe; one with the timelines of several large models has less than 1 MB.
+MOST_BYTES = 16 << 20
+
 #: Collectives that are under way at once in a row.
 AT_ONCE = 4
 #: Bytes of the short message.
@@ -57,6 +61,10 @@ REPEATS = (3, 15)
 #: Seconds of a row, about, and collectives of the shortest and of the longest row.
 ROW_S = 1.0
 ROWS = (AT_ONCE, 32)
+#: Seconds of all collectives together, about, and of the kernels: more ranks get fewer repetitions.
+COLLECTIVES_S, KERNELS_S = 10.0, 3.0
+#: The fewest seconds of one kind of collective, about: with less, messages would be too short to time a byte.
+LEAST_S = 0.4
 #: Seconds in which processors are counted, once for each kind of collective: other programs come and go.
 COUNTING_S = 0.1
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
@@ -103,7 +111,9 @@ class Probe:
             ConfigError: there is no such file, or it is no probe of this version.
         """
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(_text(path))
+        except ConfigError:
+            raise
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
         except (ValueError, RecursionError):
@@ -136,6 +146,24 @@ class Probe:
             seconds=reading.number(given["seconds"], "seconds"),
             timelines=tuple(map(Timeline.from_dict, reading.rows(given["timelines"], "timelines"))),
         )
+
+
+def _text(path: Path) -> str:
+    """The text of a file that is small enough for a probe.
+
+    Raises:
+        ConfigError: the file is no regular one, e.g. a device that never ends, or is too large.
+        OSError: it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is no regular file; give the file that `gqsgd probe --output FILE` has written")
+    if status.st_size > MOST_BYTES:
+        raise ConfigError(
+            f"{path} has {status.st_size:,} bytes, and a probe has at most {MOST_BYTES:,}; give the file that "
+            "`gqsgd probe --output FILE` has written"
+        )
+    return path.read_text()
 
 
 def _costs_of(values: object, source: str) -> Costs:
@@ -181,13 +209,14 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
     scopes = (ALL, Scope("node", per_node), Scope("peers", per_node)) if 1 < per_node < ranks else (ALL,)
     communicator.extend([scopes])
     try:
-        clock = _Stopwatch(communicator)
+        clock = _Stopwatch(communicator, len(scopes) * len(KINDS))
         collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
         on_streams = communicator.backend == "nccl"
         thread = 1.0 if on_streams else median(clock.thread)
         cores = 1.0 if on_streams else max(thread, median(clock.cores))
-        gammas = {codec_of_bits(width): _gamma(device, width) for width in bits}
-        costs = Costs(collectives, gammas, *_copying(device), cores, thread, on_streams, source="measured")
+        patience_s = KERNELS_S / (3 * len(bits) + 2)
+        gammas = {codec_of_bits(width): _gamma(device, width, patience_s) for width in bits}
+        costs = Costs(collectives, gammas, *_copying(device, patience_s), cores, thread, on_streams, source="measured")
     finally:
         communicator.close()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -201,31 +230,43 @@ class _Stopwatch:
         cores: processors that this rank got while all ranks wanted as many as they can have, the smallest of all ranks,
             at several times.
         thread: the same while all ranks ran one thread.
+
+    Args:
+        communicator: what collectives run on.
+        kinds: how many kinds of collectives will be timed; they share `COLLECTIVES_S`.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, kinds: int) -> None:
+        self._communicator, self._left = communicator, kinds
+        self._begun = time.perf_counter()
         self.cores: list[float] = []
         self.thread: list[float] = []
 
     def collective(self, kind: str, scope: Scope) -> Collective:
         """The constants of one kind of collective."""
-        self.cores.append(_processors(self._communicator, min(MOST_THREADS, os.cpu_count() or 1)))
-        self.thread.append(_processors(self._communicator, 1))
+        share_s = self._share()
+        if len(self.cores) < len(KINDS):  # a second scope has the same processors
+            self.cores.append(_processors(self._communicator, min(MOST_THREADS, os.cpu_count() or 1)))
+            self.thread.append(_processors(self._communicator, 1))
+        patience_s, most_s = min(PATIENCE_S, share_s / 6), min(ROW_S, share_s / 5)
         members = len(scope.members(self._communicator.rank, self._communicator.size))
-        alpha_s = self._repeat(kind, SHORT_BYTES, scope)
-        cpu_s = self._row(kind, SHORT_BYTES, scope, ROWS[1])[1] / ROWS[1]
+        alpha_s = self._repeat(kind, SHORT_BYTES, scope, patience_s)
+        short = _between(ROWS, patience_s / alpha_s)
+        cpu_s = self._row(kind, SHORT_BYTES, scope, short)[1] / short
         longest = LONG_BYTES.get(kind, PIECE_BYTES)
         if kind == "all_gather" and members > 2:  # of the shards of a piece; beyond two ranks nobody gathers pieces
             longest //= members
         nbytes = min(FIRST_LONG_BYTES, longest)
-        while nbytes < longest and self._row(kind, nbytes, scope, 1)[0] < LONG_ENOUGH_S:
+        enough_s = min(LONG_ENOUGH_S, share_s / 16)
+        while nbytes < longest and self._row(kind, nbytes, scope, 1)[0] < enough_s:
             nbytes = min(4 * nbytes, longest)
         sent = self._exchange(kind, nbytes, scope)[1]
-        alone_s = self._repeat(kind, nbytes, scope)
-        count = min(ROWS[1], max(ROWS[0], int(ROW_S / alone_s)))
-        # The shorter of two rows, because a connection that was idle may pause.
-        row_s, row_cpu_s = min(self._row(kind, nbytes, scope, count) for _ in range(2))
+        alone_s = self._repeat(kind, nbytes, scope, patience_s)
+        count = _between(ROWS, most_s / alone_s)
+        rows = [self._row(kind, nbytes, scope, count)]
+        if rows[0][0] < share_s / 3:  # the shorter of two rows, because a connection that was idle may pause
+            rows.append(self._row(kind, nbytes, scope, count))
+        row_s, row_cpu_s = min(rows)
         # The latency of short messages varies. It is a small part of a row, and may be most of one collective.
         beta_s = min((row_s - alpha_s) / count, alone_s) / sent
         if beta_s <= 0:  # other programs slowed the short messages down
@@ -233,6 +274,17 @@ class _Stopwatch:
         alone_beta_s = (alone_s - alpha_s) / sent
         cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
         return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, cpu_beta_s)
+
+    def _share(self) -> float:
+        """Seconds that the next kind of collective may take, about; all ranks get the same number."""
+        left_s = COLLECTIVES_S - self._spent()
+        self._left -= 1
+        return max(LEAST_S, left_s / (self._left + 1))
+
+    def _spent(self) -> float:
+        """Seconds since the start, of the slowest rank."""
+        spent = torch.tensor([time.perf_counter() - self._begun], dtype=torch.float64)
+        return float(slowest(spent, self._communicator.device)[0])
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
         """A collective of messages of about this length, and the bytes that a rank sends in it."""
@@ -252,10 +304,10 @@ class _Stopwatch:
             exchange = Exchange(name, tensor, tensor, scope=scope)
         return exchange, message_of(exchange, rank, size).sent_bytes
 
-    def _repeat(self, kind: str, nbytes: int, scope: Scope) -> float:
-        """Median seconds of one collective; all ranks get the same number."""
+    def _repeat(self, kind: str, nbytes: int, scope: Scope, patience_s: float) -> float:
+        """Median seconds of one collective, from about ``patience_s`` of them; all ranks get the same number."""
         walls: list[float] = []
-        while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < PATIENCE_S):
+        while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < patience_s):
             walls.append(self._row(kind, nbytes, scope, 1)[0])
         return median(walls)
 
@@ -276,6 +328,10 @@ class _Stopwatch:
         times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
         wall_s, cpu_s = slowest(times, self._communicator.device).tolist()
         return wall_s, cpu_s
+
+
+def _between(limits: tuple[int, int], value: float) -> int:
+    return min(limits[1], max(limits[0], int(min(value, limits[1]))))
 
 
 def slowest(values: Tensor, device: torch.device) -> Tensor:
@@ -311,12 +367,12 @@ def codec_of_bits(bits: int) -> str:
     return codec_name(q.kind, q.bits)
 
 
-def _gamma(device: torch.device, bits: int) -> Gamma:
+def _gamma(device: torch.device, bits: int, patience_s: float) -> Gamma:
     """Seconds of a codec's kernels for each coordinate."""
     numel = CODEC_NUMEL[device.type]
     codec = CodecCase(device, GQSGDConfig(bits=bits), numel)
-    encode_s, decode_s = _seconds(codec.encode, device), _seconds(codec.decode, device)
-    return Gamma(encode_s / numel, decode_s / numel, _seconds(codec.add, device) / _SOURCES / numel)
+    encode_s, decode_s, add_s = (_seconds(call, device, patience_s) for call in (codec.encode, codec.decode, codec.add))
+    return Gamma(encode_s / numel, decode_s / numel, add_s / _SOURCES / numel)
 
 
 class CodecCase:
@@ -353,19 +409,23 @@ class CodecCase:
         self._kernels.decode(self._wires, self._layout.blocks, self._x, self._q, self._keys)
 
 
-def _copying(device: torch.device) -> tuple[float, float]:
+def _copying(device: torch.device, patience_s: float) -> tuple[float, float]:
     """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
     x = torch.zeros(1 << 22, device=device)
     y, config = torch.empty_like(x), GQSGDConfig()
-    launch_s = _seconds(CodecCase(device, config, config.block_size).encode, device)
-    return max(0.0, _seconds(lambda: y.copy_(x), device) - launch_s) / (2 * x.nbytes), launch_s
+    launch_s = _seconds(CodecCase(device, config, config.block_size).encode, device, patience_s)
+    return max(0.0, _seconds(lambda: y.copy_(x), device, patience_s) - launch_s) / (2 * x.nbytes), launch_s
 
 
-def _seconds(call: Callable[[], object], device: torch.device, repeat: int = 12) -> float:
-    """Median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time."""
+def _seconds(call: Callable[[], object], device: torch.device, patience_s: float) -> float:
+    """Median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time.
+
+    The call runs for ``patience_s`` about, and between 3 and 12 times after one that warms up.
+    """
     call()
-    times = []
-    for _ in range(repeat):
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < 12 and time.perf_counter() - began < patience_s):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             begun = time.perf_counter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,9 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work, note, noting
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.performance.pieces import Piece, can_be_alike, pieces_of
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
 from lightning_gqsgd.reducers.base import Exchange, Scope, Steps, ring_bytes
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, StampCheck
@@ -73,6 +74,12 @@ class Profile:
         """Bytes that a rank sends."""
         return sum(message.sent_bytes for stage in self.stages for message in stage.messages)
 
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that a rank sends in collectives between the ranks of its node."""
+        messages = (message for stage in self.stages for message in stage.messages)
+        return sum(message.sent_bytes for message in messages if message.scope.kind == "node")
+
 
 def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface: bool = False) -> Profile:
     """The profile of the steps that a function starts; ``rank`` is the rank that the steps belong to."""
@@ -108,8 +115,28 @@ def bucket_profiles(
     """
     if config.coder == "elias":
         raise ConfigError("coder='elias' has messages whose length depends on the gradients; predict coder='fixed'")
-    config = replace(config, sample_every=0)
-    plan = Plan(segments, Setting(config, ranks, dtype, piece_numel))
+    setting = Setting(replace(config, sample_every=0), ranks, dtype, piece_numel)
+    if not can_be_alike(config):
+        return _profiles_of_plan(segments, setting)
+    several = [_of_piece(piece) for piece in pieces_of(segments, setting)]
+    return tuple(profile for profile, _ in several), sum(nbytes for _, nbytes in several)
+
+
+@lru_cache(maxsize=1 << 14)
+def _of_piece(piece: Piece) -> tuple[Profile, int]:
+    """The profile of a piece and of all that are alike, and the bytes that a rank sends for it."""
+    setting = piece.setting
+    reducer = REDUCERS[setting.config.reducer](piece.table(), setting)
+    x = torch.empty(piece.numel, dtype=setting.dtype, device=META)
+    store = new_store(setting.config, setting.ranks, {}, setting.dtype, META)
+    start = partial(reduced, reducer, x, 0, StepKeys.of(setting.config, 0, setting.ranks), store)
+    return profile_of(start, 0, setting.ranks), reducer.sent_bytes
+
+
+def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tuple[Profile, ...], int]:
+    """As `bucket_profiles`, by way of the bucket's whole plan: what pieces remember depends on their parameters."""
+    config, ranks, dtype = setting.config, setting.ranks, setting.dtype
+    plan = Plan(segments, setting)
     x = torch.empty(plan.numel, dtype=dtype, device=META)
     store = new_store(config, ranks, {segment.parameter: segment.numel for segment in segments}, dtype, META)
     starts = plan.starts(x, 0, 1, store, BucketCounters(), Telemetry())

@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance import bench, predict
+from lightning_gqsgd.performance import probe as probe_module
 from lightning_gqsgd.performance.costs import KINDS, Costs
 from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.recording import Recorder
+from lightning_gqsgd.performance.training import StepTime
+from lightning_gqsgd.reducers.base import ALL, Scope
+from lightning_gqsgd.transport.communicator import Communicator
 from tests.distributed.ranks import run
 
 
@@ -67,6 +72,35 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
     advised = _gqsgd(tmp_path, "advise", "--probe", str(file), "--json")
     assert advised.returncode == 0, advised.stderr
     assert json.loads(advised.stdout)["nodes"] == 1
+
+
+class _SlowClock(probe_module._Stopwatch):
+    """A stopwatch on a link where each byte takes 1 µs; time passes without anybody waiting."""
+
+    def __init__(self, kinds: int) -> None:
+        communicator = SimpleNamespace(rank=0, size=8, device=torch.device("cpu"))
+        super().__init__(cast("Communicator", communicator), kinds)
+        self.now_s = 0.0
+
+    def _spent(self) -> float:
+        return self.now_s
+
+    def _row(self, kind: str, nbytes: int, scope: Scope, count: int) -> tuple[float, float]:
+        took_s = count * (1e-3 + 1e-6 * self._exchange(kind, nbytes, scope)[1])
+        self.now_s += took_s
+        return took_s, 1e-4 * count
+
+
+@pytest.mark.parametrize("scopes", [1, 3])
+def test_a_probe_keeps_to_its_time_on_slow_links(scopes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_processors", lambda *_: 1.0)
+    clock = _SlowClock(scopes * len(KINDS))
+    for _ in range(scopes):
+        for kind in KINDS:
+            cost = clock.collective(kind, ALL)
+            assert cost.beta_s == pytest.approx(1e-6, rel=0.1)
+            assert cost.alpha_s == pytest.approx(1e-3 + 1e-6 * clock._exchange(kind, 4096, ALL)[1])
+    assert clock.now_s < 16
 
 
 def _record(rank: int) -> dict[str, Any]:
@@ -200,6 +234,56 @@ def test_a_bench_is_a_table_of_kernels_and_one_of_all_reduces() -> None:
     assert "All-reduce of 25 MiB over 2 local ranks by gloo" in text
     assert "1.50×" in text
     assert "8 bits, gather is fastest" in text
+
+
+@pytest.mark.slow
+def test_a_bench_of_training_times_steps_under_ddp_and_hooks(tmp_path: Path) -> None:
+    done = _gqsgd(tmp_path, "bench", "training", "--rounds", "3", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads(done.stdout)
+    assert (made["ranks"], made["backend"], made["rounds"]) == (2, "gloo", 3)
+    steps = {step["name"]: step for step in made["steps"]}
+    assert list(steps) == ["ddp", "bf16 hook", "8 bits", "4 bits"]
+    assert steps["ddp"]["speedup"] == 1
+    assert all(step["ms"] > 0 and step["low"] <= step["speedup"] <= step["high"] for step in steps.values())
+    sent = [step["sent_mb"] / steps["ddp"]["sent_mb"] for step in steps.values()]
+    assert sent[:2] == [1, 0.5]
+    assert 0.25 < sent[2] < 0.27
+    assert 0.125 < sent[3] < 0.145
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["kernels", "reducers"])
+def test_a_bench_of_one_part_leaves_the_other_out(part: str, tmp_path: Path) -> None:
+    done = _gqsgd(tmp_path, "bench", part, "--rounds", "3", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads(done.stdout)
+    assert (bool(made["kernels"]), bool(made["all_reduces"])) == (part == "kernels", part == "reducers")
+
+
+def test_a_bench_of_training_is_a_table() -> None:
+    steps = (StepTime("ddp", 18.9, 40, 1, 1, 1), StepTime("4 bits", 2.4, 20, 2, 1.9, 2.1))
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(*benching.parts_of(benching.Training("CPU", "gloo", 2, 15, steps)), sep="\n")
+    text = captured.get()
+    assert "Training step of a small model over 2 local ranks by gloo" in text
+    assert "against ddp" in text
+    assert "4 bits is fastest" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trainings"], "the part='trainings' is not one of 'kernels', 'reducers', 'training'"),
+        (["training", "--megabytes", "3"], "--megabytes 3 has no effect on `gqsgd bench training`; leave it out"),
+    ],
+)
+def test_a_bench_of_what_does_not_exist_is_refused_before_any_process_starts(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_bench_of_one_process_is_refused() -> None:

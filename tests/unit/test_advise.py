@@ -118,7 +118,8 @@ def test_a_probe_without_these_codes_predicts_no_local_steps(tmp_path: Path) -> 
 def test_the_table_says_that_numbers_of_gpus_are_estimates() -> None:
     result = _run(*USUAL, "--link", "10gbit")
     assert result.exit_code == 0, result.output
-    assert "Note: codec: h100: an estimate from memory bandwidth, not a measurement." in result.stdout
+    assert "Note: codec: h100: an estimate from memory bandwidth, not a measurement; it is assumed" in result.stdout
+    assert "codec h100 (assumed): predicted" in result.stdout
     assert "…" not in result.stdout
 
 
@@ -373,9 +374,9 @@ def imaginary() -> nn.Module:
     return nn.Linear(4, 3, dtype=torch.complex64)
 
 
-def no_tuple() -> tuple[nn.Module, torch.Tensor]:
+def no_tuple() -> tuple[nn.Module, int]:
     """A model, and inputs that are no tuple."""
-    return nn.Linear(4, 3), torch.zeros(1, 4)
+    return nn.Linear(4, 3), 4
 
 
 @pytest.mark.parametrize(
@@ -389,7 +390,7 @@ def no_tuple() -> tuple[nn.Module, torch.Tensor]:
         (f"{HERE}:ends", "cannot be built: SystemExit: 3; name a model"),
         (f"{HERE}:lazy", "weight has no size before the first forward pass; give its layer a size"),
         (f"{HERE}:imaginary", "weight has the dtype torch.complex64; give it one of torch.float32"),
-        (f"{HERE}:no_tuple", "returned inputs of type Tensor; return a tuple of them"),
+        (f"{HERE}:no_tuple", "returned inputs of type int; return a tensor, or a tuple"),
         (":x", "model ':x' is none of torchvision:NAME"),
         ("..:x", "model '..:x' is none of torchvision:NAME"),
         (".a:x", "model '.a:x' is none of torchvision:NAME"),

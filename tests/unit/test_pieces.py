@@ -1,0 +1,89 @@
+"""Predictions of large models: alike pieces are looked at once, and nothing else changes."""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_gqsgd.cli import waiting
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.performance import Bucket, Timeline, advice, profile
+from lightning_gqsgd.performance.costs import ESTIMATES, Link
+from lightning_gqsgd.reducers import Setting, resolve
+
+NUMELS = (1, 7, 64, 128, 1000, 4096, 100_003, 1 << 17, 300_000, 1 << 20)
+RANKS = ((2, 0), (3, 0), (16, 0), (16, 8), (64, 32), (200, 0), (1000, 4))
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {"bits": 8},
+    {"bits": 4},
+    {"bits": 3},
+    {"bits": 32},
+    {"bits": 16},
+    {"bits": 8, "codec": "linear"},
+    {"bits": 8, "codec": "linear", "scale": "global"},
+    {"bits": 4, "memory": "ef"},
+    {"bits": 4, "scale_per": "parameter"},
+)
+
+
+@pytest.mark.parametrize("fields", CONFIGS, ids=str)
+def test_profiles_are_those_of_the_whole_plan(fields: dict[str, Any]) -> None:
+    draw = random.Random(str(fields))  # noqa: S311
+    for ranks, node_size in RANKS:
+        levels = {"reducer": "hierarchical", "node_size": node_size} if node_size and len(fields) == 1 else {}
+        levels = {} if fields["bits"] > 8 else levels
+        if fields.get("scale") == "global" and ranks > 200:  # more ranks than codes of 8 bits can be added of
+            continue
+        config = resolve(GQSGDConfig(sample_every=0, **fields, **levels), ranks)
+        for piece_numel in (1 << 15, 1 << 19, 1 << 24):
+            first = draw.randrange(500)
+            segments = [Segment(first + number, draw.choice(NUMELS), draw.random() < 0.3) for number in range(5)]
+            made = profile.bucket_profiles(config, segments, ranks, torch.float32, piece_numel)
+            setting = Setting(config, ranks, torch.float32, piece_numel)
+            assert made == profile._profiles_of_plan(segments, setting)
+
+
+def _large(buckets: int, numel: int) -> advice.Cluster:
+    made = tuple(Bucket((Segment(number, numel, False),), number / buckets) for number in range(buckets))
+    links = advice.over_links(ESTIMATES["h100"].costs, 8, Link(1.25e9, 5e-5), Link(25e9, 5e-6))
+    return advice.Cluster(Timeline(made, 1.0), links, 16, 8, 32)
+
+
+def test_models_of_many_billions_are_predicted_soon() -> None:
+    begun = time.process_time()
+    for cluster in (_large(40, 30_000_000), _large(1, 1 << 33)):
+        assert len(advice.candidates(cluster)) == 10
+        assert advice.with_local_steps(cluster) is not None
+    assert time.process_time() - begun < 15
+
+
+def test_the_same_model_at_another_place_costs_no_look_at_its_pieces() -> None:
+    cluster = _large(3, 9_000_000)
+    advice.candidates(cluster)
+    before = profile._of_piece.cache_info().misses
+    advice.candidates(replace(cluster, batch=64))
+    assert profile._of_piece.cache_info().misses == before
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "patience_s", "is_said"), [(True, 0.0, True), (True, 60, False), (False, 0, False)]
+)
+def test_a_terminal_shows_what_is_predicted_once_it_takes_long(
+    is_terminal: bool, patience_s: float, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE_S", patience_s)
+    written = io.StringIO()
+    with waiting.status("building", Console(file=written, force_terminal=is_terminal)) as say:
+        say("predicting 4 bit")
+        deadline = time.monotonic() + (30 if is_said else 0.2)
+        while "predicting 4 bit" not in written.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert ("predicting 4 bit" in written.getvalue()) == is_said
