@@ -11,6 +11,9 @@ from rich.table import Table
 from lightning_gqsgd.cli.probing import joined_ranks, plain_table
 from lightning_gqsgd.performance.bench import Bench, measure, runs
 
+#: What answers for a network. Whoever has torch has its model.
+ADVICE = "gqsgd advise --link 10gbit --backward 120ms --model torch.nn:Transformer"
+
 
 def run_rank(megabytes: float, rounds: int) -> Bench | None:
     """Measure as one of a launcher's ranks; returns the times on rank 0, and None on the others.
@@ -55,5 +58,5 @@ def note(made: Bench) -> str:
     return (
         f"ns: per coordinate; GB/s: of fp32 gradient; medians of {made.rounds} rounds in turns.\n"
         f"Between these ranks {fastest.name} is fastest. Ranks on one machine share its memory, so nothing is gained "
-        "there;\nfor a network, see `gqsgd advise --link 10gbit --model torchvision:resnet50 --backward 120ms`."
+        f"there;\nfor a network, see `{ADVICE}`,\nor the same with `--model module:factory`, a function of yours."
     )
