@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell
-from tests.docs.test_figures import auto, local, local_to_4_bits, prediction, rounded
+from tests.docs.test_figures import auto, local, local_to_4_bits, prediction
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,9 +49,9 @@ def to_the_loss_of_local_steps(case: str) -> str:
 
 
 #: The page and the sentence, and what the tables say.
-SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
+SENTENCES: Sentences = {
     (
-        "performance.md",
+        "docs/performance.md",
         r"Over (\d+) settings, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+) %; (\d+) are",
     ): [
         lambda: prediction(1),
@@ -59,19 +59,19 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: prediction(3),
         lambda: str(sum(error <= 10 for error in errors())),
     ],
-    ("performance.md", r"over (\d+) settings at .*?: the median is ([\d.]+) % and the worst ([\d.]+) %"): [
+    ("docs/performance.md", r"over (\d+) settings at .*?: the median is ([\d.]+) % and the worst ([\d.]+) %"): [
         lambda: prediction(1, "prediction_4_hosts"),
         lambda: prediction(2, "prediction_4_hosts"),
         lambda: prediction(3, "prediction_4_hosts"),
     ],
-    ("performance.md", r"The medians by rate are ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) %"): [
+    ("docs/performance.md", r"The medians by rate are ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) %"): [
         lambda: str(median(errors("50mbit"))),
         lambda: str(median(errors("200mbit"))),
         lambda: str(median(errors("1gbit"))),
         lambda: str(median(errors("none"))),
     ],
     (
-        "performance.md",
+        "docs/performance.md",
         r"steps were ([\d.]+) and ([\d.]+) times shorter\s+than plain DDP's, at ([\d.]+) and ([\d.]+) times the speed",
     ): [
         lambda: auto("100mbit"),
@@ -79,23 +79,26 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: speed_of_auto("100mbit"),
         lambda: speed_of_auto("1gbit"),
     ],
-    ("performance.md", r"had ([\d.]+) times the speed of plain DDP's; fixed 32 bits, where .*?, had ([\d.]+)\. "): [
+    (
+        "docs/performance.md",
+        r"had ([\d.]+) times the speed of plain DDP's; fixed 32 bits, where .*?, had ([\d.]+)\. ",
+    ): [
         lambda: auto("none"),
         lambda: speed_of_32_bits("none"),
     ],
     (
-        "local_steps.md",
+        "docs/local_steps.md",
         r"there ([\d.]+) times sooner than `ddp`, ([\d.]+) times sooner than\s+`gqsgd_4bit`, and at 2 bits ([\d.]+)",
     ): [
         lambda: local("diloco, H=16, 4 bits"),
         local_to_4_bits,
         lambda: local("diloco, H=16, 2 bits"),
     ],
-    ("local_steps.md", r"At 100 Mbit/s it is there ([\d.]+) times sooner"): [
+    ("docs/local_steps.md", r"At 100 Mbit/s it is there ([\d.]+) times sooner"): [
         lambda: cell("local_steps", "ddp / that", case="diloco, H=16, 4 bits *", rate="100mbit"),
     ],
     (
-        "local_steps.md",
+        "docs/local_steps.md",
         r"`ddp` ends at ([\d.]+), `gqsgd_4bit` at ([\d.]+), H = 16 at ([\d.]+) and\s+H = 32 at ([\d.]+) \(",
     ): [
         lambda: on_four_hosts("ddp"),
@@ -104,7 +107,7 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: on_four_hosts("diloco, H=32, 4 bits"),
     ],
     (
-        "local_steps.md",
+        "docs/local_steps.md",
         r"H = 16 is at its ([\d.]+) after (\d+) s, `gqsgd_4bit` needs (\d+) s for it, and `ddp` (\d+) minutes",
     ): [
         lambda: on_four_hosts("diloco, H=16, 4 bits"),
@@ -112,7 +115,7 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: to_the_loss_of_local_steps("gqsgd_4bit"),
         lambda: str(float(to_the_loss_of_local_steps("ddp")) / 60),
     ],
-    ("method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
+    ("docs/method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
         lambda: time_of("fp32"),
         lambda: time_of("two_shot, 4 bit"),
         lambda: time_of("hierarchical, 4 bit"),
@@ -122,18 +125,7 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
 
 @pytest.mark.parametrize(("page", "pattern"), SENTENCES)
 def test_sentences_of_further_pages_say_what_the_tables_say(page: str, pattern: str) -> None:
-    match = re.search(pattern, (ROOT / "docs" / page).read_text(), re.DOTALL)
-    assert match, "the sentence is gone: take its pattern out, too"
-    values = [value() for value in SENTENCES[page, pattern]]
-    assert list(match.groups()) == [rounded(value, said) for value, said in zip(values, match.groups(), strict=True)]
-
-
-def test_the_page_on_choosing_says_what_bits_auto_ends_with() -> None:
-    text = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
-    for task in ("digits, batch 32", "CIFAR-10, small network", "WikiText-2, transformer"):
-        difference = cell("noise_bits", "difference", task=task).replace("-", "−")  # as running text has it
-        average = cell("noise_bits", "average bits", task=task)
-        assert re.search(rf"{re.escape(difference)} (points with|away with) {average} bits", text), task
+    compare_sentence(page, pattern, SENTENCES[page, pattern])
 
 
 _LOCAL = re.compile(
