@@ -16,7 +16,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 
-_UNITS = r"%|×|times|ns|ms|kB|MB|MiB|GB|points|nats|s\b|seconds|min\b|minutes|hours"
+_UNITS = r"%|×(?! ?[\d(√])|times|ns|ms|kB|MB|MiB|GB|points|nats|s\b|seconds|min\b|minutes|hours"
 #: A number that somebody may have measured: one with a unit, or one with decimals.
 FIGURE = re.compile(rf"(?<![\w.^])\d[\d,]*(?:\.\d+)? ?(?:{_UNITS})(?!\w)|(?<![\w.])\d*\.\d+(?![\w.]*\d)")
 #: What is no text: code in fences, in indented blocks and in lines, and the targets of links.

@@ -188,6 +188,14 @@ def test_times_of_whole_trainings_are_those_of_the_tables() -> None:
         assert said == [rounded(value, like) for value, like in zip(expected, said, strict=True)], (name, hosts, link)
 
 
+#: What rows about the quality of trainings begin with.
+QUALITIES = (
+    "ResNet-20, CIFAR-10",
+    "transformer, WikiText-2: perplexity",
+    "small network, CIFAR-10",
+)
+
+
 def test_qualities_over_three_seeds_are_those_of_the_tables() -> None:
     text = (ROOT / "docs/benchmarks.md").read_text()
     for begin, page, column, row in (

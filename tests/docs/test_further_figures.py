@@ -128,14 +128,14 @@ def test_sentences_of_further_pages_say_what_the_tables_say(page: str, pattern: 
     compare_sentence(page, pattern, SENTENCES[page, pattern])
 
 
-_LOCAL = re.compile(
+LOCAL = re.compile(
     r"^\| ([^|]+) \| ([\d.,]+) MB \| ([\d,]+) s \| ([\d,]+) s \| ([\d,]+) s \| ([\d.]+ ± [\d.]+) \| ([^|]*)\|$",
     re.MULTILINE,
 )
 
 
 def test_local_steps_took_what_their_table_says() -> None:
-    rows = _LOCAL.findall((ROOT / "docs" / "local_steps.md").read_text())
+    rows = LOCAL.findall((ROOT / "docs" / "local_steps.md").read_text())
     assert len(rows) == 11
     for name, *said, loss, less in rows:
         case = name.strip("`").replace("DiLoCo", "diloco").replace("FedPAQ", "fedpaq")
@@ -152,22 +152,22 @@ def test_local_steps_took_what_their_table_says() -> None:
             assert less.strip() == cell("local_steps", "less ddp's", case=case, rate="none").replace("-", "−"), name
 
 
-_SPARSE = re.compile(r"^\| (`\w+`)[^|]* \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+SPARSE = re.compile(r"^\| (`\w+`)[^|]* \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
 def test_bytes_of_dense_gradients_of_tables_are_those_of_the_recipes() -> None:
-    rows = _SPARSE.findall((ROOT / "docs" / "sparse.md").read_text())
+    rows = SPARSE.findall((ROOT / "docs" / "sparse.md").read_text())
     assert [name for name, *_ in rows] == ["`ddp`", "`gqsgd`", "`gqsgd_4bit`"]
     recipes = (ROOT / "recipes" / "README.md").read_text()
     for name, dense, _ in rows:
         assert re.search(rf"^\| {name} \| [^|]+ \| {dense} \|$", recipes, re.MULTILINE), name
 
 
-_TABLES = re.compile(r"^\| `(\w+)` \| (dense|sparse) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
+TABLES = re.compile(r"^\| `(\w+)` \| (dense|sparse) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
 
 
 def test_trainings_of_sparse_tables_are_those_of_the_table() -> None:
-    rows = _TABLES.findall((ROOT / "docs" / "sparse.md").read_text())
+    rows = TABLES.findall((ROOT / "docs" / "sparse.md").read_text())
     assert len(rows) == 4
     for strategy, kind, auc, *steps in rows:
         row = {"strategy": strategy, "table's gradients": kind}
