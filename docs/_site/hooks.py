@@ -7,6 +7,8 @@ page, pictures and HTML as they are, any other text as a page with its source), 
 
 A notebook below docs/ is a page as well, see `notebook`.
 
+The first page says which version it is of.
+
 A link whose target does not exist is left as it is: MkDocs warns of it, which ends a strict build.
 """
 
@@ -79,6 +81,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Make links fit that lead out of docs/, or into it."""
     if page.file.generated_by is None or (ROOT / DOCS / page.file.src_uri).with_suffix(".ipynb").exists():
         name = DOCS + page.file.src_uri
+        if name == DOCS + "index.md":
+            markdown = _with_version(markdown)
     elif page.file.src_uri.startswith("source/"):
         return markdown
     else:
@@ -118,6 +122,14 @@ def resolve(page: str, link: str) -> str | None:
     target = FOLDERS.get(target, target)
     inside = not target.startswith("..")
     return target if inside and (ROOT / target).is_file() else None
+
+
+def _with_version(markdown: str) -> str:
+    """The first page with the version of the package below its title."""
+    source = (ROOT / "lightning_gqsgd" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    title, rest = markdown.split("\n", 1)
+    return f"{title}\n\nVersion {version}.\n{rest}"
 
 
 def _with_links(markdown: str, change: Callable[[str], str]) -> str:

@@ -23,9 +23,11 @@ TRAINING = "training"
 CHOICES = (*PARTS, TRAINING)
 #: MiB of the gradient that is averaged, where nobody says another number.
 MEGABYTES = 25.0
+#: What answers for a network. Whoever has torch has its model.
+ADVICE = "gqsgd advise --link 10gbit --backward 120ms --model torch.nn:Transformer"
 _ON_ONE_MACHINE = (
     "Ranks on one machine share its memory, so nothing is gained there;\n"
-    "for a network, see `gqsgd advise --link 10gbit --model torchvision:resnet50 --backward 120ms`."
+    f"for a network, see `{ADVICE}`,\nor the same with `--model module:factory`, a function of yours."
 )
 
 

@@ -234,6 +234,15 @@ def test_a_bench_is_a_table_of_kernels_and_one_of_all_reduces() -> None:
     assert "All-reduce of 25 MiB over 2 local ranks by gloo" in text
     assert "1.50×" in text
     assert "8 bits, gather is fastest" in text
+    assert benching.ADVICE in text
+
+
+def test_what_a_bench_advises_works_without_further_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("torchvision", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
+    result = CliRunner().invoke(app, benching.ADVICE.split()[1:])
+    assert result.exit_code == 0, result.output
+    assert "Take bits=" in result.output
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell
-from tests.docs.test_figures import auto, local, local_to_4_bits, prediction, rounded
+from tests.docs.test_figures import auto, local, local_to_4_bits, prediction
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,9 +49,9 @@ def to_the_loss_of_local_steps(case: str) -> str:
 
 
 #: The page and the sentence, and what the tables say.
-SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
+SENTENCES: Sentences = {
     (
-        "performance.md",
+        "docs/performance.md",
         r"Over (\d+) settings, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+) %; (\d+) are",
     ): [
         lambda: prediction(1),
@@ -59,19 +59,19 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: prediction(3),
         lambda: str(sum(error <= 10 for error in errors())),
     ],
-    ("performance.md", r"over (\d+) settings at .*?: the median is ([\d.]+) % and the worst ([\d.]+) %"): [
+    ("docs/performance.md", r"over (\d+) settings at .*?: the median is ([\d.]+) % and the worst ([\d.]+) %"): [
         lambda: prediction(1, "prediction_4_hosts"),
         lambda: prediction(2, "prediction_4_hosts"),
         lambda: prediction(3, "prediction_4_hosts"),
     ],
-    ("performance.md", r"The medians by rate are ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) %"): [
+    ("docs/performance.md", r"The medians by rate are ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) %"): [
         lambda: str(median(errors("50mbit"))),
         lambda: str(median(errors("200mbit"))),
         lambda: str(median(errors("1gbit"))),
         lambda: str(median(errors("none"))),
     ],
     (
-        "performance.md",
+        "docs/performance.md",
         r"steps were ([\d.]+) and ([\d.]+) times shorter\s+than plain DDP's, at ([\d.]+) and ([\d.]+) times the speed",
     ): [
         lambda: auto("100mbit"),
@@ -79,23 +79,26 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: speed_of_auto("100mbit"),
         lambda: speed_of_auto("1gbit"),
     ],
-    ("performance.md", r"had ([\d.]+) times the speed of plain DDP's; fixed 32 bits, where .*?, had ([\d.]+)\. "): [
+    (
+        "docs/performance.md",
+        r"had ([\d.]+) times the speed of plain DDP's; fixed 32 bits, where .*?, had ([\d.]+)\. ",
+    ): [
         lambda: auto("none"),
         lambda: speed_of_32_bits("none"),
     ],
     (
-        "local_steps.md",
+        "docs/local_steps.md",
         r"there ([\d.]+) times sooner than `ddp`, ([\d.]+) times sooner than\s+`gqsgd_4bit`, and at 2 bits ([\d.]+)",
     ): [
         lambda: local("diloco, H=16, 4 bits"),
         local_to_4_bits,
         lambda: local("diloco, H=16, 2 bits"),
     ],
-    ("local_steps.md", r"At 100 Mbit/s it is there ([\d.]+) times sooner"): [
+    ("docs/local_steps.md", r"At 100 Mbit/s it is there ([\d.]+) times sooner"): [
         lambda: cell("local_steps", "ddp / that", case="diloco, H=16, 4 bits *", rate="100mbit"),
     ],
     (
-        "local_steps.md",
+        "docs/local_steps.md",
         r"`ddp` ends at ([\d.]+), `gqsgd_4bit` at ([\d.]+), H = 16 at ([\d.]+) and\s+H = 32 at ([\d.]+) \(",
     ): [
         lambda: on_four_hosts("ddp"),
@@ -104,7 +107,7 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: on_four_hosts("diloco, H=32, 4 bits"),
     ],
     (
-        "local_steps.md",
+        "docs/local_steps.md",
         r"H = 16 is at its ([\d.]+) after (\d+) s, `gqsgd_4bit` needs (\d+) s for it, and `ddp` (\d+) minutes",
     ): [
         lambda: on_four_hosts("diloco, H=16, 4 bits"),
@@ -112,7 +115,7 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: to_the_loss_of_local_steps("gqsgd_4bit"),
         lambda: str(float(to_the_loss_of_local_steps("ddp")) / 60),
     ],
-    ("method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
+    ("docs/method.md", r"fp32 ([\d.]+) ms, `two_shot` at 4 bits\s+([\d.]+) ms, `hierarchical` ([\d.]+) ms"): [
         lambda: time_of("fp32"),
         lambda: time_of("two_shot, 4 bit"),
         lambda: time_of("hierarchical, 4 bit"),
@@ -122,28 +125,17 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
 
 @pytest.mark.parametrize(("page", "pattern"), SENTENCES)
 def test_sentences_of_further_pages_say_what_the_tables_say(page: str, pattern: str) -> None:
-    match = re.search(pattern, (ROOT / "docs" / page).read_text(), re.DOTALL)
-    assert match, "the sentence is gone: take its pattern out, too"
-    values = [value() for value in SENTENCES[page, pattern]]
-    assert list(match.groups()) == [rounded(value, said) for value, said in zip(values, match.groups(), strict=True)]
+    compare_sentence(page, pattern, SENTENCES[page, pattern])
 
 
-def test_the_page_on_choosing_says_what_bits_auto_ends_with() -> None:
-    text = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
-    for task in ("digits, batch 32", "CIFAR-10, small network", "WikiText-2, transformer"):
-        difference = cell("noise_bits", "difference", task=task).replace("-", "−")  # as running text has it
-        average = cell("noise_bits", "average bits", task=task)
-        assert re.search(rf"{re.escape(difference)} (points with|away with) {average} bits", text), task
-
-
-_LOCAL = re.compile(
+LOCAL = re.compile(
     r"^\| ([^|]+) \| ([\d.,]+) MB \| ([\d,]+) s \| ([\d,]+) s \| ([\d,]+) s \| ([\d.]+ ± [\d.]+) \| ([^|]*)\|$",
     re.MULTILINE,
 )
 
 
 def test_local_steps_took_what_their_table_says() -> None:
-    rows = _LOCAL.findall((ROOT / "docs" / "local_steps.md").read_text())
+    rows = LOCAL.findall((ROOT / "docs" / "local_steps.md").read_text())
     assert len(rows) == 11
     for name, *said, loss, less in rows:
         case = name.strip("`").replace("DiLoCo", "diloco").replace("FedPAQ", "fedpaq")
@@ -160,22 +152,22 @@ def test_local_steps_took_what_their_table_says() -> None:
             assert less.strip() == cell("local_steps", "less ddp's", case=case, rate="none").replace("-", "−"), name
 
 
-_SPARSE = re.compile(r"^\| (`\w+`)[^|]* \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+SPARSE = re.compile(r"^\| (`\w+`)[^|]* \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 
 
 def test_bytes_of_dense_gradients_of_tables_are_those_of_the_recipes() -> None:
-    rows = _SPARSE.findall((ROOT / "docs" / "sparse.md").read_text())
+    rows = SPARSE.findall((ROOT / "docs" / "sparse.md").read_text())
     assert [name for name, *_ in rows] == ["`ddp`", "`gqsgd`", "`gqsgd_4bit`"]
     recipes = (ROOT / "recipes" / "README.md").read_text()
     for name, dense, _ in rows:
         assert re.search(rf"^\| {name} \| [^|]+ \| {dense} \|$", recipes, re.MULTILINE), name
 
 
-_TABLES = re.compile(r"^\| `(\w+)` \| (dense|sparse) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
+TABLES = re.compile(r"^\| `(\w+)` \| (dense|sparse) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \|$", re.MULTILINE)
 
 
 def test_trainings_of_sparse_tables_are_those_of_the_table() -> None:
-    rows = _TABLES.findall((ROOT / "docs" / "sparse.md").read_text())
+    rows = TABLES.findall((ROOT / "docs" / "sparse.md").read_text())
     assert len(rows) == 4
     for strategy, kind, auc, *steps in rows:
         row = {"strategy": strategy, "table's gradients": kind}

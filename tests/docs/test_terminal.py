@@ -1,4 +1,4 @@
-"""The picture of a terminal in README shows what the command prints now."""
+"""The pictures of terminals in README and on the first page show what the commands print now."""
 
 from __future__ import annotations
 

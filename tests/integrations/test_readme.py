@@ -21,7 +21,7 @@ EXAMPLES = [
 @pytest.mark.parametrize(
     ("content", "output"),
     [
-        ("Trainer(strategy=", "gqsgd: 8,192 gradient values in 1 tensor at 8 bits"),
+        ("Trainer(strategy=", "gqsgd: 9,472 gradient values in 2 tensors at 8 bits"),
         ("simulate(preset", "ecq_sgd "),
     ],
 )

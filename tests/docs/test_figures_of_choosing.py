@@ -1,0 +1,218 @@
+"""Figures on the page about choosing a method are those of the tables of benchmarks/results."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+import pytest
+
+from tests.docs.checks import Checked, Sentences, compare_sentence, numbers
+from tests.docs.tables import RESULTS, cell
+from tests.docs.test_figures import NETWORKS, RATES
+
+PAGE = "docs/choosing.md"
+#: The columns of gradients in tables of errors, in the order of this page.
+KINDS = ("gaussian", "heavy-tailed", "CNN trained", "LM trained")
+PRESETS = ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")
+
+
+def error(preset: str, kind: str) -> str:
+    """Percent by which one mean of 8 gradients is off."""
+    return cell("presets", kind, preset=preset, n="8", steps="1")
+
+
+def companded(kind: str, codec: str, bits: str) -> str:
+    return cell("companded", kind, **{"codec or curve": codec, "bits on the wire": bits})
+
+
+def step(strategy: str, column: str = "step (ms)", heading: str = "1 Gbit/s") -> str:
+    return cell("resnet_cifar_netlab", column, strategy=strategy, heading=heading)
+
+
+def computing() -> str:
+    """Seconds that a step of ResNet-18 computes."""
+    match = re.search(r"most of a step is computation, ([\d.]+) s", (RESULTS / "resnet_cifar_netlab.md").read_text())
+    assert match
+    return match[1]
+
+
+def two_ranks(case: str) -> str:
+    return cell("reducers_netlab_2_ranks_per_host", "time (ms)", case=case, hosts="2", rate="100mbit")
+
+
+def at_most(share: float) -> float:
+    """How many times shorter a step can become that waits for this share of its time."""
+    return 1 / (1 - share)
+
+
+def noise(task: str, column: str) -> str:
+    return cell("noise_bits", column, task=task)
+
+
+SENTENCES: Sentences = {
+    (PAGE, r"batches of 32 at ([+−]\d[\d.]*) ± ([\d.]+)\s+points with ([\d.]+) bits"): [
+        lambda: noise("digits, batch 32", "difference").partition(" ± ")[0],
+        lambda: noise("digits, batch 32", "difference").partition(" ± ")[2],
+        lambda: noise("digits, batch 32", "average bits"),
+    ],
+    (PAGE, r"small network on CIFAR-10 at ([+−]\d[\d.]*) ± ([\d.]+) points with ([\d.]+) bits"): [
+        lambda: noise("CIFAR-10, small network", "difference").partition(" ± ")[0],
+        lambda: noise("CIFAR-10, small network", "difference").partition(" ± ")[2],
+        lambda: noise("CIFAR-10, small network", "average bits"),
+    ],
+    (PAGE, r"at a perplexity higher by (\d[\d.]*) ± ([\d.]+) with ([\d.]+) bits"): [
+        lambda: noise("WikiText-2, transformer", "difference").partition(" ± ")[0],
+        lambda: noise("WikiText-2, transformer", "difference").partition(" ± ")[2],
+        lambda: noise("WikiText-2, transformer", "average bits"),
+    ],
+    (PAGE, r"about 1/\(1 − e\): ([\d.]+) times at e = 0\.05, ([\d.]+) at\s+0\.3, (\d+) at 0\.8\."): [
+        lambda: at_most(0.05),
+        lambda: at_most(0.3),
+        lambda: at_most(0.8),
+    ],
+    (PAGE, r"\[computes for ([\d.]+) s of its (\d+) ms\]"): [computing, lambda: step("ddp")],
+    (PAGE, r"which allows for ([\d.]+) times; 4 bits reached ([\d.]+)\."): [
+        lambda: float(step("ddp")) / 1000 / float(computing()),
+        lambda: float(step("ddp")) / float(step("gqsgd_4bit")),
+    ],
+    (PAGE, r"it takes 4 bits from ([\d.]+) to ([\d.]+) %"): [
+        lambda: companded("t × lognormal", "companded, blocks of 128", "4.12"),
+        lambda: companded("t × lognormal", "companded, blocks of 128, rotated", "4.12"),
+    ],
+    (PAGE, r"\[(\d+) ms instead of (\d+)\]"): [
+        lambda: two_ranks("hierarchical, 4 bit"),
+        lambda: two_ranks("two_shot, 4 bit"),
+    ],
+    (PAGE, r"\[([\d.]+) % where `two_shot` has ([\d.]+) %\]"): [
+        lambda: error("gqsgd_sum", "gaussian"),
+        lambda: error("gqsgd", "gaussian"),
+    ],
+    (PAGE, r"coordinates: ([\d.]+) % where magnitudes span decades .*?\[([\d.]+) % there\]"): [
+        lambda: error("gqsgd_exponential", "heavy-tailed"),
+        lambda: error("gqsgd", "heavy-tailed"),
+    ],
+}
+
+
+def steps_row(row: tuple[str, ...]) -> list[str | None]:
+    """Times faster than ddp, and than ddp_bf16, of a training step."""
+    name, hosts, link = row[0].partition(",")[0], row[1], row[2]
+    return [None] * 3 + [
+        ", ".join(
+            cell(NETWORKS[name], f"{than} / step", case=case, hosts=hosts, rate=RATES[link])
+            for than in ("ddp", "ddp_bf16")
+        )
+        for case in ("gqsgd", "gqsgd_4bit")
+    ]
+
+
+def trainings_row(row: tuple[str, ...]) -> list[str | None]:
+    """The same of whole trainings."""
+    name, hosts, link = row[0].partition(",")[0], row[1], row[2]
+    seeds = "3" if (name, hosts) == ("transformer_wikitext", "2") else "1"
+    heading = link if seeds == "3" else f"{hosts} hosts, {link}"
+    return [None] * 3 + [
+        ", ".join(
+            cell(f"{name}_links", column, heading=heading, seeds=seeds, strategy=strategy)
+            for column in ("times sooner than ddp", "than the best baseline")
+        )
+        for strategy in ("gqsgd", "gqsgd_4bit")
+    ]
+
+
+def whole_row(row: tuple[str, ...]) -> list[str | None]:
+    """The step against that of ddp."""
+    heading = next(
+        heading
+        for begin, heading in (("1 Gbit/s", "1 Gbit/s"), ("200", "200 Mbit/s"), ("two", "Three seeds"))
+        if row[0].startswith(begin)
+    )
+    return [None, *(step(strategy, "step vs ddp", heading) for strategy in ("gqsgd", "gqsgd_4bit", "ddp_bf16"))]
+
+
+#: What the first cell of a row about bits has, and the column of errors.
+ERRORS = {
+    "relative error of the mean of 8 Gaussian": "gaussian",
+    "of heavy-tailed ones": "heavy-tailed",
+    "of real gradients of a ResNet-20": "CNN trained",
+    "of a small language model": "LM trained",
+}
+QUALITIES = {
+    "accuracy of a small network": ("accuracy (%), less ddp's", "CIFAR-10, seed by seed"),
+    "perplexity of a transformer": ("perplexity, less ddp's", "WikiText-2, seed by seed"),
+}
+
+
+def bits_row(row: tuple[str, ...]) -> list[str | None]:
+    for begin, kind in ERRORS.items():
+        if row[0].startswith(begin):
+            return [None, *(error(preset, kind) for preset in PRESETS)]
+    for begin, (column, heading) in QUALITIES.items():
+        if row[0].startswith(begin):
+            found = (
+                [cell("few_bits", name, strategy=preset, heading=heading) for name in (column, "± over seeds")]
+                for preset in PRESETS[1:]
+            )
+            return [None, None, *(" ± ".join(pair) for pair in found)]
+    if row[0].startswith("bytes"):
+        page = "docs/presets.md"
+        return [None, *(cell(page, "sent / fp32", preset=preset, heading="At 8 ranks") for preset in PRESETS)]
+    ddp, *means = (
+        cell("resnet_cifar_netlab", "accuracy (%)", strategy=strategy, heading="Three seeds")
+        for strategy in ("ddp", "gqsgd", "gqsgd_4bit")
+    )
+    assert f"(`ddp`: {ddp})" in row[0]
+    return [None, *means, None, None]
+
+
+def companded_row(row: tuple[str, ...]) -> list[str | None]:
+    codec = row[0].replace("`", "").replace("rotation=True", "rotated").replace(", blocks of 256", "")
+    return [None, row[1], *(companded(kind, codec, row[1]) for kind in KINDS)]
+
+
+def eden_row(row: tuple[str, ...]) -> list[str | None]:
+    eden = {"2": "gqsgd_2bit", "3": "gqsgd_2bit 3 bit", "4": "gqsgd_2bit 4 bit"}
+    companded = {"2": "gqsgd 2 bit", "3": "gqsgd_3bit", "4": "gqsgd_4bit"}
+    preset = (eden if "eden" in row[0] else companded)[row[1][0]]
+    bits = cell("presets", "bits", preset=preset, n="8", steps="1")
+    return [None, bits, *(error(preset, kind) for kind in ("gaussian", "heavy-tailed", "sparse", *KINDS[2:]))]
+
+
+def shared_row(row: tuple[str, ...]) -> list[str | None]:
+    """With and without side information, at 3 bits; a gain in bits is the binary logarithm of the ratio."""
+    network = "ResNet" if "ResNet" in row[0] else "transformer"
+    averaged = f"{network}, {'changes of 8 steps' if row[0].startswith('changes') else 'gradients'}"
+    key = {"averaged": averaged, "samples per rank": row[1], "bits": "3"}
+    without, shared = (cell("side_information", column, **key) for column in ("companded", "companded, shared"))
+    gain = f"{math.log2(float(without) / float(shared)):.4f}" if numbers(row[4]) else None
+    return [None, None, without, shared, gain]
+
+
+TABLES = (
+    Checked(PAGE, "When it pays, measured", ("model",), steps_row),
+    Checked(PAGE, "When it pays, measured", ("link", "gqsgd"), whole_row),
+    Checked(PAGE, "When it pays, measured", ("experiment",), trainings_row),
+    Checked(PAGE, "8 bits or 4", ("number of bits",), bits_row),
+    Checked(PAGE, "8 bits or 4", ("codec", "bits", "Gaussian", "heavy-tailed", "ResNet-20"), companded_row),
+    Checked(PAGE, "8 bits or 4", ("codec", "bits", "Gaussian", "heavy-tailed", "90 % zeros"), eden_row),
+    Checked(PAGE, "Memory", ("averaged",), shared_row),
+)
+
+
+@pytest.mark.parametrize(("page", "pattern"), SENTENCES)
+def test_sentences_say_what_the_tables_say(page: str, pattern: str) -> None:
+    compare_sentence(page, pattern, SENTENCES[page, pattern])
+
+
+@pytest.mark.parametrize("checked", TABLES, ids=lambda checked: " ".join(checked.begin))
+def test_tables_are_those_of_the_results(checked: Checked) -> None:
+    checked.compare()
+
+
+def test_a_difference_is_noticed() -> None:
+    wrong = Checked(PAGE, "Memory", ("averaged",), lambda row: [None, None, row[2], "99.9", None])
+    with pytest.raises(AssertionError, match="99.9"):
+        wrong.compare()
+    assert Decimal(numbers("−3.05 ± 5.24")[0]) == Decimal("-3.05")

@@ -1,0 +1,429 @@
+"""Figures of the paper's page, of experiments, and of a few sentences elsewhere are those of benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from statistics import mean
+
+import pytest
+
+from lightning_gqsgd.theory import omega_eden, tree_second_moment
+from tests.docs.checks import Checked, Sentences, compare_sentence
+from tests.docs.pages import tables, text_of
+from tests.docs.tables import RESULTS, cell, rows_of
+from tests.docs.test_figures import convnet, convnet_mean, convnet_target
+
+PAPER, TRANSFORMER = "docs/paper.md", "docs/experiments/transformer_wikitext.md"
+
+
+def link(page: str, column: str, strategy: str, heading: str, seeds: str = "1") -> str:
+    """A cell of a page about trainings over links."""
+    return cell(f"{page}_links", column, strategy=strategy, heading=heading, seeds=seeds)
+
+
+def sooner(page: str, heading: str, seeds: str = "1") -> list[Callable[[], str]]:
+    """How much sooner 4 bits are at a quality than ddp, and than the best baseline, which is bf16."""
+    return [
+        partial(link, page, column, "gqsgd_4bit", heading, seeds)
+        for column in ("times sooner than ddp", "than the best baseline")
+    ]
+
+
+def shorter(heading: str, than: str) -> float:
+    """How many times shorter steps of DeepFwFM are with 4 bits."""
+    slow, fast = (
+        float(link("deeplight_criteo", "step (ms)", name, heading).replace(",", "")) for name in (than, "gqsgd_4bit")
+    )
+    return slow / fast
+
+
+def family(preset: str, column: str = "rel. L2 error") -> str:
+    return cell("family", column, strategy=preset)
+
+
+def accuracies() -> list[float]:
+    return [float(row["accuracy (%)"]) for row in rows_of(RESULTS / "family.md")]
+
+
+def dithered(dither: str) -> str:
+    return cell("accuracy", "sparse, n = 8", bits="8", dither=dither, block="256")
+
+
+def whole(strategy: str, column: str, heading: str) -> str:
+    return cell("resnet_cifar_netlab", column, strategy=strategy, heading=heading)
+
+
+def three_seeds(strategy: str, place: int) -> str:
+    return link("transformer_wikitext", "perplexity", strategy, "100 Mbit/s", "3").split(" ± ")[place]
+
+
+def by_seed(seed: int) -> float:
+    """Perplexity of 4 bits less that of ddp."""
+    four, ddp = (
+        float(cell("transformer_wikitext_links", f"seed {seed}", perplexity=name)) for name in ("gqsgd_4bit", "ddp")
+    )
+    return four - ddp
+
+
+def exponential_sums(place: int) -> str:
+    """The squared error of the tree on 4, 16 and 64 ranks."""
+    text = " ".join((RESULTS / "exponential_sums.md").read_text().split())
+    match = re.search(r"squared, ([\d.]+), ([\d.]+) and ([\d.]+) of the mean of 4, 16 and 64", text)
+    assert match
+    return match[place]
+
+
+def votes(method: str, rounds: str = "30", steps: str = "15") -> str:
+    row = {"rounds of FedVote": rounds, "local steps": steps, "method": method}
+    return cell("votes", "accuracy (%)", **row)
+
+
+def gossip(column: str, rate: str) -> str:
+    return cell("gossip", column, case="gossip over the ring, 1 round", rate=rate)
+
+
+def gaussian(preset: str) -> str:
+    return cell("presets", "gaussian", preset=preset, n="8", steps="1")
+
+
+def rho(preset: str) -> float:
+    """The squared error of one rounding, where 8 ranks with noise alone have 15/8 of it."""
+    return (float(gaussian(preset)) / 100) ** 2 / (15 / 8)
+
+
+def behind(case: str) -> str:
+    """Nats by which a case ends above ddp."""
+    return cell("local_steps", "less ddp's", case=case, rate="none").partition(" ± ")[0]
+
+
+def sparse(column: str) -> str:
+    row = {"heading": "100 Mbit/s", "strategy": "gqsgd_4bit", "table's gradients": "sparse"}
+    return cell("deeplight_criteo_sparse", column, **row)
+
+
+def predicted(column: str, **wanted: object) -> list[float]:
+    """A column of the predictions on four hosts, or on two for ``hosts=2``."""
+    name = "prediction" if wanted.get("hosts") == 2 else "prediction_4_hosts"
+    saved = json.loads((RESULTS / f"{name}.json").read_text())
+    rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
+    return [row[column] for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def bf16_on_four_hosts() -> list[str]:
+    """The 10th and 90th percentile of steps of dense layers without a limit, and their prediction."""
+    row = {"case": "ddp_bf16", "rate": "none", "model": "mlp"}
+    return [
+        *cell("prediction_4_hosts", "10 to 90 % (ms)", **row).split(" to "),
+        cell("prediction_4_hosts", "predicted (ms)", **row),
+    ]
+
+
+SENTENCES: Sentences = {
+    (
+        "docs/experiments/convnet_cifar.md",
+        r"([\d.]+) % of the validation images ([\d.]+) times sooner than `ddp` and ([\d.]+) times sooner than "
+        r"`ddp_bf16`; "
+        r"at 100 Mbit/s ([\d.]+) and ([\d.]+) times, at 1 Gbit/s ([\d.]+) and ([\d.]+) times\. It ends ([\d.]+) points",
+    ): [
+        convnet_target,
+        *(
+            partial(convnet, column, link=rate)
+            for rate in ("20 Mbit/s", "100 Mbit/s", "1 Gbit/s")
+            for column in ("times sooner than ddp", "than the best baseline")
+        ),
+        lambda: str(convnet_mean("ddp") - convnet_mean("gqsgd_4bit")),
+    ],
+    ("docs/experiments/deeplight_criteo.md", r"\[([\d.]+) % at 8 bits; under subtractive dither by ([\d.]+) %\]"): [
+        lambda: dithered("adaptive"),
+        lambda: dithered("subtractive"),
+    ],
+    (
+        "docs/experiments/deeplight_criteo.md",
+        r"A step is ([\d.]+) times shorter with 4 bits .*? and ([\d.]+) times shorter than under `ddp_bf16`; "
+        r"at 1 Gbit/s ([\d.]+) and ([\d.]+) times",
+    ): [
+        partial(shorter, heading, than)
+        for heading in ("2 hosts, 100 Mbit/s", "2 hosts, 1 Gbit/s")
+        for than in ("ddp", "ddp_bf16")
+    ],
+    ("docs/experiments/quickstart.md", r"reach ([\d.]+) to ([\d.]+) % after 20 epochs"): [
+        lambda: min(accuracies()),
+        lambda: max(accuracies()),
+    ],
+    ("docs/experiments/quickstart.md", r"([\d.]+) points are one image of 360"): [lambda: 100 / 360],
+    ("docs/experiments/quickstart.md", r"error of (\d+) presets and two"): [lambda: len(accuracies()) - 2],
+    ("docs/experiments/resnet_cifar.md", r"a step is ([\d.]+) times shorter with 4 bits, and ([\d.]+) times with 8"): [
+        lambda: float(whole("ddp", "step (ms)", "200 Mbit/s")) / float(whole("gqsgd_4bit", "step (ms)", "200 Mbit/s")),
+        lambda: float(whole("ddp", "step (ms)", "200 Mbit/s")) / float(whole("gqsgd", "step (ms)", "200 Mbit/s")),
+    ],
+    (
+        "docs/experiments/resnet_cifar.md",
+        r"common target ([\d.]+) times sooner than `ddp` and ([\d.]+) times sooner than `ddp_bf16`; "
+        r"at 1 Gbit/s ([\d.]+) and ([\d.]+) times",
+    ): [*sooner("resnet_cifar", "2 hosts, 100 Mbit/s"), *sooner("resnet_cifar", "2 hosts, 1 Gbit/s")],
+    (
+        TRANSFORMER,
+        r"that all reach ([\d.]+) times sooner than `ddp` and ([\d.]+) times sooner than `ddp_bf16`; "
+        r"at 1 Gbit/s ([\d.]+) and ([\d.]+) times",
+    ): [*sooner("transformer_wikitext", "100 Mbit/s", "3"), *sooner("transformer_wikitext", "1 Gbit/s", "3")],
+    (
+        TRANSFORMER,
+        r"perplexity is ([\d.]+) ± ([\d.]+) under `ddp`, ([\d.]+) ± ([\d.]+) with 8 bits and "
+        r"([\d.]+) ± ([\d.]+) with 4",
+    ): [partial(three_seeds, name, place) for name in ("ddp", "gqsgd", "gqsgd_4bit") for place in (0, 1)],
+    (TRANSFORMER, r"higher in all three seeds, by ([\d.]+), ([\d.]+) and ([\d.]+)\."): [
+        partial(by_seed, seed) for seed in range(3)
+    ],
+    ("docs/index.md", r"\[([\d.]+) at 8 bits and ([\d.]+) at 4\]"): [
+        lambda: family("gqsgd"),
+        lambda: family("gqsgd_4bit"),
+    ],
+    ("docs/method.md", r"D/\(1−D\): ([\d.]+), ([\d.]+), ([\d.]+), ([\d.]+) at 1, 2, 3, 4 bits"): [
+        partial(omega_eden, bits) for bits in (1, 2, 3, 4)
+    ],
+    ("docs/method.md", r"([\d.]+) to ([\d.]+) ‖mean‖² at any n for gradients that are alike"): [
+        partial(tree_second_moment, n, aligned=True) for n in (2, 1024)
+    ],
+    (
+        PAPER,
+        r"at 200 Mbit/s `ddp_bf16` ([\d.]+), `gqsgd` ([\d.]+), `gqsgd_4bit` ([\d.]+); "
+        r"at 1 Gbit/s ([\d.]+), ([\d.]+), ([\d.]+)\.",
+    ): [
+        partial(whole, strategy, "step vs ddp", heading)
+        for heading in ("200 Mbit/s", "1 Gbit/s")
+        for strategy in ("ddp_bf16", "gqsgd", "gqsgd_4bit")
+    ],
+    (PAPER, r"the squared error is ([\d.]+), ([\d.]+) and ([\d.]+) of the mean's at 4, 16"): [
+        partial(exponential_sums, place) for place in (1, 2, 3)
+    ],
+    ("docs/systems.md", r"Gradient descent has ([\d.]+)\."): [
+        lambda: small("DGD-DEF", "gradient descent", "fp32", "factor"),
+    ],
+    ("docs/systems.md", r"FedVote has ([\d.]+) %, FedPAQ at 2 bits ([\d.]+) % and `signsgd_ef` ([\d.]+) %"): [
+        lambda: votes("FedVote"),
+        lambda: votes("FedPAQ, 2 bits"),
+        lambda: votes("signSGD with error feedback", steps="–"),
+    ],
+    ("docs/systems.md", r"steps FedVote has ([\d.]+) % and FedPAQ at 2 bits ([\d.]+) % with half the bytes"): [
+        lambda: votes("FedVote", "1", "100"),
+        lambda: votes("FedPAQ, 2 bits", "1", "100"),
+    ],
+    ("docs/systems.md", r"takes ([\d.]+) to ([\d.]+) times as long as an all-reduce, and the models end (\d+) %"): [
+        lambda: gossip("step / all-reduce's", "100mbit"),
+        lambda: gossip("step / all-reduce's", "1gbit"),
+        lambda: gossip("models apart (%)", "1gbit"),
+    ],
+    ("docs/theory.md", r"\[([\d.]+) % of the mean's square\]\(\S+\) \(([\d.]+) % in the norm\)"): [
+        lambda: float(cell("accuracy", "gaussian, n = 8", bits="4", dither="adaptive", block="256")) ** 2 / 100,
+        lambda: cell("accuracy", "gaussian, n = 8", bits="4", dither="adaptive", block="256"),
+    ],
+    ("docs/theory.md", r"ρ is ([\d.]+)e-5, ([\d.]+) and ([\d.]+) at 8, 4 and 3 bits"): [
+        lambda: rho("gqsgd") * 1e5,
+        lambda: rho("gqsgd_4bit"),
+        lambda: rho("gqsgd_3bit"),
+    ],
+    (
+        "docs/theory.md",
+        r"At ([\d.]+), ([\d.]+) and ([\d.]+) bits, `gqsgd`, `gqsgd_4bit` and `gqsgd_2bit` have r = ([\d.]+), ([\d.]+) "
+        r"and ([\d.]+) on 8 ranks",
+    ): [
+        *(
+            partial(cell, "presets", "bits", preset=preset, n="8", steps="1")
+            for preset in ("gqsgd", "gqsgd_4bit", "gqsgd_2bit")
+        ),
+        lambda: float(gaussian("gqsgd")) / 100,
+        lambda: float(gaussian("gqsgd_4bit")) / 100,
+        lambda: float(gaussian("gqsgd_2bit")) / 100,
+    ],
+    ("docs/local_steps.md", r"H = 32 at 4 bits sends (\d+) times less than"): [
+        lambda: (
+            float(cell("local_steps", "sent (MB)", case="ddp", rate="none"))
+            / float(cell("local_steps", "sent (MB)", case="diloco, H=32, 4 bits", rate="none"))
+        ),
+    ],
+    ("docs/local_steps.md", r"H = 32 is ([\d.]+) nats behind .*? plain mean \(FedPAQ\) are ([\d.]+) behind"): [
+        lambda: behind("diloco, H=32, 4 bits"),
+        lambda: (float(behind("diloco, H=128, 4 bits")) + float(behind("fedpaq, H=16, 4 bits"))) / 2,
+    ],
+    ("docs/local_steps.md", r"Momentum from the start costs ([\d.]+) nats"): [
+        lambda: behind("diloco, H=32, 4 bits, momentum from the start"),
+    ],
+    ("docs/local_steps.md", r"no step waits, on any of these links: at most ([\d.]+) % of the time"): [
+        lambda: max(
+            row["waiting (%)"] for row in rows_of(RESULTS / "local_steps.md") if "fragments, delay 4" in row["case"]
+        ),
+    ],
+    ("docs/local_steps.md", r"Its price is ([\d.]+) nats"): [
+        lambda: float(behind("diloco, H=32, 4 bits, 4 fragments, delay 4")) - float(behind("diloco, H=32, 4 bits")),
+    ],
+    (
+        "docs/sparse.md",
+        r"sparse rows at 4 bits are ([\d.]+) times faster than .*? and ([\d.]+) times faster than dense",
+    ): [
+        lambda: sparse("sparse `ddp` / step"),
+        lambda: sparse("dense `ddp` / step"),
+    ],
+    ("docs/performance.md", r"the step of plain DDP is (\d+) % longer than predicted"): [
+        lambda: mean(
+            100 * (measured / guess - 1)
+            for measured, guess in zip(
+                predicted("measured (ms)", hosts=2, rate="50mbit", case="ddp"),
+                predicted("predicted (ms)", hosts=2, rate="50mbit", case="ddp"),
+                strict=True,
+            )
+        ),
+    ],
+    ("docs/performance.md", r"prediction_4_hosts\.md\)\); (\d+) are within 20 %"): [
+        lambda: sum(abs(error) <= 20 for error in predicted("error (%)")),
+    ],
+    ("docs/performance.md", r"its steps took from (\d+) to (\d+) ms, where the prediction is (\d+)\."): [
+        partial(lambda place: bf16_on_four_hosts()[place], place) for place in range(3)
+    ],
+    ("docs/performance.md", r"with ResNet-18, the same hook is predicted within (\d+) % there"): [
+        lambda: (
+            max(abs(error) for error in predicted("error (%)", model="resnet18", case="ddp_bf16", rate="none")) + 0.5
+        ),  # within the next whole number
+    ],
+}
+
+
+@pytest.mark.parametrize(("page", "pattern"), SENTENCES)
+def test_sentences_say_what_the_tables_say(page: str, pattern: str) -> None:
+    compare_sentence(page, pattern, SENTENCES[page, pattern])
+
+
+def claims_row(row: tuple[str, ...]) -> list[str | None]:
+    """Only the package's own claims: those of the paper rest on its logs."""
+    if not row[0].startswith("ours"):
+        return [None] * 3
+    rate = "100mbit" if "100 Mbit/s" in row[0] else "none"
+    words = "{}, {} against `ddp`; {}, {} against `ddp_bf16`".format(
+        *(
+            cell("training_netlab_mlp", f"{than} / step", case=case, hosts="2", rate=rate)
+            for than in ("ddp", "ddp_bf16")
+            for case in ("gqsgd", "gqsgd_4bit")
+        )
+    )
+    return [None, words, None]
+
+
+def bucket_row(row: tuple[str, ...]) -> list[str | None]:
+    """One bucket on four hosts at 1 Gbit/s."""
+    case = row[0].partition(" (")[0].replace("`", "")
+    page = "exponential_sums" if case.startswith("tree") else "reducers_netlab"
+    return [None, *(cell(page, f"{than} / time", case=case, hosts="4") for than in ("fp32", "bf16"))]
+
+
+def networks_row(row: tuple[str, ...]) -> list[str | None]:
+    """Times shorter than ddp: three tasks over 100 Mbit/s, and over 1 Gbit/s."""
+    strategy = row[0].partition(",")[0].replace("`", "")
+    said: list[str | None] = [None]
+    for heading in ("2 hosts, 100 Mbit/s", "2 hosts, 1 Gbit/s"):
+        for page in ("resnet_cifar", "transformer_wikitext", "deeplight_criteo"):
+            if row[len(said)] == "–":
+                said.append(None)
+            elif strategy == "ddp":
+                said.append(f"1 ({link(page, 'step (ms)', strategy, heading)} ms)")
+            else:
+                said.append(link(page, "times shorter than ddp", strategy, heading))
+    return said
+
+
+def quality_row(row: tuple[str, ...]) -> list[str | None]:
+    """Our results beside the paper's."""
+    strategies = [name.partition(" ")[0].strip("`") for name in QUALITY.table.columns[1:]]
+    said: list[str | None] = [None]
+    for strategy, shown in zip(strategies, row[1:], strict=True):
+        if shown == "–":
+            said.append(None)
+        elif "ResNet-20" in row[0]:
+            said.append(whole(strategy, "accuracy (%)", "Three seeds"))
+        elif "ResNet-18" in row[0]:
+            said.append(link("resnet_cifar", "accuracy (%)", strategy, "2 hosts, 100 Mbit/s"))
+        elif "DeepFwFM" in row[0]:
+            wanted = {"heading": "100 Mbit/s", "strategy": strategy, "table's gradients": "dense"}
+            said.append(cell("deeplight_criteo_sparse", "AUC", **wanted))
+        elif "transformer" in row[0]:
+            said.append(link("transformer_wikitext", "perplexity", strategy, "100 Mbit/s", "3"))
+        else:
+            said.append(family(strategy, "accuracy (%)" if "digits" in row[0] else "rel. L2 error"))
+    return said
+
+
+def small(experiment: str, method: str, setting: str, quantity: str) -> str:
+    """A figure of the smallest experiments."""
+    return cell("systems", "value", experiment=experiment, method=method, setting=setting, quantity=quantity)
+
+
+def adagrad_row(row: tuple[str, ...]) -> list[str | None]:
+    found = partial(small, "Adagrad with an L1 penalty", row[0].strip("`"), row[1].strip("`"))
+    return [None, None, *(found(quantity) for quantity in ("zeros", "loss + penalty", "accuracy"))]
+
+
+def shifted_row(row: tuple[str, ...]) -> list[str | None]:
+    methods = ("DGD-DEF", "classic error feedback", "DGD-DEF without rotation")
+    factors = [small("DGD-DEF", method, f"{row[0][0]} bits", "factor") for method in methods]
+    for factor, said in zip(factors, row[1:], strict=True):
+        assert (float(factor) > 1) == (said == "diverges")
+    return [None, *(None if float(factor) > 1 else factor for factor in factors)]
+
+
+def votes_row(row: tuple[str, ...]) -> list[str | None]:
+    found = partial(small, "FedVote", row[0], f"{row[1]} attackers")
+    return [None, None, *(found(quantity) for quantity in ("accuracy", "of the binary model", "kB sent per worker"))]
+
+
+def graph_row(row: tuple[str, ...]) -> list[str | None]:
+    found = partial(small, "Graphs of 8 ranks", "gossip", row[0].partition(" ")[0])
+    return [None, found("neighbours"), found("contraction")]
+
+
+def gossip_row(row: tuple[str, ...]) -> list[str | None]:
+    found = partial(small, "DPSVRG", row[0], row[1])
+    others = (found(quantity) for quantity in ("rounds", "MB sent, busiest worker", "disagreement"))
+    assert row[2] == f"{float(found('F - F*')):.1e}"
+    return [None, None, None, *others]
+
+
+SYSTEMS = "docs/systems.md"
+QUALITY = Checked(PAPER, "Quality", ("task", "`ddp`"), quality_row)
+TABLES = [
+    Checked(PAPER, "What is claimed, and on what it rests", ("claim",), claims_row),
+    Checked(PAPER, "Time per step", ("method", "against fp32"), bucket_row),
+    Checked(PAPER, "Time per step", ("method", "ResNet, 100 Mbit/s"), networks_row),
+    QUALITY,
+    Checked(SYSTEMS, "Adagrad with an L1 penalty", ("optimizer", "gradients"), adagrad_row),
+    Checked(SYSTEMS, "DGD-DEF", ("bits",), shifted_row),
+    Checked(SYSTEMS, "FedVote", ("votes",), votes_row),
+    Checked(SYSTEMS, "Gossip and DPSVRG", ("graph of 8 ranks",), graph_row),
+    Checked(SYSTEMS, "Gossip and DPSVRG", ("method",), gossip_row),
+]
+
+
+@pytest.mark.parametrize("checked", TABLES, ids=lambda checked: f"{checked.page} {checked.begin}")
+def test_tables_are_those_of_the_results(checked: Checked) -> None:
+    checked.compare()
+
+
+def test_the_page_of_presets_is_that_of_its_results() -> None:
+    """Its tables of errors, row by row; all other paragraphs with figures are those of the results' page."""
+    page, results = text_of("docs/presets.md"), RESULTS / "presets.md"
+    count = 0
+    for table in tables("docs/presets.md"):
+        match = re.fullmatch(r"n = (\d+)(, mean of 16 steps on the same gradients)?", table.heading)
+        if match is None:
+            continue
+        for row in table.rows:
+            key = {"preset": row[0], "n": match[1], "steps": "16" if match[2] else "1"}
+            columns = ["bits", *table.columns[2:]] if match[2] else table.columns[1:]
+            columns = ["bits" if column == "bits per step" else column for column in columns]
+            assert row[1:] == tuple(cell("presets", column, **key) for column in columns), (table.heading, row[0])
+            count += 1
+    assert count == len(rows_of(results))
+    about = page[page.index("## Relative L2 error") : page.index("### n = 2")]
+    paragraphs = [part for part in about.split("\n\n") if re.search(r"\d\.\d|\d %", part)]
+    assert paragraphs
+    assert [part for part in paragraphs if part.strip() not in results.read_text()] == []

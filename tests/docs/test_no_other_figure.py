@@ -1,0 +1,191 @@
+"""No page of the documentation quotes a figure that no table has: what is not compared by a test is named here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lightning_gqsgd.cli.app import app
+from lightning_gqsgd.sparse import row_numbers
+from tests.docs import test_figures, test_figures_of_choosing, test_figures_of_pages, test_further_figures
+from tests.docs.checks import spaced
+from tests.docs.pages import PAGES, ROOT, figures, tables, text_of
+
+#: What is no measurement on any page: versions, references, sizes of models.
+EVERYWHERE = (
+    r"arXiv \d{4}\.\d{5}",
+    r"(?:Apache-|(?:torch|PyTorch|Python|Lightning|transformers|Accelerate) )\d\.\d+",
+    r"\d[\d.]* M (?:parameters|coordinates|are rows|of them in two tables|without its)",
+)
+
+#: Rows of tables that tests compare by these very patterns.
+ROWS: dict[str, tuple[re.Pattern[str], ...]] = {
+    "README.md": (test_figures.STEP,),
+    "docs/benchmarks.md": (
+        test_figures.STEP,
+        test_figures.TRAINING,
+        test_figures.CONVNET,
+        *(re.compile(rf"^\| {re.escape(begin)}.*$", re.MULTILINE) for begin in test_figures.QUALITIES),
+    ),
+    "docs/local_steps.md": (test_further_figures.LOCAL,),
+    "docs/sparse.md": (test_further_figures.TABLES, test_further_figures.SPARSE),
+}
+
+#: Tables that no test compares with results, by the page, the heading and the first columns; and why.
+UNCOMPARED: dict[tuple[str, str, tuple[str, ...]], str] = {
+    ("docs/paper.md", "Time per step", ("method", "ResNet, P2P 2024")): "the paper's, from its public logs",
+    ("docs/paper.md", "Quality", ("task", "default")): "the paper's, from its public logs",
+    ("docs/local_steps.md", "Systems", ("preset", "what it adds")): "the papers' settings, which presets have",
+    ("docs/local_steps.md", "Systems", ("system", "experiment")): "printed by the command above it",
+    ("docs/presets.md", "At 8 ranks", ("preset",)): "test_the_table_of_all_presets_is_what_the_command_prints",
+    ("docs/presets.md", "Local steps", ("preset",)): "tests/unit/test_cli.py compares it with the command",
+    ("docs/presets.md", "Optimizers, rules of training, topologies", ("system",)): "as above",
+    ("docs/reliability.md", "What is promised, and how it is tested", ("promise",)): "limits that its tests hold",
+    ("docs/reliability.md", "Measured", ("what",)): "each row has its command",
+    ("docs/reliability.md", "Measured", ("event",)): "printed by the command of the row on chaos",
+    ("recipes/README.md", "Criteo", ("strategy",)): "printed by the command above it",
+}
+
+#: Figures that are no measurement, or that the command beside them reproduces. A comment says what they are.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "docs/benchmarks.md": (r"to 89\.8 % of the validation images",),  # the target, which is in the table's heading
+    "docs/choosing.md": (
+        r"below 0\.8 `max_slowdown`",  # a constant of the rule
+        r"3 bits, which need 0\.1 and more",  # a value of max_slowdown
+        r"0\.125 bits per coordinate more than 128",  # 16/64 - 16/128
+        r"about 1\.15 times as long .*?--numel 1048576`\)",  # has its command
+    ),
+    "docs/experiments/convnet_cifar.md": (r"about 20 minutes of two cores",),  # what to expect, not a result
+    "docs/experiments/deeplight_criteo.md": (r"With 90 % zeros",),  # what the column of the table is
+    "docs/experiments/resnet_cifar.md": (r"is 40 times smaller",),  # 11.2 M over 0.27 M parameters
+    "docs/experiments/transformer_wikitext.md": (r"0\.5 MB of English",),  # the size of Python's help texts
+    "docs/frameworks.md": (r"kernels for GPUs before 2\.8",),  # a version
+    "docs/index.md": (r"below 1\.00, compression is faster",),  # how to read a column
+    "recipes/README.md": (
+        r"label smoothing 0\.1|take 0\.1 × processes|in all at 0\.1|4 and 182 MB|0\.5 MB of English",  # settings, sizes
+        r"about 1 kB each while they are hashed",  # a size
+        r"AUC of 0\.807 there, the network comes to about 0\.70",  # of the fallback, by the page's first command for it
+        r"2\.6 % clicks: 84 in the test split, a standard error of about 0\.03",  # of the data
+        r"0\.30 MB per step in all",  # of docs/sparse.md, which has the command
+        r"n / 2 times the message",  # a formula
+    ),
+    "docs/local_steps.md": (
+        r"learning rate 0\.7, Nesterov momentum 0\.9|momentum 0\.4|Momentum of 0\.9",  # settings
+        r"the times agree within 3 %",  # with the paper's, by the command above the table
+        r"its first 15 seconds",  # --most-seconds of the command
+        r"is \+0\.00 ± 0\.56 points .*?\(`python recipes/compare\.py [^`]*`\)",  # has its command
+    ),
+    "docs/method.md": (r"ω ≤ 1\.5e-5", r"100 Mbit/s, 25 MiB:"),  # 2^-14 / (4 (1 + 2^-7)), the bucket's size
+    "docs/paper.md": (
+        # The paper's, or its logs'; or what the doctests of this page make of them.
+        r"1\.56 times faster than QSGD and 1\.49 times than PowerSGD \(logs 2024\)",
+        r"a ring 1\.5 times\. With C .*? ring C \+ 0\.75h:",
+        r"So 3\.56 would be about 1\.4 against an fp32 ring",
+        r"at n = 64, 96 and 15\.75",
+        r"that the paper measured \(53\.9 GB/s for P2P, 5\.4 GB/s for SHM\)",
+        r"7 to 18 % short: the implied rate of SHM is 3\.9 to 4\.6 GB/s, not 5\.4",
+        r"\(0\.95, and 0\.977 in logs 2024\)",
+        r"by up to 2\.8 points of top-1",
+        r"at 8 bits loses 9\.3 of perplexity, the exponential operator 0\.7",
+        r"repeated 100 times; AUC is 0\.9999 on them",
+        r"variance 16 times too large",
+        r'"n\^0\.17"',
+        # Printed by the two commands above, which need nothing but the package and torchvision.
+        r"It predicts 196 ms for fp32, .*? and 81 to 83 ms for all of them on the fast one",
+        r"where the logs say 1\.17 against the tree",
+    ),
+    "docs/performance.md": (
+        # Constants of the rules, which tests/unit hold.
+        r"saves at least 5 % of a step|within 3 % of each other|waits for 1 % of its time|equal within 2 %",
+        r"\(5 % at most\)|less than 25 %|at most 5 % longer|50 steps is 15 % longer|at most 5 % of all steps",
+        r"all-reduces of 25 MiB|16 to 33 MB|the 1 MB that a probe sends",  # sizes of messages
+        r"less than 20 seconds besides|to end within 20 seconds",  # limits of a probe
+        r"within 10 % \(",  # a bound; how many are within it is compared
+    ),
+    "docs/sparse.md": (
+        r"\(1\.6 m \+ 64\)|\(default 1\.0;|n − 1 times",  # formulas and a default
+        r"8\.3 bits where 2 % of the rows",  # test_gaps_of_rows_take_so_many_bits
+        r"its dense codes take 5\.2, so they are even at 1\.3 N",  # 10 coordinates of 4.125 bits; 2 x 5.2 / 8
+        r"Of the 0\.30 MB, 0\.25 are the dense layers",  # 1.92 MB of 32 bits at 4.125 bits
+    ),
+    "docs/systems.md": (
+        r"at most 1\.5 root mean squares|of which 5 % matter|λ = 0\.01|1\.6 m \+ 64",  # settings
+        r"the all-reduce sends 1\.5\.",  # 2 (n - 1) / n
+    ),
+    "docs/theory.md": (
+        r"lemma 3\.1|theorem 2\.1|section 2\.2",  # places in papers
+        r"below 0\.36 of the largest|it is 0\.27, and less",  # where two formulas meet; a mean of normal numbers
+        r"is 1\.5 times too large|\(4\.5, where 256 of them|within 5 % of ω",  # held by tests/statistics/test_eden.py
+        r"the largest is at 2\.8 on average",  # a mean of normal numbers
+        r"0\.1 bits are 7 % of the error",  # 2^0.1
+        r"ρ = 0\.1, without drift",  # an example
+        r"So 1\.1 to 1\.2 bits are lost",  # the doctest above it
+    ),
+}
+
+
+def left(page: str, text: str) -> list[str]:
+    """The figures of a page that nothing accounts for."""
+    sentences = list(test_figures.SENTENCES)
+    for module in (test_further_figures, test_figures_of_choosing, test_figures_of_pages):
+        sentences += [pattern for name, pattern in module.SENTENCES if name == page]
+    for checked in (*test_figures_of_choosing.TABLES, *test_figures_of_pages.TABLES):
+        if checked.page == page:
+            text = text.replace(checked.table.source, "\n")
+    for table in tables(page):
+        keys = [key for key in UNCOMPARED if key[:2] == (page, table.heading)]
+        if any(table.columns[: len(begin)] == begin for _, _, begin in keys):
+            text = text.replace(table.source, "\n")
+    for row in ROWS.get(page, ()):
+        text = row.sub("", text)
+    if page == "docs/presets.md":  # test_the_page_of_presets_is_that_of_its_results
+        text = text[: text.index("## Relative L2 error")]
+    for pattern in (*sentences, *ALLOWED.get(page, ()), *EVERYWHERE):
+        text = re.sub(spaced(pattern), "…", text, flags=re.DOTALL)
+    return figures(text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_other_figure_is_quoted(page: str) -> None:
+    assert left(page, text_of(page)) == []
+
+
+def test_a_figure_is_noticed_in_a_sentence_a_table_and_the_words_of_a_picture() -> None:
+    text = text_of("docs/index.md")
+    for more in ("It is 3.5 times faster.", "| a | 12 % |", "![9 ms](x.png)", "The loss is 0.25 lower."):
+        assert len(left("docs/index.md", f"{text}\n{more}\n")) == 1, more
+    for code in ("`lr=0.25`", "```\n9 ms\n```", "\n    x = 0.25\n"):
+        assert left("docs/index.md", f"{text}\n{code}\n") == []
+
+
+def test_gaps_of_rows_take_so_many_bits() -> None:
+    rows = np.flatnonzero(np.random.default_rng(0).random(2_000_000) < 0.02)
+    assert round(8 * len(row_numbers.write(rows)) / len(rows), 1) == 8.3
+
+
+def test_the_table_of_all_presets_is_what_the_command_prints() -> None:
+    (table,) = (one for one in tables("docs/presets.md") if one.heading == "At 8 ranks")
+    printed = json.loads(CliRunner().invoke(app, ["presets", "--ranks", "8", "--json"]).stdout)
+    facts = {entry["name"]: entry for entry in printed if "wire_bits" in entry}
+    assert [row[0] for row in table.rows] == [*facts]
+    for name, bits, sent, *_, constant, _shared, _paper in table.rows:
+        fact = facts[name]
+        if name == "gqsgd_auto":  # its bits are chosen in training
+            continue
+        assert (bits, sent) == (f"{fact['wire_bits']:.2f}", f"{fact['sent_vs_fp32_ring']:.3f}"), name
+        symbol, _, value = constant.partition(" = ")
+        expected = fact["omega"] if symbol == "ω" else fact["delta"] if symbol == "δ" else None
+        assert (expected is None) == (not value), name
+        assert expected is None or float(value) == pytest.approx(expected, rel=0.01), name
+
+
+@pytest.mark.parametrize("page", ALLOWED)
+def test_what_is_allowed_is_there(page: str) -> None:
+    text = text_of(page)
+    assert [pattern for pattern in ALLOWED[page] if not re.search(spaced(pattern), text, re.DOTALL)] == []
+    assert [key for key in UNCOMPARED if not Path(ROOT, key[0]).is_file()] == []
