@@ -138,7 +138,7 @@ def _table_of_steps(made: Training) -> Table:
     return _table_of_ways(title, "ddp", made.steps)
 
 
-def _table_of_ways(title: str, against: str, ways: Sequence[ReduceTime] | Sequence[StepTime]) -> Table:
+def _table_of_ways(title: str, against: str, ways: Sequence[ReduceTime | StepTime]) -> Table:
     made = plain_table(title, ["", "sent (MB)", "time (ms)", f"against {against}", "10 to 90 %"])
     for way in ways:
         spread = f"{way.low:.2f} to {way.high:.2f}"
@@ -163,5 +163,5 @@ def _note_on_steps(made: Training) -> str:
     )
 
 
-def _fastest(ways: Sequence[ReduceTime] | Sequence[StepTime]) -> str:
+def _fastest(ways: Sequence[ReduceTime | StepTime]) -> str:
     return max(ways, key=lambda way: way.speedup).name

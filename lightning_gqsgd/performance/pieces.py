@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     Attributes:
         parameter: number of the parameter.
         first: number of the first block in its parameter.
-        count: number of blocks.
+        blocks: number of blocks.
         numel: number of coordinates; all blocks but the last one of the parameter are full.
         raw: whether the parameter travels uncompressed.
         of: number of blocks of the whole parameter.
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
     parameter: int
     first: int
-    count: int
+    blocks: int
     numel: int
     raw: bool
     of: int
@@ -65,7 +65,7 @@ class Piece:
     def table(self) -> np.ndarray:
         """The block table, which counts from the piece's first coordinate; see `layout.cut`."""
         table = cut([Segment(run.parameter, run.numel, run.raw) for run in self.runs], self.setting.config.block_size)
-        counts = [run.count for run in self.runs]
+        counts = [run.blocks for run in self.runs]
         table[:, INDEX] += np.repeat([run.first for run in self.runs], counts)
         table[:, BLOCKS] = np.repeat([run.of for run in self.runs], counts)
         return table
@@ -114,9 +114,9 @@ def _split(runs: Sequence[Blocks], bounds: Sequence[float], size: int) -> list[l
         while waiting:
             run = waiting.pop()
             taken = _blocks_to(run, before - start, size)
-            if taken < run.count:
+            if taken < run.blocks:
                 left, right = _cut_behind(run, taken, size)
-                parts[-1] += [left] if left.count else []
+                parts[-1] += [left] if left.blocks else []
                 start += left.numel
                 waiting.append(right)
                 break
@@ -131,13 +131,13 @@ def _split(runs: Sequence[Blocks], bounds: Sequence[float], size: int) -> list[l
 
 def _blocks_to(run: Blocks, bound: int, size: int) -> int:
     """How many blocks of a run begin before a bound, which counts from the start of the run."""
-    return min(run.count, max(0, -(-bound // size)))
+    return min(run.blocks, max(0, -(-bound // size)))
 
 
 def _cut_behind(run: Blocks, count: int, size: int) -> tuple[Blocks, Blocks]:
     numel = min(run.numel, count * size)
-    left = run._replace(count=count, numel=numel)
-    return left, run._replace(first=run.first + count, count=run.count - count, numel=run.numel - numel)
+    left = run._replace(blocks=count, numel=numel)
+    return left, run._replace(first=run.first + count, blocks=run.blocks - count, numel=run.numel - numel)
 
 
 def _alike(runs: Sequence[Blocks], setting: Setting) -> tuple[Any, ...]:
@@ -161,7 +161,7 @@ def _of_one_level(runs: Sequence[Blocks], setting: Setting) -> tuple[Any, ...]:
     name = setting.config.reducer
     if name not in _SHARDS:
         return tuple(runs)
-    sizes = (sum(run.numel for run in runs), sum(run.count for run in runs))
+    sizes = (sum(run.numel for run in runs), sum(run.blocks for run in runs))
     return (*sizes, *_shards(runs, setting, _SHARDS[name](setting.ranks)))
 
 
@@ -175,13 +175,13 @@ def _shards(runs: Sequence[Blocks], setting: Setting, shards: int) -> tuple[int,
     rank = np.arange(shards)
     scales, rest, blocks = (np.zeros(shards, dtype=np.int64) for _ in range(3))
     for run, owner in zip(runs, _first_owners(runs, shards), strict=True):
-        counts = run.count // shards + ((rank - owner) % shards < run.count % shards)
+        counts = run.blocks // shards + ((rank - owner) % shards < run.blocks % shards)
         blocks += counts
         scales += 0 if run.raw else counts * setting.scale_bytes
-        last = run.numel - (run.count - 1) * size
+        last = run.numel - (run.blocks - 1) * size
         full_bytes, last_bytes = (_record(length, run.raw, q, setting.raw_bytes) for length in (size, last))
         rest += counts * full_bytes
-        rest[(owner + run.count - 1) % shards] += last_bytes - full_bytes
+        rest[(owner + run.blocks - 1) % shards] += last_bytes - full_bytes
     return int(blocks[0]), int((_aligned(scales) + rest).max())
 
 
