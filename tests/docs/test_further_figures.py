@@ -48,6 +48,10 @@ def to_the_loss_of_local_steps(case: str) -> str:
     return str(next(second for second, loss in zip(run["seconds"], run["losses"], strict=True) if loss <= end))
 
 
+def of_rival(column: str, way: str) -> str:
+    return cell("rival_trainings", column, way=way, rate="100mbit")
+
+
 #: The page and the sentence, and what the tables say.
 SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
     (
@@ -116,6 +120,17 @@ SENTENCES: dict[tuple[str, str], list[Callable[[], str]]] = {
         lambda: time_of("fp32"),
         lambda: time_of("two_shot, 4 bit"),
         lambda: time_of("hierarchical, 4 bit"),
+    ],
+    (
+        "choosing.md",
+        r"steps of `gqsgd_4bit` are ([\d.]+) times\s+shorter .*? bf16 hook ([\d.]+) and .*? of rank 4 ([\d.]+)\s",
+    ): [
+        lambda: of_rival("ddp / step", "gqsgd_4bit"),
+        lambda: of_rival("ddp / step", "torch bf16 hook"),
+        lambda: of_rival("ddp / step", "torch PowerSGD, rank 4"),
+    ],
+    ("choosing.md", r"PowerSGD of rank 1 sends the least there, ([\d.]+) bits"): [
+        lambda: of_rival("bits sent", "torch PowerSGD, rank 1"),
     ],
 }
 
