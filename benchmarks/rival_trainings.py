@@ -364,8 +364,8 @@ def _how_to_read(options: argparse.Namespace) -> list[str]:
         f"loss: of all images for training, after {options.steps} steps, mean over seeds. by seed: its difference to "
         "plain DDP of the same seed, in units of 0.0001. A difference whose sign changes with the seed is noise.",
         "torch's hooks are torch's own. Its quantisation hooks run on Gloo, and so does PowerSGD here, where all "
-        "gradients fit one bucket. With several buckets, Gloo ended a process of PowerSGD with SIGABRT in some short "
-        "runs and not in others. PowerSGD averages the first "
+        "gradients fit one bucket. With several buckets, a process of PowerSGD on Gloo ended with SIGABRT in one of "
+        "several short runs. PowerSGD averages the first "
         f"{POWERSGD_START} steps plainly. The codes of torchft, hivemind and CGX are written out from their formulas, "
         "in torch and without their kernels, so their times are those of a plain hook. torchft's rows are those of "
         "matrices; of flat buckets it sends 8 bytes per number. hivemind's way back, which sends differences in the "
