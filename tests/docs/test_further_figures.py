@@ -48,6 +48,29 @@ def to_the_loss_of_local_steps(case: str) -> str:
     return str(next(second for second, loss in zip(run["seconds"], run["losses"], strict=True) if loss <= end))
 
 
+def of_rival(column: str, way: str) -> str:
+    return cell("rival_trainings", column, way=way, rate="100mbit")
+
+
+def of_dither(column: str, dither: str = "companded, adaptive (default)") -> str:
+    """At 8 bits."""
+    return cell("tolerance", column, dither=dither, bits="8")
+
+
+def passed(column: str, dither: str = "companded, adaptive (default)") -> list[Callable[[], str]]:
+    """How many cases of the grid pass, and of how many."""
+    return [lambda: of_dither(column, dither).split()[0], lambda: of_dither(column, dither).split()[-1]]
+
+
+def price(bits: int) -> list[Callable[[], str]]:
+    """Errors where 1 % of the coordinates are zero: if any zero made a block stochastic, and today's."""
+    text = (RESULTS / "tolerance.md").read_text()
+    match = re.search(rf"{bits} bits, 1% zeros: ([\d.]+) % and ([\d.]+) %", text)
+    assert match
+    today, other = match.groups()
+    return [lambda: other, lambda: today]
+
+
 #: The page and the sentence, and what the tables say.
 SENTENCES: Sentences = {
     (
@@ -120,6 +143,39 @@ SENTENCES: Sentences = {
         lambda: time_of("two_shot, 4 bit"),
         lambda: time_of("hierarchical, 4 bit"),
     ],
+    (
+        "choosing.md",
+        r"steps of `gqsgd_4bit` are ([\d.]+) times\s+shorter .*? bf16 hook ([\d.]+) and .*? of rank 4 ([\d.]+)\s",
+    ): [
+        lambda: of_rival("ddp / step", "gqsgd_4bit"),
+        lambda: of_rival("ddp / step", "torch bf16 hook"),
+        lambda: of_rival("ddp / step", "torch PowerSGD, rank 4"),
+    ],
+    ("choosing.md", r"PowerSGD of rank 1 sends the least there, ([\d.]+) bits"): [
+        lambda: of_rival("bits sent", "torch PowerSGD, rank 1"),
+    ],
+    ("choosing.md", r"`gqsgd` passes (\d+) of (\d+) cases"): passed("pass"),
+    ("choosing.md", r"it passes (\d+) of (\d+) cases in which the mean"): passed("a mean is zero"),
+    ("choosing.md", r"and (\d+) of (\d+) if these coordinates are left out"): passed("zeros left out"),
+    ("choosing.md", r"keeps zeros and passes (\d+);"): passed("pass", "linear, stochastic")[:1],
+    (
+        "choosing.md",
+        r"([\d.]+) % of the rows that no rank touches moved under `gqsgd`, by ([\d.]+) % "
+        r".*?\(\+([\d.]+)\), .*? rose by ([\d.]+)\.",
+    ): [
+        lambda: of_dither("rows moved (%)"),
+        lambda: of_dither("moved by (%)"),
+        lambda: of_dither("less exact's").strip("+"),
+        lambda: of_dither("untouched loss, less exact's").strip("+"),
+    ],
+    ("choosing.md", r"errs nearly twice as much: ([\d.]+) % where `gqsgd` has ([\d.]+) %"): [
+        lambda: of_dither("CNN trained (%)", "linear, stochastic"),
+        lambda: of_dither("CNN trained (%)"),
+    ],
+    (
+        "choosing.md",
+        r"its error is ([\d.]+) % instead of ([\d.]+) %, and ([\d.]+) % instead of ([\d.]+) % at 4 bits",
+    ): [*price(8), *price(4)],
 }
 
 

@@ -1,0 +1,57 @@
+"""Rivals' messages: their lengths, what comes back, and the tables that they are read with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import rivals
+from benchmarks.rival_hooks import BlockwiseCodes, Codes, MaxMinCodes, RowCodes, UniformCodes, dynamic_levels, mean_of
+from lightning_gqsgd.simulation import relative_error
+
+#: Codes, bits of a message per coordinate at 200,000 normal numbers, and the range of one mean's error.
+CODES: list[tuple[Codes, float, float, float]] = [
+    (RowCodes(torch.float8_e4m3fn), 8.06, 0.03, 0.045),
+    (RowCodes(torch.int8), 8.06, 0.015, 0.03),
+    (UniformCodes(), 8.09, 0.005, 0.05),
+    (BlockwiseCodes(), 8.03, 0.005, 0.03),
+    (MaxMinCodes(), 4.14, 0.13, 0.2),
+]
+
+
+def gradients(ranks: int, numel: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(ranks)
+    return [torch.randn(numel, generator=generator) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize(("codes", "bits", "low", "high"), CODES)
+def test_messages_have_their_length_and_their_mean_its_error(
+    codes: Codes, bits: float, low: float, high: float
+) -> None:
+    xs = gradients(2, 200_000)
+    messages = [codes.encode(x) for x in xs]
+    assert 8 * messages[0].numel() / xs[0].numel() == pytest.approx(bits, rel=0.01)
+    assert low < relative_error(mean_of(codes, messages, xs[0].numel()), xs) < high
+
+
+@pytest.mark.parametrize("codes", [each[0] for each in CODES])
+@pytest.mark.parametrize("numel", [1, 513, 5000])
+def test_zeros_stay_zeros_at_any_length(codes: Codes, numel: int) -> None:
+    decoded = codes.decode(codes.encode(torch.zeros(numel)), numel)
+    assert decoded.shape == (numel,)
+    assert not decoded.any()
+
+
+def test_messages_say_what_the_formulas_of_the_other_table_say() -> None:
+    (x,) = gradients(1, 4096)
+    generator = torch.Generator()
+    fp8, max_min = RowCodes(torch.float8_e4m3fn), MaxMinCodes()
+    assert torch.equal(fp8.decode(fp8.encode(x), 4096), rivals.fp8(x, generator, 1024))
+    assert torch.equal(max_min.decode(max_min.encode(x), 4096), rivals.max_min(x, generator, 512, 4))
+
+
+def test_dynamic_numbers_are_256_and_lie_denser_near_zero() -> None:
+    levels = dynamic_levels()
+    assert len(levels.unique()) == 256
+    assert float(levels.max()) == 1
+    assert levels.diff().min() < 1e-6 < 1e-3 < levels.diff().max()
