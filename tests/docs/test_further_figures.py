@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -144,22 +145,22 @@ SENTENCES: Sentences = {
         lambda: time_of("hierarchical, 4 bit"),
     ],
     (
-        "choosing.md",
+        "docs/choosing.md",
         r"steps of `gqsgd_4bit` are ([\d.]+) times\s+shorter .*? bf16 hook ([\d.]+) and .*? of rank 4 ([\d.]+)\s",
     ): [
         lambda: of_rival("ddp / step", "gqsgd_4bit"),
         lambda: of_rival("ddp / step", "torch bf16 hook"),
         lambda: of_rival("ddp / step", "torch PowerSGD, rank 4"),
     ],
-    ("choosing.md", r"PowerSGD of rank 1 sends the least there, ([\d.]+) bits"): [
+    ("docs/choosing.md", r"PowerSGD of rank 1 sends the least there, ([\d.]+) bits"): [
         lambda: of_rival("bits sent", "torch PowerSGD, rank 1"),
     ],
-    ("choosing.md", r"`gqsgd` passes (\d+) of (\d+) cases"): passed("pass"),
-    ("choosing.md", r"it passes (\d+) of (\d+) cases in which the mean"): passed("a mean is zero"),
-    ("choosing.md", r"and (\d+) of (\d+) if these coordinates are left out"): passed("zeros left out"),
-    ("choosing.md", r"keeps zeros and passes (\d+);"): passed("pass", "linear, stochastic")[:1],
+    ("docs/choosing.md", r"`gqsgd` passes (\d+) of (\d+) cases"): passed("pass"),
+    ("docs/choosing.md", r"it passes (\d+) of (\d+) cases in which the mean"): passed("a mean is zero"),
+    ("docs/choosing.md", r"and (\d+) of (\d+) if these coordinates are left out"): passed("zeros left out"),
+    ("docs/choosing.md", r"keeps zeros and passes (\d+);"): passed("pass", "linear, stochastic")[:1],
     (
-        "choosing.md",
+        "docs/choosing.md",
         r"([\d.]+) % of the rows that no rank touches moved under `gqsgd`, by ([\d.]+) % "
         r".*?\(\+([\d.]+)\), .*? rose by ([\d.]+)\.",
     ): [
@@ -168,12 +169,12 @@ SENTENCES: Sentences = {
         lambda: of_dither("less exact's").strip("+"),
         lambda: of_dither("untouched loss, less exact's").strip("+"),
     ],
-    ("choosing.md", r"errs nearly twice as much: ([\d.]+) % where `gqsgd` has ([\d.]+) %"): [
+    ("docs/choosing.md", r"errs nearly twice as much: ([\d.]+) % where `gqsgd` has ([\d.]+) %"): [
         lambda: of_dither("CNN trained (%)", "linear, stochastic"),
         lambda: of_dither("CNN trained (%)"),
     ],
     (
-        "choosing.md",
+        "docs/choosing.md",
         r"its error is ([\d.]+) % instead of ([\d.]+) %, and ([\d.]+) % instead of ([\d.]+) % at 4 bits",
     ): [*price(8), *price(4)],
 }
@@ -230,3 +231,14 @@ def test_trainings_of_sparse_tables_are_those_of_the_table() -> None:
         assert auc == cell("deeplight_criteo_sparse", "AUC", heading="100 Mbit/s", **row)
         links = ("100 Mbit/s", "1 Gbit/s")
         assert steps == [cell("deeplight_criteo_sparse", "step (ms)", heading=link, **row) for link in links]
+
+
+@pytest.mark.parametrize("strategy", ["gqsgd", "gqsgd_2bit"])
+def test_accuracies_of_the_converged_network_are_those_of_its_runs(strategy: str) -> None:
+    page = (RESULTS / "convnet_cifar_links.md").read_text()
+    result = json.loads((RESULTS / "convnet_cifar_links" / "runs" / f"{strategy}-seed0" / "result.json").read_text())
+    accuracy, sent = 100 * result["metrics"]["test/acc"], round(result["mb_sent"])
+    less = f"{accuracy - 91.08:+.2f}".replace("-", "−")
+    row = next(line for line in page.splitlines() if line.startswith(f"| {strategy} | 0 |"))
+    assert row.startswith(f"| {strategy} | 0 | {accuracy:.2f} | {less} |")
+    assert f"| {sent:,} |" in row
