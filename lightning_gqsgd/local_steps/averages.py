@@ -322,6 +322,12 @@ class LocalAverages(AveragingLoop[Average]):
         for number, share in zip(settled, sums.tolist(), strict=True):
             if share:
                 self.fragments[number].settled_after = None
+        if not self.step and any(sums.tolist()):
+            logger.warning(
+                "gqsgd: no optimizer step was counted, and the models have changed: they are averaged now, for the "
+                "first time. Call step() of LocalSteps, or of the optimizer that fabric.setup returns, and not that of "
+                "the inner optimizer"
+            )
 
     # --- one average -------------------------------------------------------------------------------------------------
 

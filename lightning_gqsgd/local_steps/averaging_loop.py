@@ -80,7 +80,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         """
         self._use(self.under_way)
         for number, fragment in enumerate(self.fragments):
-            if fragment.settled_after != self.step and self.step:
+            if fragment.settled_after != self.step:
                 self._begin(number, delay=0)
                 self.under_way[-1].is_last = True
         self._use(self.under_way, mixing=0.0)

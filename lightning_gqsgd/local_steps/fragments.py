@@ -141,14 +141,15 @@ class Fragment:
 
     Attributes:
         bundles: what travels as one flat tensor each.
-        settled_after: the step after which all ranks had the same bits in its tensors; None: never yet.
+        settled_after: the step after which all ranks had the same bits in its tensors, which they have at the start;
+            None: some rank has changed them since.
     """
 
     def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
         dtypes = dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in entries)
         together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
         self.bundles = [Bundle(group, options) for group in together]
-        self.settled_after: int | None = None
+        self.settled_after: int | None = 0
 
     def move_anchors(self, means: Sequence[Tensor], outer: Optimizer, *, plain: bool = False) -> None:
         """Make a step of the outer optimizer by the mean changes.
