@@ -94,6 +94,11 @@ class Bundle:
                 part.masked_fill_(start == entry.tensor, 0.0)
         return flat
 
+    def has_changed(self, buffers: bool = True) -> bool:
+        """Whether a tensor, other than a buffer if ``buffers`` is False, has left its anchor. Waits for a GPU."""
+        parts = zip(self.entries, self.split(self.change()), strict=True)
+        return any(bool(part.any()) for entry, part in parts if buffers or not entry.is_buffer)
+
     def set_gradients(self, change: Tensor, plain: bool = False) -> None:
         """Make a mean change the gradient of the parameters' anchors, and take it off the buffers' anchors.
 
