@@ -194,6 +194,11 @@ def test_arguments_that_cannot_work(arguments: dict[str, Any], text: str) -> Non
         GQSGDStrategy(**arguments)
 
 
+def test_an_error_has_the_name_of_the_argument() -> None:
+    with pytest.raises(ConfigError, match="local_steps=0 is out of range"):
+        GQSGDStrategy(local_steps=0)
+
+
 def test_arguments_replace_those_of_a_name() -> None:
     strategy = GQSGDStrategy(preset="gqsgd_fedpaq", local_steps=5, bits=3)
     assert strategy._local.options.every == 5
@@ -356,3 +361,40 @@ def _changed_at_the_end(_: int) -> list[str]:
 def test_weights_that_a_callback_puts_in_at_the_end_are_averaged(tmp_path: Path) -> None:
     first, second = run(_changed_at_the_end, 2, tmp_path, initialise=False)
     assert first == second
+
+
+class _OnlyTheSecond(Gan):
+    """Steps only the second of its optimizers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[1]
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for group in optimizer.param_groups for p in group["params"])
+        self.manual_backward((1 + self.global_rank) * loss)
+        optimizer.step()
+
+
+class _NewOptimizers(Classifier):
+    """Makes new optimizers while it trains."""
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def _not_counted(rank: int) -> list[Any]:
+    results: list[Any] = []
+    module = _OnlyTheSecond(seed=rank)
+    trainer_of({"local_steps": 16}).fit(module, data(7))
+    results.append(bits_of(module))
+    for wrong in (_OnlyTheSecond(seed=rank), _NewOptimizers()):
+        with pytest.raises(ConfigError) as error:
+            trainer_of({"local_steps": 2}).fit(wrong, data(7))
+        results.append(str(error.value))
+    return results
+
+
+def test_steps_of_optimizers_that_do_not_count_are_averaged_or_an_error(tmp_path: Path) -> None:
+    first, second = run(_not_counted, 2, tmp_path, initialise=False)
+    assert first == second
+    assert "the first of 2 optimizers has made no step" in first[1]
+    assert "was made after local steps began" in first[2]
