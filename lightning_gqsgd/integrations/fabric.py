@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import optim
 from torch.nn import Module
 
@@ -15,6 +16,7 @@ from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 from lightning_gqsgd.integrations.local import LocalTraining, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
 from lightning_gqsgd.local_steps.choosing import pop_options
 
 _Base: Any = object  # each flavour's DDPStrategy
@@ -97,6 +99,8 @@ class FabricMixin(_Base):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step; with local steps, use and start the averages that are due."""
+        if self._local is not None:
+            self._local.check_start(optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
         if self._local is not None:
             self._local.count(optimizer)
@@ -106,6 +110,27 @@ class FabricMixin(_Base):
         """With local steps, make the last averages; without, do nothing. Every rank calls this after training."""
         if self._local is not None:
             self._local.finish()
+            self._check_modules_without_optimizer()
+
+    def _check_modules_without_optimizer(self) -> None:
+        """Raise ConfigError on all ranks where a module that has no optimizer here differs between them. A collective.
+
+        Models that nobody trains, such as a teacher, are equal.
+        """
+        assert self._local is not None
+        trained = {id(own.module) for own in self._local.trained}
+        others = [module for module in self._modules if id(module) not in trained]
+        if not others or self.num_processes == 1:
+            return
+        digests: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(digests, [digest_of_tensors(dict(module.named_parameters())) for module in others])
+        for number, module in enumerate(others):
+            if len({own[number] for own in digests}) > 1:
+                raise ConfigError(
+                    f"the {type(module).__name__} was set up and trained without its optimizer, so nothing has "
+                    "averaged it, and ranks have different ones; call fabric.setup(model, optimizer), or "
+                    "fabric.setup_optimizers(optimizer), and step what it returns"
+                )
 
     def _module_of(self, optimizer: optim.Optimizer) -> Module:
         """The module that was set up and has an optimizer's parameters."""
@@ -124,11 +149,19 @@ class FabricMixin(_Base):
         super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Restore the hooks if the checkpoint restores an optimizer; otherwise leave the hooks as they are."""
+        """Restore the hooks if the checkpoint restores an optimizer; otherwise leave the hooks as they are.
+
+        With local steps, weights without a state of local steps are where they begin again. Then this is a collective.
+        """
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if _is_to_resume(state):
             loaded = remainder.pop(CHECKPOINT_KEY, None)
-            if loaded is None:
+            if self._local is not None and not _is_of_local_steps(loaded):
+                self._rank_zero_info(
+                    "gqsgd: the checkpoint was written without local steps; its weights are the anchor"
+                )
+                loaded = None
+            elif loaded is None:
                 self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
             elif len(loaded) < len(self.gqsgd_states):
                 raise ConfigError(
@@ -136,7 +169,11 @@ class FabricMixin(_Base):
                     f"{len(self.gqsgd_states)}; set up those of the run that wrote it, in the same order"
                 )
             self._loaded = loaded or []
-            self._restore(self._heads)
+            if loaded is not None:
+                self._restore(self._heads)
+                return remainder
+        if self._local is not None:
+            self._local.start_anew(_modules_in(state))
         return remainder
 
     def _restore(self, heads: Sequence[GQSGDState | Trained]) -> None:
@@ -160,6 +197,18 @@ class _NothingToBlock:
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[None]:
         """A context that does nothing."""
         return nullcontext()
+
+
+def _is_of_local_steps(loaded: Any) -> bool:
+    """Whether the strategy's states in a checkpoint are those of local steps."""
+    return bool(loaded) and all("ranks" in state for state in loaded)
+
+
+def _modules_in(state: Any) -> list[Module]:
+    """The modules that a checkpoint is loaded into."""
+    if isinstance(state, Module):
+        return [state]
+    return [value for value in state.values() if isinstance(value, Module)] if isinstance(state, dict) else []
 
 
 def _is_to_resume(state: Any) -> bool:

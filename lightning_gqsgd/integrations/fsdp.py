@@ -34,6 +34,7 @@ from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.integrations.fsdp_modules import (
     ShardedGroup,
     ShardedParameter,
+    check_that_all_have_hooks,
     parameter_bits,
     row,
     shard_group,
@@ -99,7 +100,7 @@ class GQSGDFSDPState:
         meeting: Meeting | None = None,
     ) -> None:
         self.config = config
-        self._groups = sharded_groups(model, config)
+        self._model, self._groups = weakref.ref(model), sharded_groups(model, config)
         device, shards = self._groups[0].device, self._groups[0].shards
         replicas = replicate or self._groups[0].replicas
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
@@ -205,6 +206,9 @@ class GQSGDFSDPState:
         name = f"{collective.name} of {group.name}"
         step = self._reductions[name]
         is_first = self._count(group)
+        model = self._model()
+        if is_first and self._average is not None and model is not None:
+            check_that_all_have_hooks(model, self._groups)
         self._reductions[name] += 1
         begun = moment(x.device)
         parameters = group.reduced()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
 
@@ -129,6 +129,22 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
         ShardedGroup(index, name or "the root", module, inner, [sharded[id(param)] for param in inner.fsdp_params])
         for index, (name, module, inner) in enumerate(triples)
     ]
+
+
+def check_that_all_have_hooks(model: nn.Module, groups: Sequence[ShardedGroup]) -> None:
+    """Check that no module was sharded since the groups were listed: replicas would never average its gradients.
+
+    Raises:
+        ConfigError: a module was.
+    """
+    known = {id(group._inner()) for group in groups}
+    later = [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in known]
+    if later:
+        raise ConfigError(
+            f"{counted(len(later), 'module')} ({listed(later)}) became sharded after register_gqsgd_fsdp, so replicas "
+            "would not average the gradients there; call register_gqsgd_fsdp after the last fully_shard, which is that "
+            "of the root"
+        )
 
 
 def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Mapping[int, int]) -> list[Segment]:

@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.integrations.distributed import parameter_names
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
-from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
 from lightning_gqsgd.presets import Preset
 
 
-class Trained(NamedTuple):
-    """A module that is trained by local steps, with the optimizers whose steps are counted together."""
+@dataclass(eq=False)
+class Trained:
+    """A module that is trained by local steps, with the optimizers whose steps are counted together.
+
+    Attributes:
+        averages: of the module.
+        module: what is trained.
+        optimizers: those of the module, of which the first one's steps count.
+        others: number of steps that the other optimizers have made.
+    """
 
     averages: LocalAverages
     module: nn.Module
     optimizers: list[Optimizer]
+    others: int = 0
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count a step of one of the optimizers.
+
+        Raises:
+            ConfigError: the others have made all steps of a round, and the first one none.
+        """
+        if optimizer is self.optimizers[0]:
+            self.averages.advance()
+            return
+        self.others += 1
+        limit = self.averages.options.steps_of_round(0)
+        if not self.averages.step and self.others > limit * (len(self.optimizers) - 1):
+            raise ConfigError(
+                f"the first of {len(self.optimizers)} optimizers has made no step, and the others {self.others}: "
+                f"models are averaged every {limit} steps of the first one, so nothing would be; let "
+                "configure_optimizers return the optimizer first that steps in every batch"
+            )
 
     def state_dict(self) -> dict[str, Any] | None:
         """What all ranks need to resume, on rank 0; None on the others. A collective."""
-        return gathered_state(*self)
+        return gathered_state(self.averages, self.module, self.optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`."""
@@ -74,6 +102,8 @@ class LocalTraining:
                 f"local steps train the module itself, without DistributedDataParallel, for which {', '.join(of_ddp)} "
                 "is; leave it out"
             )
+        if given["every"] is not None and not callable(given["every"]):
+            check_integer("local_steps", given["every"], 1, MOST_STEPS)  # the name that the user has given
         options, compression = options_of(preset, given)
         return cls(options), compression
 
@@ -86,16 +116,38 @@ class LocalTraining:
         return self.trained[-1]
 
     def count(self, optimizer: Optimizer) -> None:
-        """Count a step. Where several optimizers are counted together, the steps of the first one count."""
-        for averages, _, optimizers in self.trained:
-            if optimizer is optimizers[0]:
-                averages.advance()
+        """Count a step. Where several optimizers are counted together, the steps of the first one count.
+
+        Raises:
+            ConfigError: local steps did not begin with this optimizer; or see `Trained.count`.
+        """
+        owners = [trained for trained in self.trained if any(optimizer is own for own in trained.optimizers)]
+        if not owners:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} was made after local steps began, which would not count its steps; "
+                "keep the optimizers of configure_optimizers, and change their param_groups, or begin another fit"
+            )
+        for trained in owners:
+            trained.count(optimizer)
+
+    def check_start(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's very first step, check what it starts from; see `LocalAverages.check_start`."""
+        for trained in self.trained:
+            if optimizer is trained.optimizers[0]:
+                trained.averages.check_start()
+
+    def start_anew(self, loaded: Iterable[nn.Module]) -> None:
+        """Begin again with the weights that modules have loaded, where those are trained. A collective."""
+        own = {id(parameter) for module in loaded for parameter in module.parameters()}
+        for trained in self.trained:
+            if any(id(parameter) in own for parameter in trained.module.parameters()):
+                trained.averages.start_anew(trained.module)
 
     def lend_anchors(self) -> None:
         """Give the modules the anchors' values until `take_back`."""
         self.take_back()
-        for averages, _, _ in self.trained:
-            self._at_anchor.enter_context(averages.at_anchor())
+        for trained in self.trained:
+            self._at_anchor.enter_context(trained.averages.at_anchor())
 
     def take_back(self) -> None:
         """Give the modules this rank's own values again."""
@@ -103,13 +155,13 @@ class LocalTraining:
 
     def finish(self) -> None:
         """Make the last averages."""
-        for averages, _, _ in self.trained:
-            averages.finish()
+        for trained in self.trained:
+            trained.averages.finish()
 
     def close(self) -> None:
         """Stop threads and process groups."""
-        for averages, _, _ in self.trained:
-            averages.close()
+        for trained in self.trained:
+            trained.averages.close()
 
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.

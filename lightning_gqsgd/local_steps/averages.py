@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
@@ -37,16 +38,19 @@ from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
+from lightning_gqsgd.local_steps.schedule import Rounds
 from lightning_gqsgd.local_steps.starting import (
     IntegerBuffers,
     OwnBuffers,
     check_module,
+    check_optimizers,
     check_that_all_are_averaged,
     facts_of,
     numbered,
     take_from_first_rank,
     trained_parameters,
 )
+from lightning_gqsgd.local_steps.uncompiled import uncompiled
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.reducers import new_store, resolve
 from lightning_gqsgd.report import report
@@ -155,6 +159,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.group, self.requested = parent_group(group), config
         with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
             check_timeout(timeout)
+            check_optimizers(optimizers)
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
             self.config = resolve(with_nodes(config, self.group), dist.get_world_size(self.group))
@@ -175,18 +180,12 @@ class LocalAverages(AveragingLoop[Average]):
             take_from_first_rank(model, self.group)
             undo.pop_all()
         self._digest = digest_of(json.dumps(facts, sort_keys=True))
-        sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
-        self.compressed_numbers = tuple(sizes)
-        self.store = new_store(self.config, self.world_size, sizes, dtype, self.device)
+        self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
+        self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
         self._optimizers, self._inner = list(optimizers), InnerState(optimizers)
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
-        for fragment in self.fragments:
-            for bundle in fragment.bundles:
-                bundle.take_anchors()
-        self.averagers = [
-            [options.averaging.averager(bundle, self.rank, self.world_size) for bundle in fragment.bundles]
-            for fragment in self.fragments
-        ]
+        self._has_started = False
+        self._begin_at_anchors()
         # Also at exit: Gloo groups that are still open then can abort the process.
         weakref.finalize(model, self._engine.close)
 
@@ -210,6 +209,7 @@ class LocalAverages(AveragingLoop[Average]):
         """Whether nothing can be averaged any more."""
         return self._engine.is_closed
 
+    @uncompiled
     @torch.no_grad()
     def advance(self) -> None:
         """Count an optimizer step; use the averages whose delay is over, and start those that are due.
@@ -224,6 +224,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.check_open()
         super().advance()
 
+    @uncompiled
     @torch.no_grad()
     def finish(self) -> None:
         """Use the averages under way, and average what was learnt since. Then all ranks have the same bits.
@@ -239,6 +240,44 @@ class LocalAverages(AveragingLoop[Average]):
         self.check_open()
         self._notice_changes()
         super().finish()
+
+    @torch.no_grad()
+    def check_start(self) -> None:
+        """Before the very first step, check that parameters are the anchors on all ranks. A collective; once.
+
+        Weights that were loaded since this was made would be the first round's change, and be quantised with it.
+
+        Raises:
+            ConfigError: a rank's parameters are not those that this was made with; on every rank.
+        """
+        self.check_open()
+        if self._has_started or self.step:
+            return
+        self._has_started = True
+        if any(self._leaves_anchor(list(range(len(self.fragments))), buffers=False)):
+            raise ConfigError(
+                "the model's weights were changed after local steps began, and would travel quantised, as if they had "
+                "been learnt; load weights before LocalSteps is made, or under Fabric by fabric.load"
+            )
+
+    @torch.no_grad()
+    def start_anew(self, model: nn.Module) -> None:
+        """Begin again with the first rank's present parameters and buffers, as if this were made now. A collective.
+
+        Averages under way, memories and the outer optimizer's state are lost, and steps count from 0.
+
+        Args:
+            model: the module that this was made with.
+        """
+        self.check_open()
+        self.waited_for()
+        self.under_way.clear()
+        self._buffers.take_back()
+        take_from_first_rank(model, self.group)
+        self.outer.state.clear()
+        self._engine.plans.clear()  # they have the memory that is left
+        self.step, self.rounds, self._has_started = 0, Rounds(self.options), False
+        self._begin_at_anchors()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
@@ -271,11 +310,16 @@ class LocalAverages(AveragingLoop[Average]):
         return f"{text}; outer {describe_outer(self.outer)}{after}"
 
     def check_open(self) -> None:
-        """Raise RuntimeError if this was closed."""
+        """Raise RuntimeError if this was closed, or if an error or a signal has ended the wait for an average."""
         if self.is_closed:
             raise RuntimeError(
                 "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; "
                 f"{_MESSAGES.remedy}"
+            )
+        if self.is_broken:
+            raise RuntimeError(
+                "gqsgd: an exception has ended this rank's wait for an average, and other ranks may have used that "
+                f"average; close this LocalSteps, and {_MESSAGES.remedy} on every rank"
             )
 
     def close(self) -> None:
@@ -287,7 +331,8 @@ class LocalAverages(AveragingLoop[Average]):
     def waited_for(self) -> list[Average]:
         """The averages under way, as means."""
         for average in self.under_way:
-            self._wait(average)
+            with self._or_broken():
+                self._wait(average)
         return self.under_way
 
     def take_counters(self, state: Mapping[str, Any]) -> None:
@@ -314,14 +359,43 @@ class LocalAverages(AveragingLoop[Average]):
         settled = [number for number, part in enumerate(self.fragments) if part.settled_after == self.step]
         if not settled:
             return
-        changed = [float(any(bool(b.change().any()) for b in self.fragments[n].bundles)) for n in settled]
+        changed = self._leaves_anchor(settled)
+        for number, has_changed in zip(settled, changed, strict=True):
+            if has_changed:
+                self.fragments[number].settled_after = None
+        if not self.step and any(changed):
+            logger.warning(
+                "gqsgd: no optimizer step was counted, and the models have changed: they are averaged now, for the "
+                "first time. Call step() of LocalSteps, or of the optimizer that fabric.setup returns, and not that of "
+                "the inner optimizer"
+            )
+
+    def _leaves_anchor(self, numbers: list[int], buffers: bool = True) -> list[bool]:
+        """Whether the tensors of each of some fragments have left the anchor on some rank. A collective.
+
+        Args:
+            numbers: of the fragments.
+            buffers: whether buffers count.
+        """
+        changed = [float(any(b.has_changed(buffers) for b in self.fragments[number].bundles)) for number in numbers]
         sums = torch.tensor(changed, device=self.device)
         # Other ranks may be in a step, where they average: so steps are compared before this is sent.
-        request = replace(self._request((Segment(0, len(settled), raw=True),), settled[0]), varies=True)
-        self._engine.reduce(sums, request).wait()
-        for number, share in zip(settled, sums.tolist(), strict=True):
-            if share:
-                self.fragments[number].settled_after = None
+        request = replace(self._request((Segment(0, len(numbers), raw=True),), numbers[0]), varies=True)
+        with self._or_broken():
+            self._engine.reduce(sums, request).wait()
+        return [bool(share) for share in sums.tolist()]
+
+    def _begin_at_anchors(self) -> None:
+        """Take the present tensors, which all ranks have in common, for the anchors; remember nothing."""
+        for fragment in self.fragments:
+            fragment.settled_after = 0
+            for bundle in fragment.bundles:
+                bundle.take_anchors()
+        self.store = new_store(self.config, self.world_size, self._sizes, self._dtype, self.device)
+        self.averagers = [
+            [self.options.averaging.averager(bundle, self.rank, self.world_size) for bundle in fragment.bundles]
+            for fragment in self.fragments
+        ]
 
     # --- one average -------------------------------------------------------------------------------------------------
 
@@ -344,7 +418,8 @@ class LocalAverages(AveragingLoop[Average]):
     def _start_inner(self, average: Average) -> None:
         """Start to average the inner optimizers' state of a fragment, uncompressed."""
         tensors = self._inner.tensors(entry.tensor for entry, _ in self.fragments[average.fragment].entries())
-        flat = torch.cat([tensor.flatten().to(self.device, torch.float32) for tensor in [*tensors, torch.zeros(1)]])
+        one = torch.zeros(1, device=self.device)  # so that there is something to send
+        flat = torch.cat([tensor.flatten().to(self.device, torch.float32) for tensor in [*tensors, one]])
         # Where a parameter was not used on some rank, its state is missing there, and messages would differ in size.
         card = Card("LocalSteps(inner_state='average')", {"values of the inner optimizer's state": flat.numel()})
         average.inner = (tensors, flat)

@@ -7,7 +7,8 @@ A subclass says how an average is started, waited for and applied: `averages.Loc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         step: number of optimizer steps so far.
         averages: number of averages that were started.
         skipped: number of averages that were not used, because a rank's change was not finite.
+        is_broken: whether an exception has ended the wait for an average, which other ranks may have used.
     """
 
     def __init__(self, options: LocalOptions, fragments: Sequence[Fragment]) -> None:
@@ -56,6 +58,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         self.rounds = Rounds(options)
         self.under_way: list[AnyPending] = []
         self.step = self.averages = self.skipped = 0
+        self.is_broken = False
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -80,7 +83,7 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         """
         self._use(self.under_way)
         for number, fragment in enumerate(self.fragments):
-            if fragment.settled_after != self.step and self.step:
+            if fragment.settled_after != self.step:
                 self._begin(number, delay=0)
                 self.under_way[-1].is_last = True
         self._use(self.under_way, mixing=0.0)
@@ -100,7 +103,8 @@ class AveragingLoop(ABC, Generic[AnyPending]):
         """
         weight = (self.options.mixing if self.options.delay else 0.0) if mixing is None else mixing
         for average in list(averages):
-            self._wait(average)
+            with self._or_broken():
+                self._wait(average)
             if average.is_finite():
                 self._apply(average, weight)
                 if not weight:
@@ -111,6 +115,15 @@ class AveragingLoop(ABC, Generic[AnyPending]):
                 for fragment in self.fragments:
                     fragment.settled_after = self.step
             self.under_way.remove(average)
+
+    @contextmanager
+    def _or_broken(self) -> Iterator[None]:
+        """A context of waiting: what an exception leaves is broken, also one that a signal's handler raises."""
+        try:
+            yield
+        except BaseException:
+            self.is_broken = True
+            raise
 
     def _is_plain(self, average: AnyPending) -> bool:
         """Whether the anchor becomes the mean of the ranks' models by an average, without the outer optimizer."""

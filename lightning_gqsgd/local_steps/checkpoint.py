@@ -94,7 +94,7 @@ def load_state(averages: LocalAverages, state: Mapping[str, Any], load_beside: C
     averages.take_counters(state)
     averages.under_way[:] = [_loaded(saved, averages.fragments[saved["fragment"]]) for saved in state["under_way"]]
     # Ranks that load different states would keep different anchors for ever, so the ranks compare this, too.
-    averages.mix_into_digest(_digest(state["anchors"]))
+    averages.mix_into_digest(digest_of_tensors(state["anchors"]))
     if own:
         averages.store.take(rows_of(state["memory"]), 0)
         for averager, saved in zip(_averagers(averages), state["rule"], strict=True):
@@ -198,10 +198,11 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _digest(anchors: Mapping[str, Tensor]) -> int:
+def digest_of_tensors(named: Mapping[str, Tensor]) -> int:
+    """A number that stands for the bits of some tensors. Waits for a GPU."""
     digests = [
         hashlib.blake2b(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for _, tensor in sorted(anchors.items())
+        for _, tensor in sorted(named.items())
     ]
     return digest_of(" ".join(digests))
 

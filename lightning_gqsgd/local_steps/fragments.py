@@ -94,6 +94,11 @@ class Bundle:
                 part.masked_fill_(start == entry.tensor, 0.0)
         return flat
 
+    def has_changed(self, buffers: bool = True) -> bool:
+        """Whether a tensor, other than a buffer if ``buffers`` is False, has left its anchor. Waits for a GPU."""
+        parts = zip(self.entries, self.split(self.change()), strict=True)
+        return any(bool(part.any()) for entry, part in parts if buffers or not entry.is_buffer)
+
     def set_gradients(self, change: Tensor, plain: bool = False) -> None:
         """Make a mean change the gradient of the parameters' anchors, and take it off the buffers' anchors.
 
@@ -141,14 +146,15 @@ class Fragment:
 
     Attributes:
         bundles: what travels as one flat tensor each.
-        settled_after: the step after which all ranks had the same bits in its tensors; None: never yet.
+        settled_after: the step after which all ranks had the same bits in its tensors, which they have at the start;
+            None: some rank has changed them since.
     """
 
     def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
         dtypes = dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in entries)
         together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
         self.bundles = [Bundle(group, options) for group in together]
-        self.settled_after: int | None = None
+        self.settled_after: int | None = 0
 
     def move_anchors(self, means: Sequence[Tensor], outer: Optimizer, *, plain: bool = False) -> None:
         """Make a step of the outer optimizer by the mean changes.

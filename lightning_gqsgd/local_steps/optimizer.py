@@ -18,6 +18,7 @@ from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
 from lightning_gqsgd.local_steps.choosing import make_local, split_fields
 from lightning_gqsgd.local_steps.options import Every
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
+from lightning_gqsgd.local_steps.uncompiled import uncompiled
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import parent_group
 
@@ -39,7 +40,8 @@ class LocalSteps(Optimizer):
         optimizer.close()
 
     Creating one is a collective on the process group: all ranks take the first rank's parameters and buffers, and must
-    agree on everything below. Load a model's weights before. The formulas are in `averages`.
+    agree on everything below. Load a model's weights before: the first step refuses weights that were changed since.
+    The formulas are in `averages`.
 
     A rank whose change is NaN or infinite makes all ranks leave that average out and go back to the anchor; a warning
     says so, and ``averages.skipped`` counts it. Gradients are clipped and accumulated on each rank by itself. With a
@@ -96,10 +98,22 @@ class LocalSteps(Optimizer):
             own, rest = split_fields(fields)
             given = {"every": every, "outer": outer, "fragments": fragments, "delay": delay, **own}
             options, config = make_local(preset, given, rest)
-            self.inner = optimizer
+            self._inner = optimizer
             self.averages = LocalAverages(
                 model, [optimizer], options, config, group=parent, timeout=timeout, meeting=meeting
             )
+
+    @property
+    def inner(self) -> Optimizer:
+        """See the class."""
+        return self._inner
+
+    @inner.setter
+    def inner(self, optimizer: Optimizer) -> None:
+        raise AttributeError(
+            "LocalSteps has an inner optimizer that cannot be replaced, because averages know its parameters; call "
+            "finish() and close(), and make a new LocalSteps around the other optimizer"
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -121,6 +135,7 @@ class LocalSteps(Optimizer):
         """Counters of this process; see `LocalAverages.telemetry`."""
         return self.averages.telemetry
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step of the inner optimizer; start and use the averages that are due.
 
@@ -131,9 +146,9 @@ class LocalSteps(Optimizer):
             What the inner optimizer returns.
 
         Raises:
-            ConfigError, CollectiveError, RuntimeError: see `LocalAverages.advance`.
+            ConfigError, CollectiveError, RuntimeError: see `LocalAverages.check_start` and `LocalAverages.advance`.
         """
-        self.averages.check_open()
+        self.averages.check_start()
         result = self._step_inner(closure)
         self.averages.advance()
         return result
@@ -189,7 +204,7 @@ class LocalSteps(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Everything else that torch keeps in an optimizer, such as its hooks, is the inner optimizer's."""
-        if name in ("inner", "averages"):  # not made yet, because the constructor has failed
+        if name in ("_inner", "inner", "averages"):  # not made yet, because the constructor has failed
             raise AttributeError(name)
         return getattr(self.inner, name)
 

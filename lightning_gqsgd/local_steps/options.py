@@ -18,7 +18,8 @@ INNER_STATES = ("keep", "reset", "average")
 #: Optimizer steps between two averages: a number, or a function of the number of rounds so far.
 Every = int | Callable[[int], int]
 
-_MOST_STEPS = 2**31 - 1
+#: The most steps that a number can say.
+MOST_STEPS = 2**31 - 1
 
 #: DiLoCo's paper starts from 24,000 steps of ordinary training. A character transformer of 0.64 M parameters that
 #: started with Nesterov momentum ended 1,024 steps at 2.48 nats; after 128, 256 and 512 steps of plain means, at 2.14,
@@ -68,13 +69,13 @@ class LocalOptions:
 
     def __post_init__(self) -> None:
         if not callable(self.every):
-            check_integer("every", self.every, 1, _MOST_STEPS)
+            check_integer("every", self.every, 1, MOST_STEPS)
         check_outer(self.outer)
         if self.outer_after is None:
             object.__setattr__(self, "outer_after", _OUTER_AFTER if self.outer == "nesterov" else 0)
-        check_integer("outer_after", self.outer_after, 0, _MOST_STEPS)
-        check_integer("fragments", self.fragments, 1, _MOST_STEPS)
-        check_integer("delay", self.delay, 0, _MOST_STEPS)
+        check_integer("outer_after", self.outer_after, 0, MOST_STEPS)
+        check_integer("fragments", self.fragments, 1, MOST_STEPS)
+        check_integer("delay", self.delay, 0, MOST_STEPS)
         check_real("mixing", self.mixing, 0, 1)
         check_one_of("inner_state", self.inner_state, INNER_STATES)
         object.__setattr__(self, "rule", parse_rule(self.rule))
@@ -107,7 +108,7 @@ class LocalOptions:
         """
         steps = self.every(number) if callable(self.every) else self.every
         if callable(self.every):
-            check_integer(f"every({number})", steps, 1, _MOST_STEPS)
+            check_integer(f"every({number})", steps, 1, MOST_STEPS)
         if self.delay >= steps:
             raise ConfigError(
                 f"delay={self.delay} must be less than every={steps} (local_steps of a strategy): an average is used "

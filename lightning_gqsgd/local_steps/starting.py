@@ -47,7 +47,26 @@ def check_module(model: object) -> nn.Module:
                 f"parameter {name!r} is sharded (a DTensor); local steps need whole parameters on each rank: leave out "
                 "fully_shard"
             )
+    for name, buffer in model.named_buffers():
+        if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise ConfigError(
+                f"buffer {name!r} of shape {tuple(buffer.shape)} is expanded, so that several of its elements are one "
+                "number in memory, and no average can be put there; register a copy: buffer.clone("
+                "memory_format=torch.contiguous_format)"
+            )
     return model
+
+
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Raise ConfigError for an inner optimizer that does not train each rank by itself."""
+    for optimizer in optimizers:
+        # By name: its module would import torch's RPC.
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+            raise ConfigError(
+                "a ZeroRedundancyOptimizer gives the parameters that one rank has trained to all ranks in every step, "
+                "and in local steps each rank trains all of its own; give LocalSteps the optimizer that it is made "
+                "of, such as torch.optim.AdamW"
+            )
 
 
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:

@@ -417,3 +417,30 @@ def test_a_rank_that_dies_is_an_error_on_the_others_whose_parameters_stay(tmp_pa
 def test_without_a_process_group_there_is_an_error() -> None:
     with pytest.raises(ConfigError, match="torch.distributed is not initialised"):
         LocalSteps(*_model_and_optimizer())
+
+
+def _never_counted(rank: int) -> list[Any]:
+    """A loop that calls the inner optimizer's step; and one that makes no step."""
+    model, inner = _model_and_optimizer()
+    optimizer = LocalSteps(model, inner, every=4)
+    start = bits_of_model(model)
+    optimizer.finish()
+    averages = optimizer.averages.averages
+    unchanged = bits_of_model(model) == start
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_gqsgd").addHandler(handler)
+    train(model, inner, rank, range(5))
+    optimizer.finish()
+    logging.getLogger("lightning_gqsgd").removeHandler(handler)
+    moved = bits_of_model(model) != start
+    optimizer.close()
+    return [bits_of_model(model), moved, unchanged, averages, texts]
+
+
+def test_steps_that_were_never_counted_are_averaged_at_the_end(tmp_path: Path) -> None:
+    first, second = run(_never_counted, 2, tmp_path)
+    assert first == second
+    assert first[1:4] == [True, True, 0]
+    assert "no optimizer step was counted" in first[4][0]

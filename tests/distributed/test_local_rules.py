@@ -116,10 +116,11 @@ def _quiet(rank: int) -> list[int]:
 
 
 def test_ranks_that_have_nothing_new_to_say_send_a_byte(tmp_path: Path) -> None:
-    """In the third step, rank 1 takes its change back."""
+    """In the third step, rank 1 takes its change back. The first step begins with a number of 4 bytes, see
+    `LocalAverages.check_start`."""
     first, second = run(_quiet, 2, tmp_path)
-    assert first == [1, 1, 1, 1]
-    assert second == [1, 1 + 8000, 1 + 8000, 1]
+    assert first == [4 + 1, 1, 1, 1]
+    assert second == [4 + 1, 1 + 8000, 1 + 8000, 1]
 
 
 def _refused(rank: int) -> None:

@@ -166,6 +166,8 @@ def _unbiased(rank: int) -> list[float]:
     dist.all_reduce(exact)
     exact /= 2
     sums, first = torch.zeros(64, 64), 0.0
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()  # the first step refuses weights that were changed before it
     for _ in range(64):
         before = model.weight.detach().clone()
         with torch.no_grad():

@@ -143,3 +143,33 @@ def _collected(rank: int) -> bool:
 @pytest.mark.slow
 def test_threads_end_with_the_model(tmp_path: Path) -> None:
     assert run(_collected, 4, tmp_path) == [True] * 4
+
+
+def _sharded_later(rank: int) -> list[str]:
+    """A root that is sharded after hooks were installed, and a layer that is added after steps."""
+    on = mesh(2)
+    model = mlp()
+    fully_shard(model[2], mesh=on["shard"])
+    register_gqsgd_fsdp(model, replicate=on["replicate"], bits=4)
+    fully_shard(model, mesh=on["shard"])
+    texts = []
+    with pytest.raises(ConfigError) as error:
+        once(model, rank)
+    texts.append(str(error.value))
+
+    model = mlp()
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer, mesh=on["shard"])
+    register_gqsgd_fsdp(model, replicate=on["replicate"], bits=4)
+    once(model, rank)
+    model.append(nn.Linear(10, 10))
+    fully_shard(model[-1], mesh=on["shard"])
+    with pytest.raises(ConfigError) as error:
+        once(model, rank)
+    return [*texts, str(error.value)]
+
+
+def test_what_is_sharded_after_hooks_were_installed_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for root, layer in run(_sharded_later, 4, tmp_path):
+        assert "1 module ('the root') became sharded after register_gqsgd_fsdp" in root
+        assert "after the last fully_shard" in layer

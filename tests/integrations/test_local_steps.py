@@ -181,7 +181,7 @@ def test_a_run_changes_between_averages_in_every_step_and_local_steps(tmp_path: 
     [
         ({"fragments": 4}, "fragments=4 is for local steps; give local_steps=32 as well"),
         ({"local_steps": 8, "find_unused_parameters": True}, "without DistributedDataParallel, for which find_unused"),
-        ({"local_steps": 0}, "every=0 is out of range"),
+        ({"local_steps": 0}, "local_steps=0 is out of range"),
         ({"preset": "gqsgd_diloco", "delay": 32}, "delay=32 must be less than every=32"),
         ({"preset": "gqsgd_diloco", "bits": 9}, "bits=9"),
         ({"local_steps": 8, "validate_at": "mean"}, "validate_at='mean' is not one of 'local', 'anchor'"),
@@ -356,3 +356,40 @@ def _changed_at_the_end(_: int) -> list[str]:
 def test_weights_that_a_callback_puts_in_at_the_end_are_averaged(tmp_path: Path) -> None:
     first, second = run(_changed_at_the_end, 2, tmp_path, initialise=False)
     assert first == second
+
+
+class _OnlyTheSecond(Gan):
+    """Steps only the second of its optimizers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[1]
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for group in optimizer.param_groups for p in group["params"])
+        self.manual_backward((1 + self.global_rank) * loss)
+        optimizer.step()
+
+
+class _NewOptimizers(Classifier):
+    """Makes new optimizers while it trains."""
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def _not_counted(rank: int) -> list[Any]:
+    results: list[Any] = []
+    module = _OnlyTheSecond(seed=rank)
+    trainer_of({"local_steps": 16}).fit(module, data(7))
+    results.append(bits_of(module))
+    for wrong in (_OnlyTheSecond(seed=rank), _NewOptimizers()):
+        with pytest.raises(ConfigError) as error:
+            trainer_of({"local_steps": 2}).fit(wrong, data(7))
+        results.append(str(error.value))
+    return results
+
+
+def test_steps_of_optimizers_that_do_not_count_are_averaged_or_an_error(tmp_path: Path) -> None:
+    first, second = run(_not_counted, 2, tmp_path, initialise=False)
+    assert first == second
+    assert "the first of 2 optimizers has made no step" in first[1]
+    assert "was made after local steps began" in first[2]

@@ -53,7 +53,7 @@ class _PredictedAverager(Averager):
         self._segments = (*bundle.segments, told)
         like = bundle.flat_anchors()
         self._last = torch.zeros(_LAST, *like.shape, dtype=like.dtype, device=like.device)
-        self._count = torch.zeros((), dtype=torch.int64)
+        self._count = torch.zeros((), dtype=torch.int64, device="cpu")
         self._averages = torch.zeros(2, *like.shape, dtype=like.dtype, device=like.device)
 
     def state(self) -> dict[str, Tensor]:

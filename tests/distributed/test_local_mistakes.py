@@ -1,0 +1,189 @@
+"""Local steps between processes: what users do by mistake, and what a process does beside."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lightning_gqsgd import LocalSteps
+from lightning_gqsgd.errors import CollectiveError, ConfigError
+from tests.distributed.local_models import bits_of_model, local_steps, train
+from tests.distributed.models import mlp
+from tests.distributed.ranks import run
+
+
+def _loaded_too_late(rank: int) -> list[str]:
+    """Weights that all ranks load, and that one rank loads, after LocalSteps was made."""
+    texts = []
+    for loads in ((0, 1), (1,)):
+        model = mlp()
+        optimizer = local_steps(model, {"every": 4})
+        if rank in loads:
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        with pytest.raises(ConfigError) as error:
+            train(model, optimizer, rank, range(1))
+        texts.append(str(error.value))
+        optimizer.close()
+    return texts
+
+
+def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for texts in run(_loaded_too_late, 2, tmp_path):
+        assert all("load weights before LocalSteps is made" in text for text in texts)
+
+
+def _anew(rank: int) -> list[str]:
+    """The bits of a run that begins anew with loaded weights within a round, and of a new LocalSteps with them."""
+    weights = {name: value + 1 for name, value in mlp().state_dict().items()}
+    results = []
+    for begins_anew in (True, False):
+        model = mlp()
+        way: dict[str, Any] = {"every": 3, "delay": 1, "preset": "signsgd_ef", "outer_after": 0}
+        if begins_anew:
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = LocalSteps(model, inner, **way)
+            train(model, optimizer, rank, range(7))
+            model.load_state_dict(weights)
+            optimizer.averages.start_anew(model)
+        else:
+            model.load_state_dict(weights)
+            optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), **way)
+        # Dither goes by the number of averages so far.
+        optimizer.averages.averages = 0
+        train(model, optimizer, rank, range(7))
+        optimizer.finish()
+        optimizer.close()
+        results.append(bits_of_model(model))
+    return results
+
+
+def test_beginning_anew_leaves_nothing_of_the_past(tmp_path: Path) -> None:
+    first, second = run(_anew, 2, tmp_path)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def _refused(rank: int) -> list[str]:
+    texts = []
+    model = mlp()
+    model.register_buffer("mask", torch.ones(1).expand(5))
+    with pytest.raises(ConfigError) as error:
+        local_steps(model, {})
+    texts.append(str(error.value))
+    model = mlp()
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigError) as error:
+        LocalSteps(model, zero)
+    texts.append(str(error.value))
+    optimizer = local_steps(model, {})
+    with pytest.raises(AttributeError) as attribute:
+        optimizer.inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    texts.append(str(attribute.value))
+    optimizer.close()
+    return texts
+
+
+def test_what_breaks_local_training_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    for buffer, zero, inner in run(_refused, 2, tmp_path):
+        assert "buffer 'mask' of shape (5,) is expanded" in buffer
+        assert "a ZeroRedundancyOptimizer gives the parameters" in zero
+        assert "make a new LocalSteps around the other optimizer" in inner
+
+
+class _Alarm(Exception):
+    pass
+
+
+def _interrupted(rank: int) -> list[str]:
+    """A signal's handler raises on the first rank, while it waits for the second."""
+
+    def handler(*_: Any) -> None:
+        raise _Alarm
+
+    signal.signal(signal.SIGALRM, handler)
+    model = mlp()
+    optimizer = local_steps(model, {"every": 2})
+    train(model, optimizer, rank, range(1))
+    if rank == 1:
+        time.sleep(2)
+        train(model, optimizer, rank, range(1, 2))
+        with pytest.raises(CollectiveError):
+            optimizer.finish()
+        return []
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(_Alarm):
+        train(model, optimizer, rank, range(1, 2))
+    texts = []
+    for call in (optimizer.step, optimizer.finish):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        texts.append(str(error.value))
+    time.sleep(2)
+    optimizer.close()
+    return texts
+
+
+def test_after_an_exception_in_a_wait_nothing_is_averaged_any_more(tmp_path: Path) -> None:
+    texts, _ = run(_interrupted, 2, tmp_path, collective_timeout=10)
+    assert len(texts) == 2
+    assert all("has ended this rank's wait for an average" in text for text in texts)
+
+
+def _elsewhere(rank: int) -> list[list[str]]:
+    """Bits with and without a default device on which no numbers are."""
+    results = []
+    for way in ({"every": 2, "inner_state": "average"}, {"every": 2, "preset": "gqsgd_predictive"}):
+        bits = []
+        for device in (None, "meta"):
+            model = mlp()
+            with torch.device(device or "cpu"):
+                optimizer = local_steps(model, way)
+            torch.set_default_device(None)
+            for step in range(4):
+                torch.set_default_device(None)
+                train_gradients(model, rank, step)
+                torch.set_default_device(device)
+                optimizer.step()
+            optimizer.finish()
+            torch.set_default_device(None)
+            optimizer.close()
+            bits.append(bits_of_model(model))
+        results.append(bits)
+    return results
+
+
+def train_gradients(model: nn.Module, rank: int, step: int) -> None:
+    """Set the gradients of a rank's step."""
+    model.zero_grad()
+    torch.manual_seed(100 * rank + step)
+    model(torch.randn(4, 32)).square().mean().backward()
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    first, second = run(_elsewhere, 2, tmp_path)
+    assert first == second
+    assert all(usual == elsewhere for usual, elsewhere in first)
+
+
+def _compiled(rank: int) -> str:
+    model = mlp()
+    optimizer = local_steps(model, {"every": 2})
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(4):
+        train_gradients(model, rank, number)
+        step()
+    torch.compile(optimizer.finish, backend="eager")()
+    optimizer.close()
+    return bits_of_model(model)
+
+
+def test_a_step_may_be_compiled(tmp_path: Path) -> None:
+    first, second = run(_compiled, 2, tmp_path)
+    assert first == second

@@ -1,0 +1,87 @@
+"""Local steps in Fabric: weights that are loaded after `setup`, and optimizers that Fabric does not step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_gqsgd import GQSGDFabricStrategy
+from lightning_gqsgd.errors import ConfigError
+from tests.distributed.models import batch, mlp
+from tests.distributed.ranks import run
+from tests.integrations.loops import bits_of
+
+
+def _of(strategy: Any) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def _train(fabric: Fabric, model: Any, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        x, y = batch(fabric.global_rank, step)
+        fabric.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _loaded(rank: int, folder: Path) -> list[bool]:
+    """Whether weights of a checkpoint stay, bit by bit, in steps of length 0."""
+    saved = mlp()
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter += torch.randn_like(parameter)
+    whole = torch.optim.SGD(saved.parameters(), lr=0.0)
+    file = folder / f"plain-{rank}.ckpt"
+    torch.save({"model": saved.state_dict(), "optimizer": whole.state_dict()}, file)
+    stay = []
+    for preset in ("gqsgd_diloco", "gqsgd_sparseloco", "gqsgd_chb"):
+        for loads_optimizer in (True, False):
+            fabric = _of(GQSGDFabricStrategy(preset, local_steps=4))
+            module = mlp()
+            model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.0))
+            state = {"model": model, **({"optimizer": optimizer} if loads_optimizer else {})}
+            fabric.load(file, state)
+            _train(fabric, model, optimizer, 5)
+            fabric.strategy.finish()
+            fabric.strategy.gqsgd_states[0].close()
+            stay.append(bits_of(module) == bits_of(saved))
+    return stay
+
+
+def test_weights_that_are_loaded_after_setup_are_the_anchor(tmp_path: Path) -> None:
+    assert run(_loaded, 2, tmp_path, tmp_path, initialise=False) == [[True] * 6] * 2
+
+
+def _not_counted(rank: int) -> list[Any]:
+    fabric = _of(GQSGDFabricStrategy(local_steps=3))
+    module = mlp()
+    raw = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, _ = fabric.setup(module, raw)
+    _train(fabric, model, raw, 2)
+    fabric.strategy.finish()
+    fabric.strategy.gqsgd_states[0].close()
+    results: list[Any] = [bits_of(module)]
+
+    fabric = _of(GQSGDFabricStrategy(local_steps=3))
+    module, teacher = mlp(), mlp()
+    fabric.setup_module(teacher)
+    model = fabric.setup_module(module)
+    fabric.strategy.finish()
+    raw = torch.optim.SGD(module.parameters(), lr=0.1)
+    _train(fabric, model, raw, 2)
+    with pytest.raises(ConfigError) as error:
+        fabric.strategy.finish()
+    return [*results, str(error.value)]
+
+
+def test_steps_that_fabric_does_not_make_are_averaged_or_an_error(tmp_path: Path) -> None:
+    first, second = run(_not_counted, 2, tmp_path, initialise=False)
+    assert first == second
+    assert "was set up and trained without its optimizer" in first[1]
