@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ class PlainPath:
 
     @classmethod
     def on(
-        cls, model: DistributedDataParallel, engine: Engine, steering: Steering, reasons: Sequence[str]
+        cls, model: DistributedDataParallel, engine: Engine, steering: Steering, needs: Mapping[str, object]
     ) -> PlainPath | None:
         """The path of a model; None if the hook has to stay.
 
@@ -165,11 +165,12 @@ class PlainPath:
             model: the DDP model.
             engine: that of the hook.
             steering: that of the hook, which is told.
-            reasons: what else needs the hook.
+            needs: what else needs the hook, by name; None: it is not there.
         """
         if engine.world_size == 1:
             return None  # there are no steps to compare
         noise = ['bits="auto"'] if steering.gauge is not None else []
+        reasons = [name for name, value in needs.items() if value is not None]
         why = "; ".join([*noise, *reasons]) or obstacle(model)
         steering.permit_plain(why)
         return None if why else cls(model, engine, steering)
