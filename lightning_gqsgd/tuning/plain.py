@@ -95,13 +95,31 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
         hook: the hook; None: plain DDP.
 
     Returns:
-        False if other parameters require a gradient than those, or if a CUDA graph is captured, which keeps the buckets
-        of its Reducer. Nothing was changed then.
+        False if the module has other parameters than those, or if a CUDA graph is captured, which keeps the buckets of
+        its Reducer. Nothing was changed then.
     """
-    parameters, expects_sparse = model._build_params_for_reducer()
-    if list(map(id, parameters)) != list(map(id, reduced)):
-        return False
     if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    # A rank that freezes a parameter where parameters may be unused has to change places with the others. The new
+    # Reducer reduces that parameter, as the old one did.
+    frozen = [parameter for parameter in reduced if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        return _build_anew(model, reduced, hook)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
+    """`rebuild_reducer`, where all of the parameters require a gradient."""
+    built = zip(*model._build_params_for_reducer(), strict=True)
+    known = set(map(id, reduced))
+    # One that was unfrozen since is not reduced, which `freezing.TrainedParameters.check` refuses.
+    kept = [(parameter, is_sparse) for parameter, is_sparse in built if id(parameter) in known]
+    parameters, expects_sparse = [parameter for parameter, _ in kept], [is_sparse for _, is_sparse in kept]
+    if list(map(id, parameters)) != list(map(id, reduced)):
         return False
     before = model.reducer, model.logger
     try:
