@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
@@ -162,6 +162,7 @@ def all_reduce(
             The next call makes its process groups anew.
     """
     parent = parent_group(group)
+    step = plain_integer(step)
     reductions, number = _usable(parent, tensor), 0
     known = reductions or _any_of(parent)
     if known is not None:

@@ -26,7 +26,7 @@ from lightning_gqsgd import checkpoint
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, PLANS_KEPT, Engine, Messages, Request
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.freezing import TrainedParameters, average
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
@@ -157,8 +157,8 @@ class GQSGDState:
 
     @step.setter
     def step(self, number: int) -> None:
-        check_integer("step", number, 0, MAX_STEP)
-        self._step, self._compares_first = number, True
+        check_integer("step", plain_integer(number), 0, MAX_STEP)
+        self._step, self._compares_first = int(number), True
         if self._plain is not None:
             self._plain.restart()
 
