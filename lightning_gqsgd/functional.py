@@ -169,7 +169,7 @@ def all_reduce(
         number = known.number()  # counted on all ranks, also where one refuses
         try:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields))
-            out, flat = _copied(tensor, out)
+            target, flat = _copied(tensor, out)
         except Exception as error:
             # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
             known.engine.agree(Card(_PURPOSE, {}, str(error)))
@@ -180,12 +180,12 @@ def all_reduce(
         number = 0
         with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields))
-            out, flat = _copied(tensor, out)
+            target, flat = _copied(tensor, out)
             (key,) = meeting.agree([_facts(tensor, config)])
             engine = Engine(tensor.device, parent, key, messages=_MESSAGES)
             reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
     job = reductions.start(flat, config, number if step is None else step, number)
-    reduction = Reduction(job, flat, out)
+    reduction = Reduction(job, flat, target)
     return reduction if async_op else reduction.wait()
 
 

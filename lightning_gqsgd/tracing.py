@@ -23,15 +23,14 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
     `torch.compiler.disable` would import Dynamo at once, which takes seconds. So it is called when Dynamo is there.
     """
 
+    disabled: list[Callable[_P, _T]] = []  # once it was needed; Dynamo would warn of a function that is cached
+
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        return _disabled(function)(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return call
-
-
-@functools.cache
-def _disabled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
