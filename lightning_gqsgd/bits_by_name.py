@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, plain_integer
 
 _EXAMPLE = 'bits={"*": 4, "head.*": 8}'
 
@@ -27,7 +27,8 @@ class BitsByName(Mapping[str, int]):
 
     def __init__(self, patterns: Mapping[str, int] | Iterable[Sequence[Any]]) -> None:
         try:
-            pairs = list(patterns.items() if isinstance(patterns, Mapping) else map(tuple, patterns))
+            given = list(patterns.items() if isinstance(patterns, Mapping) else patterns)
+            pairs = [tuple(map(plain_integer, pair)) for pair in given]
         except TypeError:  # no pairs, so no patterns
             pairs = []
         if not pairs or not all(len(pair) == 2 and isinstance(pair[0], str) and type(pair[1]) is int for pair in pairs):

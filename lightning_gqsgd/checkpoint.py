@@ -161,16 +161,23 @@ def _check_memory(saved: object) -> None:
                 f"the gqsgd state's memory {kind!r} is {tensors!r:.200}; load what state_dict has written"
             )
         for number, rows in tensors.items():
-            if not isinstance(rows, Tensor) or rows.ndim != 2 or not rows.is_floating_point():
+            if not _is_table(rows):
                 raise ConfigError(
                     f"the gqsgd state's memory {kind!r} of parameter {number} is {rows!r:.200}, and no floating-point "
-                    "tensor [ranks, numel]; load what state_dict has written"
+                    "tensor [ranks, numel] with values in memory; load what state_dict has written"
                 )
     if len({frozenset(tensors) for tensors in kinds.values()}) > 1:
         raise ConfigError(
             f"the gqsgd state's memories {', '.join(map(repr, kinds))} are of different parameters; load what "
             "state_dict has written"
         )
+
+
+def _is_table(rows: object) -> bool:
+    """Whether a value is a floating-point matrix whose numbers can be read: neither sparse nor on the meta device."""
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or not rows.is_floating_point():
+        return False
+    return rows.layout == torch.strided and not rows.is_meta
 
 
 def say_what_is_missing(trained: Iterable[Parameter], saved: set[int]) -> None:

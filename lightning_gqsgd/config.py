@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from lightning_gqsgd.errors import (
     check_one_of,
     check_real,
     did_you_mean,
+    plain_integer,
 )
 from lightning_gqsgd.memory import Memory
 from lightning_gqsgd.reducers import REDUCERS, check_reducer
@@ -159,9 +159,11 @@ class GQSGDConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.auto, bool):
             self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow, ALLOW))
-        if isinstance(self.bits, numbers.Integral) and not isinstance(self.bits, bool):
-            object.__setattr__(self, "bits", int(self.bits))  # NumPy's integers, for example
-        if not isinstance(self.bits, (int, float, str, type(None))):
+        for name, value in list(vars(self).items()):
+            object.__setattr__(self, name, plain_integer(value))
+        if hasattr(self.bits, "__array__"):  # a tensor, or a number of NumPy that is no integer
+            raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
+        if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self._check_bits_by_name(BitsByName(self.bits))
             return
         self._check_values()
@@ -383,9 +385,9 @@ class GQSGDConfig:
         """Check ``auto``, ``allow``, ``max_slowdown``, and give ``bits`` the most bits of a code that are allowed."""
         self._check_max_slowdown()
         listed = isinstance(self.allow, Sequence) and not isinstance(self.allow, str)
-        if not listed or not all(type(bits) is int for bits in self.allow):
+        if not listed or not all(type(plain_integer(bits)) is int for bits in self.allow):
             raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
-        allow = tuple(sorted(set(self.allow), reverse=True))
+        allow = tuple(sorted(set(map(plain_integer, self.allow)), reverse=True))
         object.__setattr__(self, "allow", allow)
         if self.chooses_bits:
             self._check_forgetful()

@@ -38,6 +38,9 @@ MAX_STEP = 2**63 - 1
 #: Seconds that ranks wait for each other beyond the timeout where kernels may have to be compiled.
 COMPILE_PATIENCE_S = 600.0
 
+#: Steps without a plan's use after which the plan is dropped, where configurations take turns.
+PLANS_KEPT = 100
+
 
 @dataclass(frozen=True)
 class Messages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,6 +52,11 @@ def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     if value not in allowed:
         hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def plain_integer(value: Any) -> Any:
+    """Python's integer for one of another library, such as NumPy's, which JSON would not take; all else as it is."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

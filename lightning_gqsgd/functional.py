@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
@@ -20,6 +20,7 @@ from lightning_gqsgd.plan import check_gradient
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.agreement import Card
 from lightning_gqsgd.transport.communicator import is_alive, parent_group, timeout_of
 from lightning_gqsgd.transport.job import Job
@@ -29,6 +30,8 @@ from lightning_gqsgd.transport.meeting import Meeting
 MAX_PLAN_BYTES = 64 << 20
 
 _PURPOSE = "all_reduce"
+#: What the number of a call is called in messages. A call that a rank has left early, by an interrupt, pairs wrongly.
+_NUMBER = "number of the call on this process group"
 _MESSAGES = Messages("all_reduce", "call all_reduce in a process of its own, started by spawn")
 
 
@@ -49,9 +52,9 @@ class _Reductions:
         """False after an error, or once the process group was destroyed."""
         return not self.engine.failed and not self.engine.is_closed and is_alive(self._group)
 
-    def start(self, x: Tensor, config: GQSGDConfig, step: int) -> Job:
-        """Start to replace a flat tensor by its mean."""
-        card = Card(_PURPOSE, {**_facts(x, config), "step": step})
+    def start(self, x: Tensor, config: GQSGDConfig, step: int, number: int) -> Job:
+        """Start to replace a flat tensor by its mean; ``number``: that of the call, which the step may differ from."""
+        card = Card(_PURPOSE, {**_facts(x, config), "step": step, _NUMBER: number})
         if (config, x.dtype) not in self._prepared:
             self._prepare(x, config, card)
         segments = (Segment(0, x.numel(), raw=x.numel() < config.min_numel),)
@@ -83,6 +86,7 @@ class Reduction:
         """True once there is a result or an error (on a GPU, once all work for the result is issued)."""
         return self._job.future.done()
 
+    @untraced
     def wait(self) -> Tensor:
         """Wait for the mean, and return it; on a GPU, the current stream waits, and the host does not.
 
@@ -125,6 +129,7 @@ def all_reduce(
 ) -> Reduction: ...
 
 
+@untraced
 def all_reduce(
     tensor: Tensor,
     *,
@@ -157,31 +162,30 @@ def all_reduce(
             The next call makes its process groups anew.
     """
     parent = parent_group(group)
+    step = plain_integer(step)
     reductions, number = _usable(parent, tensor), 0
     known = reductions or _any_of(parent)
     if known is not None:
         number = known.number()  # counted on all ranks, also where one refuses
         try:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields))
+            target, flat = _copied(tensor, out)
         except Exception as error:
             # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
             known.engine.agree(Card(_PURPOSE, {}, str(error)))
             raise
     if known is not None and reductions is None:  # a device of which other ranks might not have a tensor
-        known.engine.agree(Card(_PURPOSE, _facts(tensor, config))).wait()
+        known.engine.agree(Card(_PURPOSE, {**_facts(tensor, config), _NUMBER: number})).wait()
     if reductions is None:
         number = 0
         with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields))
+            target, flat = _copied(tensor, out)
             (key,) = meeting.agree([_facts(tensor, config)])
             engine = Engine(tensor.device, parent, key, messages=_MESSAGES)
             reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
-    step = number if step is None else step
-    out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
-    with torch.no_grad():
-        out = out.detach().copy_(tensor) if out is not tensor else out.detach()
-    flat = out.resolve_neg().contiguous().view(-1)  # kernels read memory, where a lazy minus sign is not seen
-    reduction = Reduction(reductions.start(flat, config, step), flat, out)
+    job = reductions.start(flat, config, number if step is None else step, number)
+    reduction = Reduction(job, flat, target)
     return reduction if async_op else reduction.wait()
 
 
@@ -227,9 +231,12 @@ def _checked(
     """
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"all_reduce takes a tensor, not {type(tensor).__name__}")
+    _check_plain(tensor, "the tensor")
     check_gradient(tensor, "the tensor")
     if out is not None and not isinstance(out, Tensor):
         raise ConfigError(f"out={out!r:.100} is no tensor; leave it out, or give one like the tensor")
+    if out is not None:
+        _check_plain(out, "out")
     if out is not None and (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise ConfigError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}, the tensor {tuple(tensor.shape)} {tensor.dtype} "
@@ -245,6 +252,49 @@ def _checked(
             "the hook on a DDP model (register_gqsgd)"
         )
     return config
+
+
+def _check_plain(tensor: Tensor, what: str) -> None:
+    """Raise ConfigError for a tensor whose numbers are not in memory as its shape says, such as a DTensor."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ConfigError(
+            f"{what} is one that torch.func (vmap, grad or jvp) has wrapped; call all_reduce outside of that function"
+        )
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        name = type(tensor).__name__
+        raise ConfigError(f"{what} is a {name}; give a plain tensor, e.g. its to_local() if it is a DTensor")
+
+
+def _copied(tensor: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the mean is put, with what the tensor has, and the same as a flat tensor for kernels.
+
+    Raises:
+        ConfigError: ``out`` cannot be written.
+    """
+    out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
+    if _overlaps(out):
+        raise ConfigError(
+            f"out has elements that share memory (shape {tuple(out.shape)}, strides {out.stride()}), so that it cannot "
+            "hold a mean; leave it out, or give out.contiguous()"
+        )
+    try:
+        with torch.no_grad():
+            out = out.detach().copy_(tensor) if out is not tensor else out.detach()
+    except RuntimeError as error:
+        raise ConfigError(f"out cannot be written: {error}; leave it out, or give torch.empty_like(tensor)") from error
+    # Kernels read memory, where a lazy minus sign is not seen.
+    return out, out.resolve_neg().contiguous().view(-1)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor may share memory: true for all that do."""
+    reach = 0
+    dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    for stride, size in sorted(dimensions):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def _facts(tensor: Tensor, config: GQSGDConfig) -> dict[str, Any]:

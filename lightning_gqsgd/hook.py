@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd import checkpoint
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
-from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, PLANS_KEPT, Engine, Messages, Request
+from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.freezing import TrainedParameters, average
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
@@ -48,16 +48,14 @@ from lightning_gqsgd.starting import (
     facts_of,
 )
 from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
-from lightning_gqsgd.transport.communicator import Communicator, check_timeout, patience_of
+from lightning_gqsgd.transport.communicator import Communicator, check_timeout, parent_group, patience_of
 from lightning_gqsgd.transport.meeting import Meeting
 from lightning_gqsgd.tuning.decisions import Decision
 from lightning_gqsgd.tuning.plain import PlainPath, before_forward
 from lightning_gqsgd.tuning.steering import Steering
 from lightning_gqsgd.unused import UnusedParameters
-
-#: Steps without a plan's use after which the plan is dropped, where configurations take turns.
-PLANS_KEPT = 100
 
 _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
 
@@ -159,8 +157,8 @@ class GQSGDState:
 
     @step.setter
     def step(self, number: int) -> None:
-        check_integer("step", number, 0, MAX_STEP)
-        self._step, self._compares_first = number, True
+        check_integer("step", plain_integer(number), 0, MAX_STEP)
+        self._step, self._compares_first = int(number), True
         if self._plain is not None:
             self._plain.restart()
 
@@ -182,6 +180,7 @@ class GQSGDState:
 
     # --- the hook ----------------------------------------------------------------------------------------------------
 
+    @untraced
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to replace a bucket's buffer by its mean over ranks: their sum, divided by the size of DDP's group.
 
@@ -240,6 +239,7 @@ class GQSGDState:
             steering.sampler.measure(taken)  # while messages are under way
         return future
 
+    @untraced
     def before_forward(self, model: DistributedDataParallel) -> None:
         """Let plain DDP take the hook's place, or the hook its own again, where that is decided; see `tuning.plain`."""
         plain = self._plain
@@ -363,8 +363,7 @@ class GQSGDState:
         model.register_comm_hook(self, gqsgd_hook)
         if self._steering is not None and self._steering.trials is not None:
             needs = {"sparse gradients": self._sparse, "post-local SGD": self._post_local_sgd}
-            reasons = [name for name, value in needs.items() if value is not None]
-            self._plain = PlainPath.on(model, self._engine, self._steering, reasons)
+            self._plain = PlainPath.on(model, self._engine, self._steering, needs)
             model.register_forward_pre_hook(before_forward)
         model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
@@ -422,11 +421,12 @@ class GQSGDState:
         self._engine.plans.clear()
 
     def _all_memory(self) -> dict[str, dict[int, Tensor]] | None:
+        # A rank that calls this alone would send rows where others send stamps, which aborts Gloo.
+        with self._meeting("state_dict") as meeting:
+            (key,) = meeting.agree([{"parameters": digest(sorted(self._remembered))}])
         if not self.is_closed:
             return checkpoint.gathered_memory(self._engine.communicator, self._store, self._remembered)
         # Lightning closes the hook before users save a model that has been fitted.
-        with self._meeting("state_dict") as meeting:
-            (key,) = meeting.agree([{"parameters": digest(sorted(self._remembered))}])
         with closing(Communicator(self._device, self._group, key, self._timeout)) as communicator:
             return checkpoint.gathered_memory(communicator, self._store, self._remembered)
 
@@ -494,7 +494,7 @@ def register_gqsgd(
         CollectiveError: not all ranks call it within the timeout.
     """
     check_is_ddp(model)
-    patience = patience_of(timeout, model.process_group, device_of(model))
+    patience = patience_of(timeout, parent_group(model.process_group), device_of(model))
     with Meeting("register_gqsgd", [model.process_group], patience) as meeting:
         config = make_config(preset, **fields)
         return GQSGDState(model, config, timeout, post_local_sgd, meeting)

@@ -194,7 +194,8 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
                 f"preset {name!r} is for local steps, which do without DistributedDataParallel: take "
                 f"LocalSteps(model, optimizer, preset={name!r}), or Trainer(strategy={name!r})"
             )
-        raise ConfigError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)} (presets: {', '.join(PRESETS)})")
+        near = did_you_mean(name, (*PRESETS, *LOCAL_PRESETS))
+        raise ConfigError(f"unknown preset {name!r}{near} (presets: {', '.join(PRESETS)})")
     return GQSGDConfig(**{**PRESETS[name].fields, **fields})
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from lightning_gqsgd.integrations.distributed import destroy_at_exit
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.tuning.announcing import print_to_stderr
 
 _BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
 _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -110,7 +110,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
         self._hooks.append((weakref.ref(model), state))
-        state.announce(_say)
+        # Accelerate's loggers show warnings only, and that compression is on should be seen.
+        state.announce(print_to_stderr)
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,9 +248,4 @@ def _say_that_nothing_is_reduced_by_one_process() -> None:
 
 @functools.lru_cache
 def _say_once(text: str) -> None:
-    _say(text)
-
-
-def _say(text: str) -> None:
-    # Accelerate's loggers show warnings only, and that compression is on should be seen.
-    print(text, file=sys.stderr, flush=True)
+    print_to_stderr(text)

@@ -231,16 +231,27 @@ class TrainerMixin(_Base):
             self._local.finish()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers; with local steps, those of this rank, and its parameters."""
+        """Restore the optimizers, and the hook where it is already there; with local steps, the optimizers of this
+        rank, and its parameters."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._local is not None:
-            if self._loaded is not None and "ranks" in self._loaded:
-                self._local.trained[0].load_state_dict(self._loaded)
-            else:
-                self._rank_zero_info(
-                    "gqsgd: the checkpoint was written without local steps; its weights are the anchor"
-                )
+        if self._local is None:
+            self._restore_hook()
+        elif self._loaded is not None and "ranks" in self._loaded:
+            self._local.trained[0].load_state_dict(self._loaded)
+        else:
+            self._rank_zero_info("gqsgd: the checkpoint was written without local steps; its weights are the anchor")
         self._loaded = None
+
+    def _restore_hook(self) -> None:
+        """Take the hook back to a checkpoint that was loaded after the hook was made, as LearningRateFinder loads one.
+
+        What the hook remembers belongs to the weights and to the optimizers, which go back as well.
+        """
+        if self._loaded is None or self._gqsgd_state is None:
+            return
+        self._gqsgd_state.load_state_dict(self._loaded)
+        if self._model_averager is not None:
+            self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
 
     def _nodes_config(self) -> GQSGDConfig:
         return on_nodes(self.gqsgd_config, self.num_processes)

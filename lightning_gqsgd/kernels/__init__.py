@@ -19,9 +19,10 @@ def kernels_for(device: torch.device) -> ModuleType:
     """The fastest module whose functions take tensors on ``device``.
 
     Raises:
-        ConfigError: the device is a GPU, and Triton is missing or too old.
+        ConfigError: the device is a GPU, and Triton is missing or too old; or a CPU, and Numba must not compile.
     """
     if device.type == "cpu":
+        _check_numba()
         from lightning_gqsgd.kernels import cpu
 
         return cpu
@@ -37,6 +38,15 @@ def kernels_for(device: torch.device) -> ModuleType:
     from lightning_gqsgd.kernels import reference
 
     return reference
+
+
+@lru_cache(maxsize=1)
+def _check_numba() -> None:
+    if import_module("numba").config.DISABLE_JIT:
+        raise ConfigError(
+            "the environment variable NUMBA_DISABLE_JIT=1 keeps Numba from compiling the kernels for CPUs, which "
+            "Python cannot run; unset it, or keep this model on plain DDP"
+        )
 
 
 @lru_cache(maxsize=1)

@@ -204,7 +204,8 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself, or the default one.
 
     Raises:
-        ConfigError: torch.distributed is not initialised, or the group is no process group of this rank.
+        ConfigError: torch.distributed is not initialised, or the group is no process group of this rank, or was
+            destroyed.
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
@@ -214,6 +215,11 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     parent = group if group is not None else dist.group.WORLD
     if not dist.is_initialized() or parent is None:
         raise ConfigError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    if not is_alive(parent):
+        raise ConfigError(
+            "the process group was destroyed (destroy_process_group); make a new one, and wrap the model in a new "
+            "DistributedDataParallel if it was that of a model"
+        )
     return parent
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 logger = logging.getLogger(__name__)
 
@@ -17,4 +18,10 @@ def say(text: str) -> None:
     if logger.hasHandlers():
         logger.info("%s", text)
     else:
+        print_to_stderr(text)
+
+
+def print_to_stderr(text: str) -> None:
+    """Print a line to stderr, if that is open: a training should not end because nobody can read of it."""
+    with suppress(OSError, ValueError):  # closed at its other end, or at this one
         print(text, file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,13 +95,31 @@ def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], h
         hook: the hook; None: plain DDP.
 
     Returns:
-        False if other parameters require a gradient than those, or if a CUDA graph is captured, which keeps the buckets
-        of its Reducer. Nothing was changed then.
+        False if the module has other parameters than those, or if a CUDA graph is captured, which keeps the buckets of
+        its Reducer. Nothing was changed then.
     """
-    parameters, expects_sparse = model._build_params_for_reducer()
-    if list(map(id, parameters)) != list(map(id, reduced)):
-        return False
     if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    # A rank that freezes a parameter where parameters may be unused has to change places with the others. The new
+    # Reducer reduces that parameter, as the old one did.
+    frozen = [parameter for parameter in reduced if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        return _build_anew(model, reduced, hook)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
+    """`rebuild_reducer`, where all of the parameters require a gradient."""
+    built = zip(*model._build_params_for_reducer(), strict=True)
+    known = set(map(id, reduced))
+    # One that was unfrozen since is not reduced, which `freezing.TrainedParameters.check` refuses.
+    kept = [(parameter, is_sparse) for parameter, is_sparse in built if id(parameter) in known]
+    parameters, expects_sparse = [parameter for parameter, _ in kept], [is_sparse for _, is_sparse in kept]
+    if list(map(id, parameters)) != list(map(id, reduced)):
         return False
     before = model.reducer, model.logger
     try:
@@ -157,7 +175,7 @@ class PlainPath:
 
     @classmethod
     def on(
-        cls, model: DistributedDataParallel, engine: Engine, steering: Steering, reasons: Sequence[str]
+        cls, model: DistributedDataParallel, engine: Engine, steering: Steering, needs: Mapping[str, object]
     ) -> PlainPath | None:
         """The path of a model; None if the hook has to stay.
 
@@ -165,11 +183,12 @@ class PlainPath:
             model: the DDP model.
             engine: that of the hook.
             steering: that of the hook, which is told.
-            reasons: what else needs the hook.
+            needs: what else needs the hook, by name; None: it is not there.
         """
         if engine.world_size == 1:
             return None  # there are no steps to compare
         noise = ['bits="auto"'] if steering.gauge is not None else []
+        reasons = [name for name, value in needs.items() if value is not None]
         why = "; ".join([*noise, *reasons]) or obstacle(model)
         steering.permit_plain(why)
         return None if why else cls(model, engine, steering)

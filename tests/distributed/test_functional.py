@@ -6,14 +6,18 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd import engine
+from lightning_gqsgd import engine, functional
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.functional import Reduction, all_reduce, close
+from lightning_gqsgd.hook import register_gqsgd
 from lightning_gqsgd.transport.communicator import CollectiveError
 from tests.distributed.ranks import run
 
@@ -192,6 +196,77 @@ def _errors(rank: int) -> None:
 
 def test_calls_that_cannot_work_say_why_and_leave_everything_usable(tmp_path: Path) -> None:
     run(_errors, 2, tmp_path)
+
+
+def _unwritable(rank: int) -> list[float]:
+    means = []
+    all_reduce(torch.ones(2000))
+    memory = torch.ones(5000)
+    for number, out in enumerate([torch.zeros(1).expand(2000), memory.as_strided((2000,), (0,)), memory[:2000]]):
+        x = memory[1:2001] if rank else torch.ones(2000)  # shares memory with the last one
+        with pytest.raises(ConfigError, match=r"share memory|cannot be written"):
+            all_reduce(x, out=out if rank else None, step=7)
+        means.append(float(all_reduce(torch.full((2000,), 10.0**number), step=7).mean()))
+    inplace = torch.ones(1).expand(2000)
+    with pytest.raises(ConfigError, match="share memory"):
+        all_reduce(inplace, out=inplace if rank else None, step=7)
+    means.append(float(all_reduce(torch.full((2000,), 3.0), step=7).mean()))
+    close()
+    return means
+
+
+def test_calls_after_an_output_that_cannot_be_written_belong_together(tmp_path: Path) -> None:
+    for means in run(_unwritable, 2, tmp_path):
+        assert means == pytest.approx([1, 10, 100, 3], rel=0.05)
+
+
+def _interrupted(rank: int) -> None:
+    all_reduce(torch.ones(2000), step=7)
+    if rank:  # as by an interrupt, after which the program goes on
+        next(iter(functional._reductions.values())).number()
+    with pytest.raises(ConfigError, match="number of the call on this process group: 1 != 2"):
+        all_reduce(torch.ones(2000), step=7)
+    close()
+
+
+def test_calls_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    run(_interrupted, 2, tmp_path)
+
+
+class _Wrapped(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+
+def _not_plain(rank: int) -> float:
+    all_reduce(nn.Parameter(torch.ones(2000)))
+    wrapped = torch.Tensor._make_wrapper_subclass(_Wrapped, (2000,))
+    with pytest.raises(ConfigError, match="the tensor is a _Wrapped; give a plain tensor"):
+        all_reduce(wrapped if rank else torch.ones(2000))
+    with pytest.raises(ConfigError, match=r"torch.func \(vmap, grad or jvp\) has wrapped"):
+        torch.vmap(all_reduce)(torch.ones(2, 2000))
+    mean = float(all_reduce(torch.ones(2000)).mean())
+    close()
+    return mean
+
+
+def test_tensors_that_are_not_plain_are_refused(tmp_path: Path) -> None:
+    assert run(_not_plain, 2, tmp_path) == pytest.approx([1, 1], rel=0.05)
+
+
+def _destroyed(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    model = DistributedDataParallel(nn.Linear(40, 40), process_group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ConfigError, match="the process group was destroyed"):
+        all_reduce(torch.ones(2000), group=group)
+    with pytest.raises(ConfigError, match="the process group was destroyed"):
+        register_gqsgd(model)
+
+
+def test_a_process_group_that_was_destroyed_is_refused(tmp_path: Path) -> None:
+    run(_destroyed, 2, tmp_path)
 
 
 def _on_nodes(rank: int) -> list[list[float]]:

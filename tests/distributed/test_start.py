@@ -411,3 +411,21 @@ def test_calls_that_one_rank_refuses_leave_everything_usable(tmp_path: Path) -> 
         assert "codec: " in found[5][0]
         assert 'dtype: "torch.float64" != "torch.float32"' in found[6][0]
         assert [found[index] for index in (1, 3, 7)] == [results[0][index] for index in (1, 3, 7)]
+
+
+def _saved_by_one(rank: int) -> list[str]:
+    model, state = wrapped({}, {"preset": "signsgd_ef"})
+    train(model, rank, range(3))
+    assert (state.state_dict()["memory"] is None) == (rank > 0)  # on all ranks, it works
+    train(model, rank, range(3, 6))
+    # In the backward pass, torch wraps the error.
+    return [_error(state.state_dict if rank == 0 else lambda: train(model, rank, range(6, 8)), RuntimeError)[0]]
+
+
+def test_a_state_that_one_rank_asks_for_is_an_error_that_names_the_others(tmp_path: Path) -> None:
+    """It was the end of the other ranks' processes, by SIGABRT."""
+    (first,), (second,) = run(_saved_by_one, 2, tmp_path, collective_timeout=4)
+    assert "state_dict on rank 0 of 2 waited" in first
+    assert "for rank 1. Every rank" in first
+    assert "CollectiveError: gqsgd: bucket 0 of step 6" in second
+    assert "failed on rank 1 of 2" in second

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, ModelCheckpoint
 
 from lightning_gqsgd.memory import MemoryStore
 from tests.distributed.ranks import run
@@ -127,3 +127,19 @@ def test_a_run_that_unfreezes_later_is_resumed_before_that(tmp_path: Path) -> No
     whole, resumed, saved = first
     assert whole == resumed
     assert saved == [4]  # the head's: nothing was remembered of what was frozen
+
+
+def _after_a_search(_: int) -> list[list[Any]]:
+    results = []
+    for searches in (False, True):
+        search = LearningRateFinder(num_training_steps=6, max_lr=10, update_attr=False, early_stop_threshold=None)
+        module = Classifier()
+        trainer = fitted(module, REMEMBERING, [search] if searches else [])["trainer"]
+        results.append([bits_of(module), trainer.strategy.gqsgd_state.step])
+    return results
+
+
+def test_a_search_for_a_learning_rate_changes_neither_memory_nor_dither(tmp_path: Path) -> None:
+    """LearningRateFinder trains with rates that diverge, and takes the training back to a checkpoint."""
+    for without, after_search in run(_after_a_search, 2, tmp_path, initialise=False):
+        assert after_search == without

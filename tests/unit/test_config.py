@@ -1,8 +1,17 @@
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import choose_reducer
+from lightning_gqsgd.tuning import announcing
 
 
 @pytest.mark.parametrize(
@@ -74,3 +83,41 @@ def test_dither_keys_differ_in_everything_that_enters_them() -> None:
     }
     assert len(keys) == 45
     assert len({word for key in keys for word in key}) == 90
+
+
+def test_integers_of_numpy_are_taken_as_pythons() -> None:
+    fields = {"block_size": np.int64(64), "min_numel": np.int32(10), "bits": np.uint8(4), "seed": np.int64(3)}
+    config = GQSGDConfig(**fields)
+    assert config == GQSGDConfig(block_size=64, min_numel=10, bits=4, seed=3)
+    json.dumps(config.to_dict())
+    assert GQSGDConfig(auto=True, allow=(np.int64(8), 4)) == GQSGDConfig(auto=True, allow=(8, 4))
+    by_name = GQSGDConfig(bits={"*": np.int64(4), "head.*": 8})
+    assert by_name == GQSGDConfig(bits={"*": 4, "head.*": 8})
+    json.dumps(by_name.to_dict())
+
+
+@pytest.mark.parametrize("bits", [np.float32(4), torch.tensor(4), torch.tensor([4]), np.ones(2), object(), 4.0])
+def test_bits_that_are_no_integer_are_told_so(bits: object) -> None:
+    with pytest.raises(ConfigError, match=r"bits=.* must be an integer, or 'auto'"):
+        GQSGDConfig(bits=bits)  # type: ignore[arg-type]
+
+
+def test_presets_of_local_steps_are_among_the_nearest_names() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'gqsgd_diloco'"):
+        make_config("gqsgd_dilcoo")
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_a_closed_stderr_ends_no_training(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_: str) -> None:
+        raise error("closed")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=closed, flush=lambda: None))
+    announcing.print_to_stderr("a line")
+
+
+def test_numba_that_must_not_compile_is_one_error_that_names_the_variable() -> None:
+    code = "import torch; from lightning_gqsgd.kernels import kernels_for; kernels_for(torch.device('cpu'))"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "ConfigError: the environment variable NUMBA_DISABLE_JIT=1 keeps Numba from compiling" in ended.stderr

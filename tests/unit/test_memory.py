@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.checkpoint import take_memory
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
 from lightning_gqsgd.layout import Segment, cut, owners, runs
 from lightning_gqsgd.memory import MemoryStore, StabilityWarning, kinds
@@ -255,3 +256,20 @@ def test_shared_references_that_cannot_work(make: Callable[[], object], words: s
 def test_a_shared_reference_that_may_amplify_its_noise_comes_with_a_warning() -> None:
     with pytest.warns(StabilityWarning, match=r"beta² \+ rho² ω is up to .* >= 1"):
         resolve(GQSGDConfig(codec="linear", bits=1, memory="shared"), 4)
+
+
+@pytest.mark.parametrize("unreadable", [lambda rows: rows.to("meta"), lambda rows: rows.to_sparse()])
+def test_a_memory_whose_numbers_cannot_be_read_is_refused_before_anything_is_taken(
+    unreadable: Callable[[Tensor], Tensor],
+) -> None:
+    config = resolve(PRESETS["signsgd_ef"].config, 2)
+    store = new_store(config, 2, {0: 64, 2: 64}, torch.float32, torch.device("cpu"))
+    kept = [store.row(kind, 0).fill_(3.0) for kind in store.kinds]
+    saved = {kind.value: {0: torch.ones(2, store.row(kind, 0).numel())} for kind in store.kinds}
+    for tensors in saved.values():
+        tensors[2] = unreadable(tensors[0])
+    with pytest.raises(
+        ConfigError, match=r"(?s)of parameter 2 is .* and no floating-point tensor \[ranks, numel\] with values"
+    ):
+        take_memory(store, {"memory": saved}, 0, 2)
+    assert all(bool((row == 3).all()) for row in kept)

@@ -1,0 +1,33 @@
+"""A parameter that one rank freezes, which DDP allows where parameters may be unused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.models import train
+from tests.distributed.ranks import run
+from tests.distributed.test_plain import LEAVES_AFTER, SMALL_BUCKETS, asks_for_a_trial, auto, carrier
+
+
+def _frozen_by_one(rank: int) -> list[Any]:
+    model, state = auto({**SMALL_BUCKETS, "find_unused_parameters": True})
+    carriers = []
+    first = model.module[0].bias
+    for step in range(LEAVES_AFTER + 26):
+        if step == LEAVES_AFTER + 12:
+            asks_for_a_trial(state)
+        first.requires_grad_(rank == 0)
+        train(model, rank, range(step, step + 1))
+        assert first.requires_grad == (rank == 0)
+        carriers.append(carrier(model))
+    state.close()
+    return [carriers, [p.tolist() for p in model.parameters() if p is not first]]
+
+
+def test_a_parameter_that_one_rank_freezes_does_not_part_ranks_when_they_change_places(tmp_path: Path) -> None:
+    """It was the end of the processes, by SIGABRT, once plain DDP took over on the other rank only."""
+    first, second = run(_frozen_by_one, 2, tmp_path)
+    assert first == second
+    assert set(first[0]) == {"gqsgd_hook", "plain"}
+    assert first[0][-1] == "gqsgd_hook"
