@@ -113,7 +113,7 @@ def test_fp16_training_learns_through_fifty_overflows(fields: dict[str, Any]) ->
     torch.manual_seed(SEED)
     virtual = VirtualRanks(RANKS, [Segment(0, 600, False)], torch.float16, None, **fields)
     x, overflows, step = nn.Parameter(torch.randn(600)), 0, 0
-    start, optimizer = float(x.abs().max()), torch.optim.SGD([x], lr=0.05)
+    start, optimizer = float(x.detach().abs().max()), torch.optim.SGD([x], lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1, backoff_factor=0.25)
     while overflows < 50:
         noise = 0.1 * torch.randn(RANKS, 600)
