@@ -199,3 +199,18 @@ def test_faults_at_random_moments_end_as_promised(chaos: Chaos, way: str) -> Non
         print(chaos.event(name, way), flush=True)
         counts[name] += 1
     print(json.dumps(counts))
+
+
+def test_a_rank_that_is_killed_is_restarted_at_the_latest_checkpoint(tmp_path: Path) -> None:
+    training = LaunchedTraining(tmp_path / "run", "hook", RESTARTS, {})
+    try:
+        training.until_step(SAVED_EVERY + 2)
+        training.strike()
+        training.signal(1, signal.SIGKILL)
+        results = training.end()
+        check_results(results, results, training.way)
+        assert training.check_resumed() >= SAVED_EVERY
+        check_survivor(training, 0)
+        assert training.orphans() == []
+    finally:
+        training.kill()
