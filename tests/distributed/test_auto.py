@@ -228,6 +228,36 @@ def test_a_state_that_was_loaded_on_one_rank_only_is_an_error_on_all(bits: int, 
         assert answers == ["no error", "no error"]
 
 
+def _received_after_load(rank: int) -> tuple[set[int], set[int]]:
+    """Go back ten steps; which steps' stamps the choice of bits is told before and after that."""
+    model, state = wrapped({}, {"auto": True, "allow": (32, 8)})
+    assert state._steering is not None
+    told: set[int] = set()
+    receive = state._steering.receive
+
+    def listen(agreed: Any) -> None:
+        told.update(agreed)
+        receive(agreed)
+
+    state._steering.receive = listen  # type: ignore[method-assign]
+    train(model, rank, range(4))
+    saved = state.state_dict()
+    train(model, rank, range(4, 14))  # nobody has read the stamps of the last two steps when the state is loaded
+    before = set(told)
+    told.clear()
+    state.load_state_dict(saved)
+    train(model, rank, range(4, 7))
+    state.state_dict()  # reads all stamps that there are
+    state.close()
+    return before, told
+
+
+def test_no_stamp_from_before_a_state_was_loaded_tells_the_choice_of_bits_anything(tmp_path: Path) -> None:
+    for before, after in run(_received_after_load, 2, tmp_path):
+        assert max(before) >= 10
+        assert after == {4, 5, 6}
+
+
 def _native_loaded_on_one_rank(rank: int) -> str:
     """After warm-up with 32 bits only, so that no rank uses codes when the state is loaded."""
     model, state = wrapped({}, {"auto": True, "allow": (32, 8)})

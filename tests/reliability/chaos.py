@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from netlab.lab import NetLab
 from tests.distributed.server import fork_context
-from tests.reliability.trainings import WAYS, Run, Way, train
+from tests.reliability.trainings import WAYS, Run, Way, latest_step, train
 
 RANKS = 2
 #: Seconds beyond the timeout in which an event is to be over.
@@ -78,11 +78,40 @@ class Training:
         """Send a signal to a rank of the first attempt."""
         os.kill(self._number(f"pid-0-{rank}"), number)
 
-    def until_error(self, rank: int, within_s: float, attempt: int = 0) -> str:
-        """The error that a rank of an attempt ends with."""
-        file = self.folder / f"error-{attempt}-{rank}"
+    def strike(self) -> None:
+        """Keep which checkpoint is there, and the time: a fault happens now."""
+        (self.folder / "struck").write_text(str(latest_step(self.folder, RANKS)))
+
+    def seconds_to_error(self, rank: int) -> float:
+        """Seconds from the fault to the error of a rank of the first attempt."""
+        return (self.folder / f"error-0-{rank}").stat().st_mtime - (self.folder / "struck").stat().st_mtime
+
+    def words(self, rank: int) -> str:
+        """What the exception says that a rank of the first attempt ended with; empty: it had none."""
+        file = self.folder / f"words-0-{rank}"
+        return file.read_text() if file.exists() and (self.folder / f"error-0-{rank}").exists() else ""
+
+    def until_error(self, rank: int, within_s: float) -> str:
+        """What the exception says that a rank of the first attempt ends with."""
+        file = self.folder / f"error-0-{rank}"
         self.wait(lambda: file.exists() and bool(file.read_text()), within_s, f"the error of rank {rank}")
-        return file.read_text()
+        return self.words(rank)
+
+    def check_resumed(self) -> int:
+        """Every new attempt began at the latest checkpoint that it found, and forgot none; returns the last one's step.
+
+        Raises:
+            AssertionError: one did not.
+        """
+        struck = self._number("struck")
+        firsts = {file.name.removeprefix("first-"): int(file.read_text()) for file in self.folder.glob("first-*")}
+        again = {name: step for name, step in firsts.items() if not name.startswith("0-")}
+        for name, step in again.items():
+            assert step == self._number(f"found-{name}"), (name, step, self._number(f"found-{name}"))
+            assert step >= struck, (name, step, struck)
+        last = max(int(name.split("-")[0]) for name in again)
+        assert {f"{last}-{rank}" for rank in range(RANKS)} <= again.keys(), again
+        return again[f"{last}-0"]
 
     def results(self) -> list[str]:
         """The results of all ranks; empty where a rank has none."""

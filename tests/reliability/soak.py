@@ -16,9 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.functional import all_reduce
+from lightning_gqsgd.engine import Engine
+from lightning_gqsgd.functional import all_reduce, close
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.local_steps.optimizer import LocalSteps
+from lightning_gqsgd.plan import Plan
+from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.job import Job
 from tests.distributed.models import batch, mlp
 
 #: What hooks are registered with, in turns.
@@ -46,6 +50,10 @@ LOCAL: list[dict[str, Any]] = [
     {"preset": "gqsgd_chb", "every": 2},
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+#: What nothing may keep alive once its model is gone.
+HELD: list[type] = [GQSGDState, Engine, Communicator, Plan, Job]
+#: Steps of a model with local steps, before it is replaced.
+LOCAL_LIFE_STEPS = 25
 #: Steps of a model, before it is replaced by another one with other buckets and another hook.
 LIFE_STEPS = 50
 
@@ -57,10 +65,11 @@ class SoakRank:
         self.rank, self.ranks = rank, ranks
         self._models: deque[tuple[DistributedDataParallel, GQSGDState]] = deque()
         self._local: tuple[nn.Module, LocalSteps] | None = None
-        self._made = 0
+        self._made, self._made_local = 0, 0
+        self._compared: list[tuple[str, str]] = []
 
-    def warm_up(self) -> None:
-        """Use every hook with every dtype once, so that later steps compile no kernels."""
+    def warm_up(self) -> dict[str, Any]:
+        """Use every hook with every dtype once, so that later steps compile no kernels; what is held after that."""
         for fields in HOOKS:
             for dtype in DTYPES:
                 model = DistributedDataParallel(mlp(64).to(dtype))
@@ -72,13 +81,26 @@ class SoakRank:
         for fields in REDUCTIONS:
             for dtype in DTYPES:
                 all_reduce(torch.ones(1500, dtype=dtype), **fields)
-        for number in range(len(LOCAL)):
-            self._replace_local(number)
+        for _ in LOCAL:
+            self._replace_local()
             for step in range(6):
                 self._train_locally(step)
+        return self.close()
 
-    def soak(self, seed: int, first: int, steps: int) -> dict[str, Any]:
-        """Do some steps; returns a hash of all parameters, and what the process holds.
+    def close(self) -> dict[str, Any]:
+        """Drop and close everything; says what the process still holds, and names and hashes of what all ranks have alike.
+
+        Each model was hashed before it was dropped, and each mean when it was there.
+        """
+        while self._models:
+            self._drop()
+        self._drop_local()
+        close()
+        compared, self._compared = self._compared, []
+        return {"compared": compared, "made": self._made} | _held() | _alive()
+
+    def soak(self, seed: int, first: int, steps: int) -> None:
+        """Do some steps. What this frame refers to is alive until it returns, so `close` is a call of its own.
 
         Args:
             seed: of the random choices that all ranks share.
@@ -87,33 +109,36 @@ class SoakRank:
         """
         shared, own = random.Random(f"{seed} {first}"), random.Random(f"{seed} {first} {self.rank}")  # noqa: S311
         for step in range(first, first + steps):
-            while len(self._models) < 2 or step >= (self._made - 1) * LIFE_STEPS // 2:
+            if step % (LIFE_STEPS // 2) == 0:
+                self._replace(shared)
+            while len(self._models) < 2:
                 self._replace(shared)
             order = list(self._models)
             shared.shuffle(order)
             for model, _ in order:
                 self._train(model, step, own)
-            if step % LIFE_STEPS == 0:
-                self._replace_local(step // LIFE_STEPS)
+            if self._local is None or step % LOCAL_LIFE_STEPS == 0:
+                self._replace_local()
             self._train_locally(step)
             if shared.random() < 0.3:
                 self._reduce(shared)
             if own.random() < 0.05:
                 gc.collect()
-        assert self._local is not None
-        self._local[1].finish()  # ranks have the same bits after an average
-        return {
-            "bits": "".join(_bits(model) for model in (*(model for model, _ in self._models), self._local[0]))
-        } | _held()
+
+    def _drop(self) -> None:
+        """Drop the oldest model, without closing its hook, after hashing it."""
+        model, state = self._models.popleft()
+        number = self._made - len(self._models) - 1
+        self._compared.append((f"hook {number % len(HOOKS)}", _bits(model)))
+        del model, state
+        gc.collect()
 
     def _replace(self, shared: random.Random) -> None:
         """Drop the older of two models, and make another one; half of them are closed first."""
         if len(self._models) == 2:
-            model, state = self._models.popleft()
             if shared.random() < 0.5:
-                state.close()
-            del model, state
-            gc.collect()
+                self._models[0][1].close()
+            self._drop()
         dtype = shared.choice(DTYPES)
         inner = mlp(shared.choice([16, 64, 200])).to(dtype)
         model = DistributedDataParallel(inner, bucket_cap_mb=shared.choice([0.001, 0.02, 25]))
@@ -121,13 +146,21 @@ class SoakRank:
         self._models.append((model, state))
         self._made += 1
 
-    def _replace_local(self, number: int) -> None:
+    def _replace_local(self) -> None:
         """Drop the model with local steps, and make another one."""
-        if self._local is not None:
-            self._local[1].close()
+        self._drop_local()
         model = mlp(64)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        self._local = model, LocalSteps(model, inner, **LOCAL[number % len(LOCAL)])
+        self._local = model, LocalSteps(model, inner, **LOCAL[self._made_local % len(LOCAL)])
+        self._made_local += 1
+
+    def _drop_local(self) -> None:
+        """Drop the model with local steps, after its last average and hashing it."""
+        if self._local is not None:
+            self._local[1].finish()  # ranks have the same bits after an average
+            self._compared.append((f"local {(self._made_local - 1) % len(LOCAL)}", _bits(self._local[0])))
+            self._local[1].close()
+        self._local = None
 
     def _train_locally(self, step: int) -> None:
         assert self._local is not None
@@ -156,13 +189,24 @@ class SoakRank:
             for _ in range(shared.randrange(1, 5))
         ]
         for reduction in [all_reduce(tensor, async_op=True, **fields) for tensor in tensors]:
-            assert reduction.wait().isfinite().all()
+            mean = reduction.wait()
+            assert mean.isfinite().all()
+            self._compared.append((f"mean {REDUCTIONS.index(fields)}", _bits_of([mean])))
 
 
 def _bits(model: nn.Module) -> str:
     """Hash of all parameters' bits, of any dtype."""
-    flat = [parameter.detach().flatten().view(torch.uint8) for parameter in model.parameters()]
+    return _bits_of(list(model.parameters()))
+
+
+def _bits_of(tensors: list[torch.Tensor]) -> str:
+    flat = [tensor.detach().flatten().view(torch.uint8) for tensor in tensors]
     return hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
+
+
+def _alive() -> dict[str, float]:
+    """How many objects there are of each class that belongs to a hook, a reduction or local steps."""
+    return {kind.__name__: sum(type(thing) is kind for thing in gc.get_objects()) for kind in HELD}
 
 
 def _held() -> dict[str, float]:

@@ -1,14 +1,15 @@
 """Real training under torchrun's agent, to which faults happen at random moments from a seed.
 
 After each event, every process has ended or gone on within the timeout and 10 seconds, an error names rank and
-collective, no process is left over, every checkpoint can be read, and what torchrun restarts ends with the bits of an
-undisturbed run.
+collective, no process is left over, every checkpoint can be read, and what torchrun restarts begins at the latest
+checkpoint and ends with the bits of an undisturbed run.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -35,14 +36,36 @@ def check_checkpoints(training: Training) -> int:
     return len(steps)
 
 
-def check_error(text: str, rank: int, way: Way) -> None:
-    """An error of a rank whose peer has died or stands still."""
-    if way.is_ours or "CollectiveError" in text:
-        assert "CollectiveError" in text, text
-        assert f"on rank {rank} of {RANKS}" in text, text
-        assert "bucket" in text or "waited" in text or "state_dict" in text or "average" in text, text
-    else:  # a collective of the framework or of plain DDP, e.g. a barrier before a checkpoint
-        assert "gloo" in text.lower() or "Connection" in text, text
+#: How our errors begin; a purpose is e.g. "gathering what ranks remember" or "average 3 (fragment 0, after step 9)".
+OURS = (
+    r"gqsgd: (bucket \d+ of step \d+|average \d+ \(.+\)|gathering .+|connecting to \d+ ranks)(, [a-z0-9 ]+,)* failed "
+    r"on rank {rank} of {ranks} \(|gqsgd: [^.]+ on rank {rank} of {ranks}(: the store of| waited \d+ s for) "
+)
+#: What collectives of frameworks and of plain DDP say, e.g. a barrier before a checkpoint.
+THEIRS = (
+    r"gloo/transport/.+(Timed out waiting|Connection closed by peer|Connection reset by peer|Broken pipe|timeout)",
+    r"(Timed out waiting|Application timeout|Read timeout|Connection (closed|reset) by).+",
+    r"(monitoredBarrier|connectFullMesh failed|Broken pipe|Connection reset)",
+)
+
+
+def check_error(words: str, rank: int, way: Way) -> None:
+    """What the error of a rank says whose peer has died or stands still: ours name the collective and the rank."""
+    if way.is_ours or "gqsgd:" in words:
+        assert re.search(OURS.format(rank=rank, ranks=RANKS), words), words
+    else:
+        assert any(re.search(pattern, words) for pattern in THEIRS), words
+
+
+def check_survivor(training: Training, rank: int) -> str:
+    """A rank whose peer was struck had such an error in time, or torchrun ended it first."""
+    words = training.words(rank)
+    if not words or any(name in words for name in ("SignalException", "SIGTERM")):
+        return "torchrun ended the other rank"
+    check_error(words, rank, training.way)
+    seconds = training.seconds_to_error(rank)
+    assert seconds <= training.way.patience_s + BEYOND_S, words
+    return f"the other rank raised an error after {seconds:.1f} s"
 
 
 def check_results(results: list[str], expected: list[str], way: Way) -> None:
@@ -83,22 +106,19 @@ class Chaos:
         """SIGKILL to a rank; torchrun restarts."""
         training = self._start(RESTARTS, {})
         training.until_step(step)
+        training.strike()
         training.signal(rank, signal.SIGKILL)
-        return self._resumed(training)
+        return self._resumed(training, 1 - rank)
 
     def kill_without_restart(self, rank: int, step: int) -> str:
         """SIGKILL to a rank; the other one says so, or is ended by torchrun."""
         training = self._start(0, {})
         training.until_step(step)
+        training.strike()
         training.signal(rank, signal.SIGKILL)
         training.end(training.way.patience_s + BEYOND_S + AGENT_S)
         assert (training.folder / "launcher-error").exists()
-        error = training.folder / f"error-0-{1 - rank}"
-        text = error.read_text() if error.exists() else ""
-        if not text or any(name in text for name in ("SignalException", "SIGTERM")):
-            return "torchrun ended the other rank"
-        check_error(text, 1 - rank, training.way)
-        return "the other rank raised an error"
+        return check_survivor(training, 1 - rank)
 
     def stop_shortly(self, rank: int, step: int) -> str:
         """SIGSTOP for less than the timeout: nothing happens."""
@@ -113,17 +133,15 @@ class Chaos:
         """SIGSTOP for longer than the timeout: the other rank raises in time, and torchrun restarts."""
         training = self._start(RESTARTS, {})
         training.until_step(step)
+        training.strike()
         training.signal(rank, signal.SIGSTOP)
-        begun = time.monotonic()
-        text = training.until_error(1 - rank, training.way.patience_s + BEYOND_S)
-        seconds = time.monotonic() - begun
-        check_error(text, 1 - rank, training.way)
+        training.until_error(1 - rank, training.way.patience_s + BEYOND_S)
         training.signal(rank, signal.SIGCONT)
-        return f"an error after {seconds:.1f} s; {self._resumed(training)}"
+        return self._resumed(training, 1 - rank)
 
     def fail(self, rank: int, step: int) -> str:
         """An exception on one rank; torchrun restarts."""
-        return self._resumed(self._start(RESTARTS, {"kind": "raise", "rank": rank, "step": step}))
+        return self._resumed(self._start(RESTARTS, {"kind": "raise", "rank": rank, "step": step}), 1 - rank)
 
     def slow(self, rank: int, step: int) -> str:
         """One rank takes ten times as long."""
@@ -132,7 +150,7 @@ class Chaos:
     def full_disk(self, rank: int, step: int) -> str:
         """The disk is full when a checkpoint is written; torchrun restarts on an empty one."""
         training = self._start(RESTARTS, {"kind": "full disk", "rank": 0, "step": step // SAVED_EVERY * SAVED_EVERY})
-        return self._resumed(training)
+        return self._resumed(training, 1)
 
     def interrupt_launcher(self, rank: int, step: int) -> str:
         """SIGINT or SIGTERM to the launcher: everything ends."""
@@ -153,10 +171,10 @@ class Chaos:
         check_results(training.end(), self._expected[self._way], training.way)
         return "the bits of an undisturbed run" if training.way.is_exact else "equal bits on all ranks"
 
-    def _resumed(self, training: LaunchedTraining) -> str:
+    def _resumed(self, training: LaunchedTraining, survivor: int) -> str:
         end = self._undisturbed(training)
-        assert (training.folder / "pid-1-0").exists()
-        return f"restarted, and {end}"
+        step = training.check_resumed()
+        return f"{check_survivor(training, survivor)}; restarted at step {step}, and {end}"
 
 
 EVENTS = ["kill", "kill_without_restart", "stop_shortly", "stop_for_long", "fail", "slow", "full_disk"]
@@ -181,3 +199,18 @@ def test_faults_at_random_moments_end_as_promised(chaos: Chaos, way: str) -> Non
         print(chaos.event(name, way), flush=True)
         counts[name] += 1
     print(json.dumps(counts))
+
+
+def test_a_rank_that_is_killed_is_restarted_at_the_latest_checkpoint(tmp_path: Path) -> None:
+    training = LaunchedTraining(tmp_path / "run", "hook", RESTARTS, {})
+    try:
+        training.until_step(SAVED_EVERY + 2)
+        training.strike()
+        training.signal(1, signal.SIGKILL)
+        results = training.end()
+        check_results(results, results, training.way)
+        assert training.check_resumed() >= SAVED_EVERY
+        check_survivor(training, 0)
+        assert training.orphans() == []
+    finally:
+        training.kill()

@@ -18,7 +18,7 @@ import pytest
 from netlab.lab import NetLab
 from tests.reliability.chaos import BEYOND_S, RANKS, TrainingOnHosts
 from tests.reliability.knobs import chance, scaled
-from tests.reliability.test_chaos import check_checkpoints, check_error, check_results
+from tests.reliability.test_chaos import check_checkpoints, check_error, check_results, check_survivor
 from tests.reliability.trainings import STEPS, WAYS
 
 #: Ways whose start is short enough for several runs.
@@ -60,10 +60,10 @@ class CutLinks:
     def cut_for_long(self, name: str) -> str:
         """The link is cut for longer than the timeout: all ranks say so, and a new start goes on."""
         training, host = self._cut(name)
-        begun = time.monotonic()
         for rank in range(RANKS):
             check_error(training.until_error(rank, training.way.patience_s + BEYOND_S), rank, training.way)
-        seconds = time.monotonic() - begun
+        seconds = max(training.seconds_to_error(rank) for rank in range(RANKS))
+        assert seconds <= training.way.patience_s + BEYOND_S
         self._lab.mend(host)
         training.end()
         return f"host {host}: errors on all ranks after {seconds:.1f} s; {self._again(training)}"
@@ -72,12 +72,12 @@ class CutLinks:
         """SIGKILL to a rank: the other one hears of it, and a new start goes on."""
         training, rank = self._started(name), self.numbers.randrange(RANKS)
         training.until_step(self.numbers.randrange(2, STEPS - 6))
+        training.strike()
         training.signal(rank, signal.SIGKILL)
-        begun = time.monotonic()
-        check_error(training.until_error(1 - rank, training.way.patience_s + BEYOND_S), 1 - rank, training.way)
-        seconds = time.monotonic() - begun
+        training.until_error(1 - rank, training.way.patience_s + BEYOND_S)
+        said = check_survivor(training, 1 - rank)
         training.end()
-        return f"rank {rank}: an error after {seconds:.1f} s; {self._again(training)}"
+        return f"rank {rank}: {said}; {self._again(training)}"
 
     def _started(self, name: str, attempt: int = 0) -> TrainingOnHosts:
         return TrainingOnHosts(self._folder / name, self._way, self._lab, attempt)
@@ -85,6 +85,7 @@ class CutLinks:
     def _cut(self, name: str) -> tuple[TrainingOnHosts, int]:
         training, host = self._started(name), self.numbers.randrange(RANKS)
         training.until_step(self.numbers.randrange(2, STEPS - 6))
+        training.strike()
         self._lab.cut(host)
         return training, host
 
@@ -94,8 +95,8 @@ class CutLinks:
             results = training.end()
             if all(results):
                 check_results(results, self._expected, training.way)
-                checkpoints = check_checkpoints(training)
-                return f"the bits of an undisturbed run at start {attempt} after that; {checkpoints} checkpoints read"
+                step, checkpoints = training.check_resumed(), check_checkpoints(training)
+                return f"from step {step}, the bits of an undisturbed run at start {attempt}; {checkpoints} checkpoints"
         raise AssertionError([file.read_text() for file in before.folder.glob("error-*")])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.packing import pack, unpack
 from lightning_gqsgd.layout import Segment, cut, place
-from lightning_gqsgd.simulation.virtual import average
+from lightning_gqsgd.simulation.virtual import VirtualRanks, average
 
 #: Coordinates of a block.
 WIDTH = 256
+#: Ranks times steps over which a tree's bias is measured.
+TREE_RANK_STEPS = 512
 
 
 def packed_sum(codes: Tensor, bits: int) -> Tensor:
@@ -70,20 +74,23 @@ def test_every_code_survives_every_place_of_bit_planes(bits: int) -> None:
 
 
 def check_extremes(ranks: int, bits: int) -> None:
-    """All ranks at the largest coordinate, of either sign or of both."""
+    """All ranks at the largest coordinate, of either sign or of both: each rank's dither moves it by half a step."""
     numel = 520
     signs = torch.where(torch.arange(numel) % 3 == 0, -1.0, 1.0)
-    patterns = [torch.ones(numel), -torch.ones(numel), signs]
-    for pattern in patterns:
-        gradients = [pattern * 3.0] * ranks
-        mean = average(gradients, reducer="sum", codec="linear", dither="subtractive", bits=bits, block_size=256)[0]
-        levels = LinearCodec(bits, "subtractive").quantiser(256, ranks).levels
-        step = 2 * 3.0 * 1.01 / (levels - 1)  # scales are rounded up by at most 2^-7
-        assert (mean - pattern * 3.0).abs().max() <= step
-    halves = [torch.ones(numel) if rank % 2 else -torch.ones(numel) for rank in range(ranks)]
-    mean = average(halves, reducer="sum", codec="linear", dither="subtractive", bits=bits, block_size=256)[0]
-    exact = sum(halves) / ranks  # type: ignore[operator]
-    assert (mean - exact).abs().max() <= 2 * 1.01 / (LinearCodec(bits, "subtractive").quantiser(256, ranks).levels - 1)
+    levels = LinearCodec(bits, "subtractive").quantiser(256, ranks).levels
+    step = 2 * 3.0 * 1.01 / (levels - 1)  # scales are rounded up by at most 2^-7
+    for pattern in (torch.ones(numel), -torch.ones(numel), signs):
+        check_sum([pattern * 3.0] * ranks, bits, step)
+    halves = [3.0 * (torch.ones(numel) if rank % 2 else -torch.ones(numel)) for rank in range(ranks)]
+    check_sum(halves, bits, step)
+
+
+def check_sum(gradients: list[Tensor], bits: int, step: float) -> None:
+    """The mean of a sum of codes: within half a step, and within six deviations of n independent errors."""
+    mean = average(gradients, reducer="sum", codec="linear", dither="subtractive", bits=bits, block_size=256)[0]
+    away = (mean.double() - torch.stack(gradients).double().mean(0)).abs().max()
+    assert away <= 1.001 * step / 2
+    assert away <= 6 * step / math.sqrt(12 * len(gradients))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 15, 16])
@@ -108,14 +115,28 @@ def test_sums_that_could_overflow_are_refused(ranks: int, bits: int) -> None:
 
 
 @pytest.mark.reliability
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [64, 128, 1024])
 @pytest.mark.parametrize("reducer", ["two_shot", "gather", "tree"])
 def test_extremes_of_many_ranks_are_averaged_right(ranks: int, reducer: str) -> None:
     fields = {"codec": "exponential", "bits": 6} if reducer == "tree" else {"bits": 8}
     for value in (1.0, 3.0e38, 1e-30):
         for gradients in ([torch.full((300,), value)] * ranks, [torch.full((300,), -value)] * ranks):
-            mean = average(gradients, reducer=reducer, **fields)[0].double()
-            if reducer == "tree":  # every hop rounds to a power of two
-                assert (mean.abs() <= 2.01 * value).all()
+            if reducer == "tree":
+                check_tree(gradients, fields)
             else:
+                mean = average(gradients, reducer=reducer, **fields)[0].double()
                 assert (mean - gradients[0].double()).abs().max() <= 0.02 * value
+
+
+def check_tree(gradients: list[Tensor], fields: dict[str, Any]) -> None:
+    """Every hop rounds to a power of two, at random: the average of some steps is near the mean, without bias."""
+    virtual = VirtualRanks(len(gradients), [Segment(0, len(gradients[0]), False)], torch.float32, None,
+                           reducer="tree", **fields)  # fmt: skip
+    value, steps = gradients[0].double(), max(2, TREE_RANK_STEPS // len(gradients))
+    relative = torch.stack([virtual.mean(gradients, step).double() / value for step in range(steps)])
+    assert (relative.abs() <= 2.01).all()
+    deviation = float(relative.std()) / math.sqrt(relative.numel())
+    bias = float(relative.mean()) - 1.0
+    assert abs(bias) <= 5 * deviation + 1e-6, (bias, deviation)
+    assert relative.min() >= 0.49  # no coordinate loses its sign or more than half of its size

@@ -2,17 +2,20 @@
 
 python -m tests.reliability.trainings FOLDER WAY ATTEMPT
 
-Each rank writes files into the folder: its process number, its progress, its error, and a hash of its result. Data
-and faults depend on the step alone, so a training that was interrupted ends with the bits of one that was not.
+Each rank writes files into the folder: its process number, its progress, the first step of each attempt, its error, and
+a hash of its result. Data and faults depend on the step alone, so a training that was interrupted ends with the bits of
+one that was not, wherever it goes on: that it goes on from the latest checkpoint is seen in its first step.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -64,15 +67,24 @@ class Run:
         return cls(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), attempt, fault)
 
     def begin(self, step: int) -> None:
-        """Let the fault of a step happen."""
+        """Say which step is the first of this attempt, and let the fault of a step happen."""
+        first = self.folder / f"first-{self.attempt}-{self.rank}"
+        if not first.exists():
+            first.write_text(str(step))
         if self.attempt or self.rank != self.fault.get("rank"):
             return
         if self.fault["kind"] == "slow":
             time.sleep(0.3)
         elif step == self.fault["step"] and self.fault["kind"] == "raise":
+            self.strike()
             raise ArithmeticError("this rank fails, as asked for")
         elif step == self.fault["step"] and self.fault["kind"] == "full disk":
+            self.strike()
             resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
+
+    def strike(self) -> None:
+        """Say which checkpoint is there when a fault happens."""
+        (self.folder / "struck").write_text(str(latest_step(self.folder, self.ranks)))
 
     def end(self, step: int) -> None:
         """Say that a step is over."""
@@ -94,13 +106,31 @@ class Run:
         return []
 
 
+def latest_step(folder: Path, ranks: int) -> int:
+    """The step of the latest complete checkpoint by the names of all files, of any way to train; 0: there is none.
+
+    The trainings look for their checkpoints in other ways, which this is to be compared with.
+    """
+    matches = [re.fullmatch(r"checkpoint-(\d{3})(-\d+)?", file.stem) for file in folder.glob("checkpoint-*")]
+    files = Counter((int(match[1]), bool(match[2])) for match in matches if match)
+    whole = [step for (step, is_of_rank), number in files.items() if number == (ranks if is_of_rank else 1)]
+    return max(whole, default=0)
+
+
+def last_words(error: BaseException) -> str:
+    """The exception and the first line of its message, without its traceback and the exceptions before it."""
+    return traceback.format_exception_only(error)[-1].splitlines()[0]
+
+
 def train(way: str, run: Run) -> None:
     """Train on one rank, from the latest checkpoint on, and write what became of it."""
     (run.folder / f"pid-{run.attempt}-{run.rank}").write_text(str(os.getpid()))
+    (run.folder / f"found-{run.attempt}-{run.rank}").write_text(str(latest_step(run.folder, run.ranks)))
     try:
         torch.set_num_threads(1)
         (run.folder / f"result-{run.rank}").write_text(fingerprint(WAYS[way].train(run)))
-    except BaseException:
+    except BaseException as error:
+        (run.folder / f"words-{run.attempt}-{run.rank}").write_text(last_words(error))
         (run.folder / f"error-{run.attempt}-{run.rank}").write_text(traceback.format_exc())
         raise
     finally:
