@@ -88,7 +88,7 @@ class SoakRank:
         return self.close()
 
     def close(self) -> dict[str, Any]:
-        """Drop and close everything; says what the process still holds, and names and hashes of what all ranks have alike.
+        """Drop and close everything; says what the process still holds, and hashes of what all ranks have alike.
 
         Each model was hashed before it was dropped, and each mean when it was there.
         """
