@@ -30,6 +30,7 @@ from lightning_gqsgd.integrations import trainer
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.tuning.decisions import Decision
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
 
@@ -410,6 +411,8 @@ def test_the_strategys_signature_the_fields_and_their_description_agree() -> Non
             assert taken == {Sequence[int], type(None)}
         elif name == "bits":  # files of configurations have dictionaries
             assert taken == {int, Literal["auto"], dict[str, int], type(None)}
+        elif name == "auto":  # so do decisions of checkpoints
+            assert taken == {bool, dict[str, Any], Decision, type(None)}
         else:
             assert taken >= {*(typing.get_args(field) or (field,)), type(None)}
     described = re.findall(r"^        (\w+): ", str(GQSGDConfig.__doc__), re.MULTILINE)
