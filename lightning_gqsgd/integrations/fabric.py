@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import optim
 from torch.nn import Module
@@ -18,6 +19,7 @@ from lightning_gqsgd.integrations.local import LocalTraining, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
 from lightning_gqsgd.local_steps.choosing import pop_options
+from lightning_gqsgd.transport.agreement import digest_of
 
 _Base: Any = object  # each flavour's DDPStrategy
 
@@ -122,15 +124,16 @@ class FabricMixin(_Base):
         others = [module for module in self._modules if id(module) not in trained]
         if not others or self.num_processes == 1:
             return
-        digests: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(digests, [digest_of_tensors(dict(module.named_parameters())) for module in others])
-        for number, module in enumerate(others):
-            if len({own[number] for own in digests}) > 1:
-                raise ConfigError(
-                    f"the {type(module).__name__} was set up and trained without its optimizer, so nothing has "
-                    "averaged it, and ranks have different ones; call fabric.setup(model, optimizer), or "
-                    "fabric.setup_optimizers(optimizer), and step what it returns"
-                )
+        digest = digest_of(" ".join(str(digest_of_tensors(dict(module.named_parameters()))) for module in others))
+        most = torch.tensor([digest, -digest], device=self.root_device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if most[0] != -most[1]:  # the largest and the smallest differ
+            names = ", ".join(type(module).__name__ for module in others)
+            raise ConfigError(
+                f"{names}: it was set up and trained without its optimizer, so nothing has averaged it, and ranks have "
+                "different ones; call fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer), and step "
+                "what it returns"
+            )
 
     def _module_of(self, optimizer: optim.Optimizer) -> Module:
         """The module that was set up and has an optimizer's parameters."""
