@@ -17,6 +17,12 @@ from tests.docs.test_figures import auto, local, local_to_4_bits, prediction
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def speeds_of_two_threads() -> list[float]:
+    made = json.loads((RESULTS / "codec_threads.json").read_text())
+    threads, speed = made["columns"].index("threads"), made["columns"].index("one thread / time")
+    return [row[speed] for row in made["rows"] if row[threads] == 2]
+
+
 def speed_of_auto(rate: str) -> str:
     return cell("auto", "best fixed / step", case="gqsgd_auto", rate=rate)
 
@@ -151,6 +157,10 @@ SENTENCES: Sentences = {
         lambda: of_rival("ddp / step", "gqsgd_4bit"),
         lambda: of_rival("ddp / step", "torch bf16 hook"),
         lambda: of_rival("ddp / step", "torch PowerSGD, rank 4"),
+    ],
+    ("docs/performance.md", r"two threads have ([\d.]+) to ([\d.]+) times the speed\s+of one"): [
+        lambda: f"{min(speeds_of_two_threads()):.2f}",
+        lambda: f"{max(speeds_of_two_threads()):.2f}",
     ],
     ("docs/choosing.md", r"PowerSGD of rank 1 sends the least there, ([\d.]+) bits"): [
         lambda: of_rival("bits sent", "torch PowerSGD, rank 1"),
