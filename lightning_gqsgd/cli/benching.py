@@ -15,8 +15,8 @@ from rich.table import Table
 
 from lightning_gqsgd.cli.probing import joined_ranks, plain_table
 from lightning_gqsgd.errors import ConfigError, check_one_of
-from lightning_gqsgd.performance.bench import KERNELS_PART, PARTS, REDUCERS_PART, Bench, ReduceTime, measure, runs
-from lightning_gqsgd.performance.training import StepTime, measure_steps, step_runs
+from lightning_gqsgd.performance.bench import KERNELS_PART, PARTS, REDUCERS_PART, Bench, WayTime, measure, runs
+from lightning_gqsgd.performance.training import measure_steps, step_runs
 
 #: What ``gqsgd bench`` can be restricted to, or asked for.
 TRAINING = "training"
@@ -40,14 +40,14 @@ class Training:
         backend: of the process group.
         ranks: number of ranks.
         rounds: number of timed rounds.
-        steps: see `StepTime`.
+        steps: see `performance.bench.WayTime`; next to plain DDP.
     """
 
     device: str
     backend: str
     ranks: int
     rounds: int
-    steps: tuple[StepTime, ...]
+    steps: tuple[WayTime, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only."""
@@ -138,7 +138,7 @@ def _table_of_steps(made: Training) -> Table:
     return _table_of_ways(title, "ddp", made.steps)
 
 
-def _table_of_ways(title: str, against: str, ways: Sequence[ReduceTime | StepTime]) -> Table:
+def _table_of_ways(title: str, against: str, ways: Sequence[WayTime]) -> Table:
     made = plain_table(title, ["", "sent (MB)", "time (ms)", f"against {against}", "10 to 90 %"])
     for way in ways:
         spread = f"{way.low:.2f} to {way.high:.2f}"
@@ -163,5 +163,5 @@ def _note_on_steps(made: Training) -> str:
     )
 
 
-def _fastest(ways: Sequence[ReduceTime | StepTime]) -> str:
+def _fastest(ways: Sequence[WayTime]) -> str:
     return max(ways, key=lambda way: way.speedup).name

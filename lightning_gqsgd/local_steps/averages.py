@@ -50,12 +50,12 @@ from lightning_gqsgd.local_steps.starting import (
     take_from_first_rank,
     trained_parameters,
 )
-from lightning_gqsgd.local_steps.uncompiled import uncompiled
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.reducers import new_store, resolve
 from lightning_gqsgd.report import report
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
+from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.agreement import Card, Stamp, digest_of
 from lightning_gqsgd.transport.communicator import check_timeout, parent_group, patience_of
 from lightning_gqsgd.transport.job import Job
@@ -209,7 +209,7 @@ class LocalAverages(AveragingLoop[Average]):
         """Whether nothing can be averaged any more."""
         return self._engine.is_closed
 
-    @uncompiled
+    @untraced
     @torch.no_grad()
     def advance(self) -> None:
         """Count an optimizer step; use the averages whose delay is over, and start those that are due.
@@ -224,7 +224,7 @@ class LocalAverages(AveragingLoop[Average]):
         self.check_open()
         super().advance()
 
-    @uncompiled
+    @untraced
     @torch.no_grad()
     def finish(self) -> None:
         """Use the averages under way, and average what was learnt since. Then all ranks have the same bits.

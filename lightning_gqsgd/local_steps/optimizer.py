@@ -18,8 +18,8 @@ from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
 from lightning_gqsgd.local_steps.choosing import make_local, split_fields
 from lightning_gqsgd.local_steps.options import Every
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
-from lightning_gqsgd.local_steps.uncompiled import uncompiled
 from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.communicator import parent_group
 
 #: Where a state has what local steps need, beside the entries of the inner optimizer's state.
@@ -135,7 +135,7 @@ class LocalSteps(Optimizer):
         """Counters of this process; see `LocalAverages.telemetry`."""
         return self.averages.telemetry
 
-    @uncompiled
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step of the inner optimizer; start and use the averages that are due.
 

@@ -64,14 +64,14 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
-class ReduceTime:
-    """One way to average a gradient over all ranks.
+class WayTime:
+    """One way to average gradients over all ranks, next to another way.
 
     Attributes:
-        name: ``"fp32"``, ``"bf16"``, or bits and the reducer.
+        name: of the way, e.g. ``"fp32"``, ``"ddp"``, or bits.
         sent_mb: 10⁶ bytes that each rank sends.
-        ms: median milliseconds until the slowest rank has the mean.
-        speedup: time of fp32 over this time.
+        ms: median milliseconds of the slowest rank.
+        speedup: time of the other way over this time, the median over rounds.
         low: the 10th percentile of that ratio over rounds.
         high: the 90th percentile.
     """
@@ -82,6 +82,14 @@ class ReduceTime:
     speedup: float
     low: float
     high: float
+
+    @classmethod
+    def all_of(cls, seconds: Mapping[str, np.ndarray], sent: Mapping[str, float], against: str) -> tuple[WayTime, ...]:
+        """All ways, from their names to seconds in each round and to bytes sent; ``against``: the other way."""
+        return tuple(
+            cls(name, sent[name] / 1e6, 1e3 * Spread.of(values).median, *Spread.of(seconds[against] / values))
+            for name, values in seconds.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Bench:
         numel: coordinates of the gradient that was averaged, fp32.
         rounds: number of timed rounds.
         kernels: see `KernelTime`; measured on rank 0 while the other ranks wait.
-        all_reduces: see `ReduceTime`.
+        all_reduces: see `WayTime`; next to fp32.
     """
 
     device: str
@@ -104,7 +112,7 @@ class Bench:
     numel: int
     rounds: int
     kernels: tuple[KernelTime, ...]
-    all_reduces: tuple[ReduceTime, ...]
+    all_reduces: tuple[WayTime, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only."""
@@ -170,7 +178,7 @@ def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> t
     return tuple(made)
 
 
-def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[], object]) -> tuple[ReduceTime, ...]:
+def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[], object]) -> tuple[WayTime, ...]:
     """Averages of a gradient by the backend, and by the package's own engine."""
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
@@ -197,15 +205,8 @@ def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[
         seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock)
     finally:
         engine.close()
-    return _rows({name: slowest_rounds(values, device) for name, values in seconds.items()}, sent)
-
-
-def _rows(seconds: Mapping[str, np.ndarray], sent: Mapping[str, int]) -> tuple[ReduceTime, ...]:
-    made = []
-    for name, values in seconds.items():
-        speedup = Spread.of(seconds["fp32"] / values)
-        made.append(ReduceTime(name, sent[name] / 1e6, 1e3 * Spread.of(values).median, *speedup))
-    return tuple(made)
+    slowest_of = {name: slowest_rounds(values, device) for name, values in seconds.items()}
+    return WayTime.all_of(slowest_of, sent, against="fp32")
 
 
 def slowest_rounds(values: np.ndarray, device: torch.device) -> np.ndarray:

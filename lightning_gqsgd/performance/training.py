@@ -5,10 +5,8 @@ Each case is a DDP model of its own in the same processes. The cases train in tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
-from lightning_gqsgd.performance.bench import WARMUP, WIDTHS, slowest_rounds
-from lightning_gqsgd.performance.turns import Case, EventClock, Spread, in_turns, stopwatch
+from lightning_gqsgd.performance.bench import WARMUP, WIDTHS, WayTime, slowest_rounds
+from lightning_gqsgd.performance.turns import Case, EventClock, in_turns, stopwatch
 from lightning_gqsgd.reducers.base import ring_bytes
 
 #: The model: dense layers of these widths, 4.7 M parameters, on so many samples of each rank.
@@ -26,33 +24,12 @@ LAYERS, CLASSES, BATCH = (512, 1024, 1024, 1024, 1024, 1024), 10, 8
 PLAIN = "ddp"
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """A training step under one way of averaging gradients.
-
-    Attributes:
-        name: ``"ddp"``, ``"bf16 hook"``, or bits.
-        sent_mb: 10⁶ bytes of gradients that each rank sends in a step.
-        ms: median milliseconds of the slowest rank's step.
-        speedup: time of plain DDP over this time, the median over rounds.
-        low: the 10th percentile of that ratio over rounds.
-        high: the 90th percentile.
-    """
-
-    name: str
-    sent_mb: float
-    ms: float
-    speedup: float
-    low: float
-    high: float
-
-
 def step_runs(rounds: int) -> int:
     """How often `measure_steps` makes a step, those that are not timed included."""
     return (rounds + WARMUP) * (2 + len(WIDTHS))
 
 
-def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object] = lambda: None) -> tuple[StepTime, ...]:
+def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object] = lambda: None) -> tuple[WayTime, ...]:
     """Time training steps between the ranks of the default process group. A collective.
 
     Args:
@@ -80,7 +57,8 @@ def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object] 
         for case in cases.values():
             if case.state is not None:
                 case.state.close()
-    return _rows({name: slowest_rounds(values, device) for name, values in seconds.items()}, sent)
+    slowest_of = {name: slowest_rounds(values, device) for name, values in seconds.items()}
+    return WayTime.all_of(slowest_of, sent, against=PLAIN)
 
 
 class _Training:
@@ -117,10 +95,3 @@ def _network() -> nn.Module:
     for inputs, outputs in zip(LAYERS[:-1], LAYERS[1:], strict=True):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(LAYERS[-1], CLASSES))
-
-
-def _rows(seconds: Mapping[str, np.ndarray], sent: Mapping[str, float]) -> tuple[StepTime, ...]:
-    return tuple(
-        StepTime(name, sent[name] / 1e6, 1e3 * Spread.of(values).median, *Spread.of(seconds[PLAIN] / values))
-        for name, values in seconds.items()
-    )

@@ -25,7 +25,6 @@ from lightning_gqsgd.performance import probe as probe_module
 from lightning_gqsgd.performance.costs import KINDS, Costs
 from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.recording import Recorder
-from lightning_gqsgd.performance.training import StepTime
 from lightning_gqsgd.reducers.base import ALL, Scope
 from lightning_gqsgd.transport.communicator import Communicator
 from tests.distributed.ranks import run
@@ -225,7 +224,7 @@ def test_a_bench_of_two_processes_times_kernels_and_all_reduces(tmp_path: Path) 
 
 def test_a_bench_is_a_table_of_kernels_and_one_of_all_reduces() -> None:
     kernels = (bench.KernelTime("companded", 8, 2.0, 1.0, 1.3, 3.1),)
-    ways = (bench.ReduceTime("fp32", 26.2, 30, 1, 1, 1), bench.ReduceTime("8 bits, gather", 6.7, 20, 1.5, 1.4, 1.6))
+    ways = (bench.WayTime("fp32", 26.2, 30, 1, 1, 1), bench.WayTime("8 bits, gather", 6.7, 20, 1.5, 1.4, 1.6))
     made = bench.Bench("CPU", "gloo", 2, 6_553_600, 15, kernels, ways)
     console = Console(width=120)
     with console.capture() as captured:
@@ -271,7 +270,7 @@ def test_a_bench_of_one_part_leaves_the_other_out(part: str, tmp_path: Path) -> 
 
 
 def test_a_bench_of_training_is_a_table() -> None:
-    steps = (StepTime("ddp", 18.9, 40, 1, 1, 1), StepTime("4 bits", 2.4, 20, 2, 1.9, 2.1))
+    steps = (bench.WayTime("ddp", 18.9, 40, 1, 1, 1), bench.WayTime("4 bits", 2.4, 20, 2, 1.9, 2.1))
     console = Console(width=120)
     with console.capture() as captured:
         console.print(*benching.parts_of(benching.Training("CPU", "gloo", 2, 15, steps)), sep="\n")
