@@ -248,7 +248,7 @@ def advise(
         local = with_local_steps(cluster)
         if plot is not None or as_json:
             say("predicting other numbers of nodes and rates")
-            sweeps = Sweeps.of(cluster)
+            sweeps = Sweeps.known(cluster) if plot is None else Sweeps.of(cluster)
         if plot is not None:
             pictures.draw_sweeps(cluster, sweeps, plot)
         if gantt is not None:

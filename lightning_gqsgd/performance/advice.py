@@ -72,6 +72,11 @@ class Cluster:
         """Number of ranks."""
         return self.nodes * self.per_node
 
+    @property
+    def knows_other_nodes(self) -> bool:
+        """Whether costs are known between several nodes of several ranks, which a probe of one node cannot say."""
+        return self.per_node == 1 or any(name.startswith("node ") for name in self.costs_at(2, 1.0).collectives)
+
 
 def check_size(nodes: int, per_node: int) -> None:
     """Check the size of a cluster.
@@ -324,8 +329,17 @@ class Sweeps:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Sweeps:
-        """Both sweeps of a cluster."""
+        """Both sweeps of a cluster.
+
+        Raises:
+            ConfigError: nothing is known of several nodes.
+        """
         return cls(over_nodes(cluster), over_rates(cluster))
+
+    @classmethod
+    def known(cls, cluster: Cluster) -> Sweeps:
+        """Both sweeps of a cluster; that over nodes is empty where nothing is known of several nodes."""
+        return cls(over_nodes(cluster) if cluster.knows_other_nodes else {}, over_rates(cluster))
 
 
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:

@@ -70,7 +70,10 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
     assert made.step_s > line.compute_s * 0.99
     advised = _gqsgd(tmp_path, "advise", "--probe", str(file), "--json")
     assert advised.returncode == 0, advised.stderr
-    assert json.loads(advised.stdout)["nodes"] == 1
+    said = json.loads(advised.stdout)
+    assert said["nodes"] == 1
+    assert said["over_nodes"] == []  # a probe of one node says nothing of several
+    assert said["over_rates"]
 
 
 class _SlowClock(probe_module._Stopwatch):
