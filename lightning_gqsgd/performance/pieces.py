@@ -79,24 +79,22 @@ def can_be_alike(config: GQSGDConfig) -> bool:
 def pieces_of(segments: Sequence[Segment], setting: Setting) -> list[Piece]:
     """The pieces of a bucket, as `plan.Plan` cuts it."""
     size = setting.config.block_size
-    runs = [
-        Blocks(
-            segment.parameter, 0, -(-segment.numel // size), segment.numel, bool(segment.raw), -(-segment.numel // size)
-        )
-        for segment in segments
-        if segment.numel
-    ]
+    runs = [_whole(segment, size) for segment in segments if segment.numel]
     total = sum(run.numel for run in runs)
     if not total:
         return []
-    if not REDUCERS[
-        setting.config.reducer
-    ].compresses:  # it takes the tensor whole, so the number of blocks is no matter
-        whole = Blocks(0, 0, -(-total // size), total, False, -(-total // size))
-        return [Piece(setting, (total,), (whole,))]
+    if not REDUCERS[setting.config.reducer].compresses:
+        # It takes the tensor whole, so the number of blocks is no matter.
+        return [Piece(setting, (total,), (_whole(Segment(0, total, raw=False), size),))]
     count = max(1, -(-total // setting.piece_numel))
     parts = _split(runs, [total * k / count for k in range(1, count)], size)
     return [Piece(setting, _alike(part, setting), tuple(part)) for part in parts if part]
+
+
+def _whole(segment: Segment, size: int) -> Blocks:
+    """All blocks of a parameter; ``size``: coordinates of a full block."""
+    blocks = -(-segment.numel // size)
+    return Blocks(segment.parameter, 0, blocks, segment.numel, bool(segment.raw), blocks)
 
 
 def _split(runs: Sequence[Blocks], bounds: Sequence[float], size: int) -> list[list[Blocks]]:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_gqsgd.errors import did_you_mean
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.tuning.decisions import WIDTHS
 from recipes.errors import RecipeError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -25,9 +26,6 @@ TARGET = "lightning_gqsgd.GQSGDStrategy"
 
 #: Bits of the package's own codec where a preset names no number.
 DEFAULT_BITS = 8
-
-#: All numbers of bits that any codec takes; `check_settings` knows those of each codec.
-BITS = (*range(1, 9), 16, 32)
 
 #: What ``strategy=all`` of compare.py stands for: every preset, and the baselines that run on every device.
 ALL = ("ddp", "ddp_bf16", *PRESETS)
@@ -120,10 +118,10 @@ def check_light(strategy: Mapping[str, Any], accelerator: str) -> None:
     bits = strategy.get("bits")
     if strategy["_target_"] != TARGET or bits is None or isinstance(bits, Mapping) or bits == "auto":
         return
-    if type(bits) is not int or bits not in BITS:
+    if type(bits) is not int or bits not in WIDTHS:  # `check_settings` knows those of each codec
         raise SettingError(
-            f"strategy.bits={bits} is out of range: {BITS[0]} to {BITS[-3]}, {BITS[-2]}, {BITS[-1]}, or auto, e.g. "
-            "strategy.bits=4"
+            f"strategy.bits={bits} is out of range: {WIDTHS[0]} to {WIDTHS[-3]}, {WIDTHS[-2]}, {WIDTHS[-1]}, or auto, "
+            "e.g. strategy.bits=4"
         )
 
 
