@@ -150,7 +150,7 @@ def test_the_comparison_is_a_run_with_table_plots_and_artifact(compared: Compare
     assert artifact.name == GROUP
     files = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
     assert set(files) == {
-        path.name for path in compared.folder.iterdir() if path.suffix in (".png", ".md", ".csv", ".html")
+        path.name for path in compared.folder.iterdir() if path.suffix in (".png", ".svg", ".md", ".csv", ".html")
     }
     assert all(file.read_bytes() == (compared.folder / name).read_bytes() for name, file in files.items())
     # What a later upload needs lies in the one folder, and nothing in the home directory.
