@@ -207,6 +207,8 @@ class TrainerMixin(_Base):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer's step; with local steps, use and start the averages that are due."""
+        if self._local is not None:
+            self._local.check_start(optimizer)
         output = super().optimizer_step(optimizer, *args, **kwargs)
         if self._local is not None:
             self._local.count(optimizer)

@@ -257,7 +257,7 @@ class LocalAverages(AveragingLoop[Average]):
         if any(self._leaves_anchor(list(range(len(self.fragments))), buffers=False)):
             raise ConfigError(
                 "the model's weights were changed after local steps began, and would travel quantised, as if they had "
-                "been learnt; load weights before LocalSteps is made, or under Fabric by fabric.load"
+                "been learnt; load weights before LocalSteps is made (Fabric: by fabric.load; Trainer: before fit)"
             )
 
     @torch.no_grad()

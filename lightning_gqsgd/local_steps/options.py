@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real
+from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real, plain_integer
 from lightning_gqsgd.local_steps.outer import OuterOptimizer, check_outer
 from lightning_gqsgd.local_steps.rules import Rule, parse_rule
 
@@ -68,6 +68,8 @@ class LocalOptions:
     anchor_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        for name in ("every", "outer_after", "fragments", "delay"):
+            object.__setattr__(self, name, plain_integer(getattr(self, name)))
         if not callable(self.every):
             check_integer("every", self.every, 1, MOST_STEPS)
         check_outer(self.outer)
@@ -106,7 +108,7 @@ class LocalOptions:
         Raises:
             ConfigError: ``every`` gives no number of steps, or one that is not above ``delay``.
         """
-        steps = self.every(number) if callable(self.every) else self.every
+        steps = plain_integer(self.every(number)) if callable(self.every) else self.every
         if callable(self.every):
             check_integer(f"every({number})", steps, 1, MOST_STEPS)
         if self.delay >= steps:

@@ -393,3 +393,30 @@ def test_steps_of_optimizers_that_do_not_count_are_averaged_or_an_error(tmp_path
     assert first == second
     assert "the first of 2 optimizers has made no step" in first[1]
     assert "was made after local steps began" in first[2]
+
+
+class _LoadsLate(Classifier):
+    """Loads weights after local steps began: the same on all ranks, or on the second rank only."""
+
+    def __init__(self, only_second: bool) -> None:
+        super().__init__()
+        self.only_second = only_second
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 1 or not self.only_second:
+            self.load_state_dict(Classifier(seed=9).state_dict(), strict=False)
+
+
+def _loaded_late(_: int) -> list[str]:
+    results = []
+    for only_second in (False, True):
+        with pytest.raises(ConfigError) as error:
+            trainer_of({"local_steps": 4}).fit(_LoadsLate(only_second), data(2))
+        results.append(str(error.value))
+    return results
+
+
+def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run(_loaded_late, 2, tmp_path, initialise=False)
+    assert first == second
+    assert all("changed after local steps began" in text for text in first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,13 @@ def test_rounds_may_grow_and_are_cut_off_by_a_last_average() -> None:
     rounds.end_step(1)
     rounds.begin_anew(1)
     assert [rounds.due_after(step) for step in (4, 5)] == [[], [0]]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options = LocalOptions(every=np.int64(6), outer_after=np.int32(3), fragments=np.int8(2), delay=np.uint8(1))
+    numbers = (options.every, options.outer_after, options.fragments, options.delay)
+    assert [type(number) for number in numbers] == [int] * 4
+    assert LocalOptions(every=lambda number: np.int64(4 + number)).steps_of_round(2) == 6
 
 
 def test_a_round_that_was_longer_in_the_run_that_is_resumed_ends_with_the_next_step() -> None:
