@@ -243,7 +243,7 @@ def test_trainings_of_sparse_tables_are_those_of_the_table() -> None:
         assert steps == [cell("deeplight_criteo_sparse", "step (ms)", heading=link, **row) for link in links]
 
 
-@pytest.mark.parametrize("strategy", ["gqsgd", "gqsgd_2bit"])
+@pytest.mark.parametrize("strategy", ["gqsgd", "gqsgd_3bit", "gqsgd_2bit"])
 def test_accuracies_of_the_converged_network_are_those_of_its_runs(strategy: str) -> None:
     page = (RESULTS / "convnet_cifar_links.md").read_text()
     result = json.loads((RESULTS / "convnet_cifar_links" / "runs" / f"{strategy}-seed0" / "result.json").read_text())
