@@ -35,7 +35,7 @@ from lightning_gqsgd.transport.workers import codec_threads
 #: No step has a larger number.
 MAX_STEP = 2**63 - 1
 
-#: Seconds that ranks wait for each other beyond the timeout where kernels may have to be compiled.
+#: Seconds that ranks that are alive are waited for beyond the timeout where kernels may have to be compiled.
 COMPILE_PATIENCE_S = 600.0
 
 #: Steps without a plan's use after which the plan is dropped, where configurations take turns.
@@ -177,17 +177,20 @@ class Engine:
         """Whether an error has left the ranks at different places, so that nothing can be reduced any more."""
         return self._error() is not None
 
-    def connect(self, config: GQSGDConfig) -> None:
-        """Make the process groups that a configuration needs and that do not exist yet. A collective.
+    def connect(self, *configs: GQSGDConfig) -> None:
+        """Make the process groups that configurations need and that do not exist yet. A collective.
+
+        It comes before any kernel is compiled: ranks wait here no longer than the timeout.
 
         Args:
-            config: the configuration, with its reducer chosen.
+            *configs: the configurations, with their reducers chosen.
 
         Raises:
-            ConfigError: the configuration is not for the engine's device.
+            ConfigError: a configuration is not for the engine's device.
         """
-        REDUCERS[config.reducer].check_device(config, self.communicator.device)
-        self.communicator.extend(stages(config, self.world_size))
+        for config in configs:
+            REDUCERS[config.reducer].check_device(config, self.communicator.device)
+            self.communicator.extend(stages(config, self.world_size))
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
         """Compile the kernels of a configuration, with its reducer chosen, for gradients of a dtype."""

@@ -68,8 +68,9 @@ class _Reductions:
         patience = timeout_of(self._group, x.device)
         with Meeting(_PURPOSE, [self._group], patience) as meeting:
             self.engine.connect(config)
-            self.engine.compile(config, x.dtype)
-            meeting.agree([{}], patience_s=COMPILE_PATIENCE_S)
+            meeting.agree([{}])
+            with meeting.preparing(COMPILE_PATIENCE_S):
+                self.engine.compile(config, x.dtype)
         self._prepared.add((config, x.dtype))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -111,19 +112,18 @@ class GQSGDState:
             self._engine = Engine(self._device, self._group, key, timeout=timeout, messages=_MESSAGES)
             undo.callback(self._engine.close)
             dtypes = dtypes_of(model)
-            for resolved in configs:
-                self._engine.connect(resolved)
-                for dtype in dtypes:
-                    self._engine.compile(resolved, dtype)
-            if self._steering is not None:
-                self._steering.compile(dtypes[0], self._device)
+            self._engine.connect(*configs)
             tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
-            self._sparse = SparseGradients.of(self._engine, configs, tables, dtypes[0])
             sizes = {entry.number: entry.numel for entry in numbered if not entry.raw}
             self._store = new_store(self.config, world_size, sizes, dtypes[0], self._device)
             self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
             self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
-            start.agree([{}], patience_s=COMPILE_PATIENCE_S)
+            with start.preparing(COMPILE_PATIENCE_S):
+                self._sparse = SparseGradients.of(self._engine, configs, tables, dtypes[0])
+                for resolved, dtype in product(configs, dtypes):
+                    self._engine.compile(resolved, dtype)
+                if self._steering is not None:
+                    self._steering.compile(dtypes[0], self._device)
             self._install(model)
             undo.pop_all()
 

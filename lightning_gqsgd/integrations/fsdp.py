@@ -290,23 +290,21 @@ class GQSGDFSDPState:
             if self._average is not None and not self._has_met:
                 replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
             self._agree(meeting, facts, replicas)
-            for collective in (self._average, self._scatter):
-                if collective is not None:
-                    for config in collective.configs:
-                        collective.engine.compile(config, x.dtype)
-            self._agree(meeting, {}, {}, patience_s=COMPILE_PATIENCE_S)
+            with meeting.preparing(COMPILE_PATIENCE_S):
+                for collective in (self._average, self._scatter):
+                    if collective is not None:
+                        for config in collective.configs:
+                            collective.engine.compile(config, x.dtype)
         self._has_met.add(x.dtype)
 
     def _meeting(self, purpose: str) -> Meeting:
         groups = [self._shards, *([self._replicas] if self._replicas is not None else [])]
         return Meeting(purpose, groups, self._timeout)
 
-    def _agree(
-        self, meeting: Meeting, shards: dict[str, Any], replicas: dict[str, Any], patience_s: float = 0.0
-    ) -> list[str]:
+    def _agree(self, meeting: Meeting, shards: dict[str, Any], replicas: dict[str, Any]) -> list[str]:
         """Compare facts among the ranks that share a replica, and among those that hold the same shards."""
         facts = [shards, *([replicas] if self._replicas is not None else [])]
-        return meeting.agree(facts, patience_s=patience_s)
+        return meeting.agree(facts)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

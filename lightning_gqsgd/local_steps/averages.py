@@ -175,8 +175,8 @@ class LocalAverages(AveragingLoop[Average]):
             undo.callback(self._engine.close)
             dtype = COMPUTE_DTYPES[next(iter(trained.values())).dtype]
             self._engine.connect(self.config)
-            self._engine.compile(self.config, dtype)
-            start.agree([{}], patience_s=COMPILE_PATIENCE_S)
+            with start.preparing(COMPILE_PATIENCE_S):
+                self._engine.compile(self.config, dtype)
             take_from_first_rank(model, self.group)
             undo.pop_all()
         self._digest = digest_of(json.dumps(facts, sort_keys=True))

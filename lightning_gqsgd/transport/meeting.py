@@ -10,7 +10,8 @@ and all leave with the verdict. Nonces and tokens are random. So cards of an ear
 died since, do no harm: nobody acknowledges minutes that list them, and rank 0 writes new minutes when a new card comes.
 
 The token is what the process groups of the ranks are made under. No rank counts anything, so an attempt that failed on
-some ranks, or a store that outlives its processes, leaves no trace.
+some ranks, or a store that outlives its processes, leaves no trace. Under it, ranks that prepare for long also show
+that they are alive (see `heartbeat`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.transport.agreement import Card, ranks_in_words, verdict
+from lightning_gqsgd.transport.heartbeat import Heartbeat, Pulse, read
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ class Meeting:
         with Meeting("register_gqsgd", [group], timeout) as meeting:
             config = make_config(**fields)                  # an error in here is told to all ranks
             (key,) = meeting.agree([config.to_dict()])      # raises on all ranks if they differ
-            ...
+            with meeting.preparing(patience_s=600):
+                ...                                         # may take so much longer on some ranks, while they live
 
     Threads of a process meet the same ranks one after another. On all ranks they have to do so in the same order.
 
@@ -74,6 +77,7 @@ class Meeting:
     def __init__(self, purpose: str, groups: Sequence[dist.ProcessGroup], timeout: timedelta) -> None:
         self._purpose, self._timeout_s = purpose, timeout.total_seconds()
         self._circles = [_Circle(group) for group in groups]
+        self._keys: list[str] = []
         self._told = False
         self._turn = ExitStack()
 
@@ -92,21 +96,33 @@ class Meeting:
 
     def _leave(self, error: BaseException | None) -> None:
         """Tell the other ranks of an error that they have not heard of."""
-        # An interrupt is not told: the process is about to end, and should not wait for anybody.
-        if not isinstance(error, Exception) or self._told:
+        if error is None or self._told:
             return
         self._told = True
+        # An interrupt ends the process, which should not wait for anybody. Nor would it help to wait for dead ranks.
+        if not isinstance(error, Exception) or isinstance(error, CollectiveError):
+            self._say_last_words(error)
+            return
         try:
             self._hold([{}] * len(self._circles), str(error) or type(error).__name__, REFUSAL_PATIENCE_S)
         except CollectiveError as unheard:
             logger.warning("gqsgd: not all ranks have heard of the error: %s", unheard)
+            self._say_last_words(error)
 
-    def agree(self, facts: Sequence[Mapping[str, Any]], *, patience_s: float = 0.0) -> list[str]:
+    def _say_last_words(self, error: BaseException) -> None:
+        """Tell the ranks that wait, or will wait, for this one to prepare."""
+        with suppress(dist.DistNetworkError, dist.DistStoreError):
+            for pulse in self._pulses():
+                pulse.leave(str(error) or type(error).__name__)
+
+    def _pulses(self) -> list[Pulse]:
+        return [circle.pulse for circle in self._circles if circle.pulse is not None]
+
+    def agree(self, facts: Sequence[Mapping[str, Any]]) -> list[str]:
         """Hold a round: compare what each rank brings. A collective.
 
         Args:
             facts: for each group, what its ranks must have in common: plain values by name.
-            patience_s: seconds to wait for others beyond the timeout, e.g. because they may still be compiling.
 
         Returns:
             For each group, a key that was never used before, the same on all its ranks.
@@ -115,10 +131,35 @@ class Meeting:
             ConfigError: ranks differ, or one refuses; raised on every rank.
             CollectiveError: a rank did not come in time.
         """
+        self._keys = self._agree(facts, self._timeout_s)
+        return self._keys
+
+    @contextmanager
+    def preparing(self, patience_s: float) -> Iterator[None]:
+        """Show other ranks that this one is alive while the block runs, and then wait for them to come to its end. A
+        collective, once, after `agree`.
+
+        Args:
+            patience_s: seconds to wait, beyond the timeout, for ranks that are alive.
+
+        Raises:
+            ConfigError: a rank refuses, e.g. because of an error in its block; raised on every rank.
+            CollectiveError: a rank gave no sign of life for the timeout, has left, or did not come in time.
+        """
+        for circle, key in zip(self._circles, self._keys, strict=True):
+            circle.show_life(key, self._timeout_s)
+        pulses = self._pulses()
+        if pulses:
+            self._turn.callback(Heartbeat(pulses).stop)
+        yield
+        self._agree([{}] * len(self._circles), self._timeout_s + patience_s)
+
+    def _agree(self, facts: Sequence[Mapping[str, Any]], patience_s: float) -> list[str]:
         try:
-            keys, problem = self._hold(facts, "", self._timeout_s + patience_s)
-        except BaseException:
+            keys, problem = self._hold(facts, "", patience_s)
+        except BaseException as error:
             self._told = True  # the other ranks see for themselves that this one has left
+            self._say_last_words(error)
             raise
         if problem:
             self._told = True
@@ -152,12 +193,23 @@ class _Circle:
             self.turn = _turns.setdefault(members, threading.RLock())
         name = hashlib.blake2b(members.encode(), digest_size=8).hexdigest()
         self._store = dist.PrefixStore(f"gqsgd/meeting/{name}", dist.distributed_c10d._get_default_store())
+        self.pulse: Pulse | None = None
+
+    def show_life(self, key: str, timeout_s: float) -> None:
+        """From now on, watch whether the other ranks are alive.
+
+        Args:
+            key: that of a round.
+            timeout_s: seconds without a beat after which a rank counts as dead.
+        """
+        if self.size > 1:
+            self.pulse = Pulse(dist.PrefixStore(f"alive/{key}", self._store), self.rank, self.size, timeout_s)
 
     def round(self, card: Card, patience_s: float) -> tuple[str, str]:
         """Hold a round; returns a key that was never used before, and what is wrong, if anything.
 
         Raises:
-            CollectiveError: a rank did not come within ``patience_s`` seconds, or the store is gone.
+            CollectiveError: a rank did not come within ``patience_s`` seconds, or is not alive, or the store is gone.
         """
         nonce = secrets.token_hex(8)
         if self.size == 1:
@@ -165,7 +217,7 @@ class _Circle:
         try:
             self._set(f"card/{self.rank}", card.to_json())
             self._set(f"nonce/{self.rank}", nonce)
-            waiting = _Waiting(card.purpose, self.rank, self.size, patience_s)
+            waiting = _Waiting(card.purpose, self.rank, self.size, patience_s, self.pulse)
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
             finally:  # a nonce in the store says that its rank has come and has not left; empty, that it has left
@@ -216,15 +268,15 @@ class _Circle:
         self._store.set(key, value)
 
     def _get(self, key: str) -> str:
-        """A value; empty if there is none. `Store.get` alone would wait for it, so no key is ever deleted."""
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return read(self._store, key)
 
 
 class _Waiting:
     """Pauses of growing length, a log line when it takes long, and an error when it takes too long."""
 
-    def __init__(self, purpose: str, rank: int, size: int, patience_s: float) -> None:
-        self._purpose, self._rank, self._size, self._patience_s = purpose, rank, size, patience_s
+    def __init__(self, purpose: str, rank: int, size: int, patience_s: float, pulse: Pulse | None) -> None:
+        self._who, self._purpose = f"gqsgd: {purpose} on rank {rank} of {size}", purpose
+        self._patience_s, self._pulse = patience_s, pulse
         self._begun = time.monotonic()
         self._pause_s, self._said = PAUSES_S[0], False
 
@@ -232,14 +284,17 @@ class _Waiting:
         """Sleep a little; ``missing``: the ranks that are waited for, if that is known.
 
         Raises:
-            CollectiveError: the patience has run out.
+            CollectiveError: the patience has run out, or a rank is not alive.
         """
+        problem = self._pulse.problem() if self._pulse is not None else ""
+        if problem:
+            raise CollectiveError(f"{self._who}: {problem}. Look for the first error among all ranks' logs")
         waited = time.monotonic() - self._begun
         if waited > self._patience_s:
             raise CollectiveError(
-                f"gqsgd: {self._purpose} on rank {self._rank} of {self._size} waited {waited:.0f} s for "
-                f"{ranks_in_words(missing())}. Every rank of the process group has to call it, and all within the "
-                "timeout: look for the first error among all ranks' logs, or give a longer timeout"
+                f"{self._who} waited {waited:.0f} s for {ranks_in_words(missing())}. Every rank of the process group "
+                "has to call it, and all within the timeout: look for the first error among all ranks' logs, or give "
+                "a longer timeout"
             )
         if waited > SAY_AFTER_S and not self._said:
             self._said = True

@@ -18,7 +18,7 @@ from tests.distributed.models import train, wrapped
 from tests.distributed.ranks import run
 
 
-def _code_of_a_child_that_drops(held: list[Any]) -> int:
+def code_of_a_child_that_drops(held: list[Any]) -> int:
     """Exit code of a forked child that empties a list, and collects what nothing refers to; -9: it had to be killed."""
     child = os.fork()
     if child == 0:
@@ -38,7 +38,7 @@ def _child_drops_the_groups_of_a_closed_hook(rank: int) -> tuple[int, float]:
     train(model, rank, range(1))
     groups = list(state._engine.communicator._groups.values())
     state.close()
-    code = _code_of_a_child_that_drops(groups)
+    code = code_of_a_child_that_drops(groups)
     tensor = torch.ones(3)
     groups[0].allreduce([tensor]).wait()
     return code, float(tensor.sum())
@@ -49,7 +49,7 @@ def _child_collects_what_an_error_has_left_behind(rank: int) -> tuple[int, float
     with suppress(ConfigError):
         all_reduce(torch.ones(3000), step=rank, async_op=True).wait()
     close()
-    code = _code_of_a_child_that_drops([])
+    code = code_of_a_child_that_drops([])
     gc.enable()
     return code, float(all_reduce(torch.ones(3000), bits=32).sum())
 
