@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_the_error_of_a_mean_falls_as_one_over_the_root_of_its_draws(name: str) 
 @pytest.mark.parametrize("ranks", [2, 5, 16])
 @pytest.mark.parametrize("dither", ["subtractive", "stochastic"])
 def test_the_error_of_a_sum_of_codes_falls_with_its_ranks(dither: str, ranks: int) -> None:
-    fields = {"codec": "linear", "dither": dither, "bits": 6, "block_size": BLOCK, "reducer": "sum"}
+    fields: dict[str, Any] = {"codec": "linear", "dither": dither, "bits": 6, "block_size": BLOCK, "reducer": "sum"}
     x, virtual = structured()["uniform"], VirtualRanks(ranks, [Segment(0, NUMEL, False)], **fields)
     gradients = [x] * ranks
     means = torch.stack([virtual.mean(gradients, step).double() - x.double() for step in steps_for(FEW_DRAWS)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tests.reliability.draws import (
 from tests.reliability.knobs import SEED
 
 #: Codecs whose configuration needs a memory, because they have a bias.
-BIASED = {
+BIASED: dict[str, dict[str, Any]] = {
     "sign": {"codec": "sign", "memory": "ef"},
     "top_k": {"codec": "top_k", "memory": "ef", "density": 0.05},
     "top_k at 2 bits": {"codec": "top_k", "memory": "ef", "density": 0.05, "bits": 2},
