@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.linear import check_levels
-from lightning_gqsgd.codecs.variance import omega_exponential, relative_variance
+from lightning_gqsgd.codecs.variance import omega_exponential, relative_variance, smallest_level
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
@@ -172,11 +172,12 @@ class ExponentialCodec(Codec):
         return ExponentialQuantiser(self.bits, block_size, self.magnitudes, self.mantissa, headroom)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of one rank's coordinate, in units of the squared scale: at most h²/(4(1+h)), h = 2^-m.
+        """Mean square error of one rank's coordinate, in units of the squared scale, at most: h²/(4(1+h)), h = 2^-m.
 
-        That is its largest value, at the scale itself; see `variance.relative_variance`.
+        That is the largest one relative to the coordinate's own square; see `variance.relative_variance`. A coordinate
+        half as large as the smallest magnitude l has l²/4, which is more where there is only one magnitude.
         """
-        return relative_variance(self.mantissa)
+        return max(relative_variance(self.mantissa), smallest_level(self.magnitudes, self.mantissa) ** 2 / 4)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
         """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; see

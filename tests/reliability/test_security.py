@@ -1,15 +1,22 @@
-"""What the package reads is data and never code: no pickle from files or peers, no eval, no shell."""
+"""What the package and its programs read is data and never code: no pickle from files or peers, no eval, no shell."""
 
 from __future__ import annotations
 
 import ast
+import doctest
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = sorted((ROOT / "lightning_gqsgd").rglob("*.py"))
+#: Where sources are searched: the package, and the programs around it.
+FOLDERS = ("lightning_gqsgd", "recipes", "benchmarks", "examples", "netlab", "pictures", "workloads", "docs")
+SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+#: Pages whose Python code readers copy.
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Modules that run what they read.
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 #: Functions that run what they are given.
@@ -18,6 +25,11 @@ FUNCTIONS = {"eval", "exec", "compile", "__import__"}
 ALLOWED = {
     # Numba gives machine code as pickles. Who can write to the cache's folder can run code anyway; see SECURITY.md.
     "lightning_gqsgd/kernels/cpu/cache.py": ["imports pickle"],
+    # The name of a benchmark's dtype comes from its own command line.
+    "benchmarks/gpu_kernels.py": ["looks up a name in torch"],
+    "benchmarks/kernels.py": ["looks up a name in torch"],
+    # The site runs the notebooks of this repository while it is built.
+    "docs/_site/notebook.py": ["calls exec", "calls compile"],
 }
 #: Calls of torch.distributed that send pickles.
 OBJECTS = {"broadcast_object_list", "all_gather_object", "scatter_object_list", "send_object_list", "gather_object"}
@@ -41,7 +53,11 @@ def violations(source: str) -> list[str]:
         last, keywords = name.rpartition(".")[2], {keyword.arg: keyword.value for keyword in call.keywords}
         if name in FUNCTIONS:
             found.append(f"{call.lineno}: calls {name}")
-        if name in ("torch.load", "np.load", "numpy.load"):
+        if name in ("np.load", "numpy.load"):  # NumPy refuses pickles unless it is told otherwise
+            allows = keywords.get("allow_pickle", ast.Constant(False))
+            if not (isinstance(allows, ast.Constant) and allows.value is False):
+                found.append(f"{call.lineno}: calls {name} with allow_pickle")
+        if name == "torch.load":
             only = keywords.get("weights_only")
             if not (isinstance(only, ast.Constant) and only.value is True):
                 found.append(f"{call.lineno}: calls {name} without weights_only=True")
@@ -55,10 +71,24 @@ def violations(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", PACKAGE, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_module_runs_what_it_reads(file: Path) -> None:
     found = [text.partition(": ")[2] for text in violations(file.read_text())]
     assert found == ALLOWED.get(str(file.relative_to(ROOT)), [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_shows_code_that_runs_what_it_reads(page: Path) -> None:
+    for code in re.findall(r"^ *```(?:python|py)[^\n]*\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE):
+        source = textwrap.dedent(code)
+        script = doctest.script_from_examples(source) if source.startswith(">>>") else source
+        assert violations(script) == [], code
+
+
+def test_known_vulnerabilities_are_looked_for_in_the_locked_versions_by_a_pinned_program() -> None:
+    workflow = (ROOT / ".github/workflows/security.yml").read_text()
+    assert re.search(r"uvx pip-audit@\d+\.\d+\.\d+ --requirement requirements\.txt --no-deps", workflow)
+    assert re.search(r"uv export --locked .*--output-file requirements\.txt", workflow)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +99,8 @@ def test_no_module_runs_what_it_reads(file: Path) -> None:
         "eval(text)",
         "torch.load(file)",
         "torch.load(file, weights_only=False)",
+        "np.load(file, allow_pickle=True)",
+        "numpy.load(file, allow_pickle=trusted)",
         "dist.broadcast_object_list(names)",
         "subprocess.run(command, shell=True)",
         "getattr(torch, name)",
