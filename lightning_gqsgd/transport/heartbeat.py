@@ -18,16 +18,12 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from lightning_gqsgd.transport.agreement import ERROR_LENGTH, ranks_in_words
+from lightning_gqsgd.transport.store import Store
 
 #: Seconds between two beats, and between two looks at those of others, at most.
 PERIOD_S = 1.0
 
 _LAST_WORDS = "last words"
-
-
-def read(store: dist.Store, key: str) -> str:
-    """A value; empty if there is none. `Store.get` alone would wait for it, so no key is ever deleted."""
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 class Pulse:
@@ -40,7 +36,7 @@ class Pulse:
         timeout_s: seconds without a beat after which a rank counts as dead.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 4)
         self._watched = range(1, size) if rank == 0 else range(1)
@@ -49,7 +45,7 @@ class Pulse:
 
     def beat(self) -> None:
         """Give a sign of life."""
-        self._store.add(f"beats/{self._rank}", 1)
+        self._store.count(f"beats/{self._rank}")
 
     def leave(self, reason: str) -> None:
         """Write last words, which end the waiting of the other ranks."""
@@ -61,11 +57,11 @@ class Pulse:
         if now < self._next_look:
             return ""
         self._next_look = now + self.period_s
-        words = read(self._store, _LAST_WORDS)
+        words = self._store.get(_LAST_WORDS)
         if words:
             return words
         for rank in self._watched:
-            beats = read(self._store, f"beats/{rank}")
+            beats = self._store.get(f"beats/{rank}")
             if self._heard.get(rank, ("", 0.0))[0] != beats or rank not in self._heard:
                 self._heard[rank] = beats, now
         silent = [rank for rank, (_, since) in self._heard.items() if now - since > self._timeout_s]

@@ -34,7 +34,8 @@ import torch.distributed as dist
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.transport.agreement import Card, ranks_in_words, verdict
-from lightning_gqsgd.transport.heartbeat import Heartbeat, Pulse, read
+from lightning_gqsgd.transport.heartbeat import Heartbeat, Pulse
+from lightning_gqsgd.transport.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class Meeting:
 
     def __init__(self, purpose: str, groups: Sequence[dist.ProcessGroup], timeout: timedelta) -> None:
         self._purpose, self._timeout_s = purpose, timeout.total_seconds()
-        self._circles = [_Circle(group) for group in groups]
+        self._circles = [_Circle(group, self._timeout_s) for group in groups]
         self._keys: list[str] = []
         self._told = False
         self._turn = ExitStack()
@@ -147,7 +148,7 @@ class Meeting:
             CollectiveError: a rank gave no sign of life for the timeout, has left, or did not come in time.
         """
         for circle, key in zip(self._circles, self._keys, strict=True):
-            circle.show_life(key, self._timeout_s)
+            circle.show_life(key)
         pulses = self._pulses()
         if pulses:
             self._turn.callback(Heartbeat(pulses).stop)
@@ -186,24 +187,20 @@ class Meeting:
 class _Circle:
     """The rounds of one process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = "_".join(map(str, dist.get_process_group_ranks(group)))
         with _turns_lock:
             self.turn = _turns.setdefault(members, threading.RLock())
         name = hashlib.blake2b(members.encode(), digest_size=8).hexdigest()
-        self._store = dist.PrefixStore(f"gqsgd/meeting/{name}", dist.distributed_c10d._get_default_store())
+        self._timeout_s = timeout_s
+        self._store = Store(dist.distributed_c10d._get_default_store(), timeout_s).under(f"gqsgd/meeting/{name}")
         self.pulse: Pulse | None = None
 
-    def show_life(self, key: str, timeout_s: float) -> None:
-        """From now on, watch whether the other ranks are alive.
-
-        Args:
-            key: that of a round.
-            timeout_s: seconds without a beat after which a rank counts as dead.
-        """
+    def show_life(self, key: str) -> None:
+        """From now on, watch whether the other ranks are alive; ``key``: that of a round."""
         if self.size > 1:
-            self.pulse = Pulse(dist.PrefixStore(f"alive/{key}", self._store), self.rank, self.size, timeout_s)
+            self.pulse = Pulse(self._store.under(f"alive/{key}"), self.rank, self.size, self._timeout_s)
 
     def round(self, card: Card, patience_s: float) -> tuple[str, str]:
         """Hold a round; returns a key that was never used before, and what is wrong, if anything.
@@ -215,17 +212,17 @@ class _Circle:
         if self.size == 1:
             return nonce, verdict([card])
         try:
-            self._set(f"card/{self.rank}", card.to_json())
-            self._set(f"nonce/{self.rank}", nonce)
+            self._store.set(f"card/{self.rank}", card.to_json())
+            self._store.set(f"nonce/{self.rank}", nonce)
             waiting = _Waiting(card.purpose, self.rank, self.size, patience_s, self.pulse)
             try:
                 return self._lead(waiting) if self.rank == 0 else self._follow(nonce, waiting)
             finally:  # a nonce in the store says that its rank has come and has not left; empty, that it has left
-                self._set(f"nonce/{self.rank}", "")
+                self._store.set(f"nonce/{self.rank}", "")
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise CollectiveError(
                 f"gqsgd: {card.purpose} on rank {self.rank} of {self.size}: the store of torch.distributed is gone "
-                f"({error}); it ends with the process that holds it, usually that of rank 0: look at that rank's log"
+                f"({error}); it needs the process that holds it, usually that of rank 0: look at that rank's log"
             ) from error
 
     def _lead(self, waiting: _Waiting) -> tuple[str, str]:
@@ -234,16 +231,16 @@ class _Circle:
         listed: list[str] = []
         token = problem = ""
         while True:
-            nonces = [self._get(f"nonce/{rank}") for rank in ranks]
+            nonces = [self._store.get(f"nonce/{rank}") for rank in ranks]
             missing = [rank for rank in ranks if not nonces[rank]]
             if not missing and nonces != listed:
                 listed, token = nonces, secrets.token_hex(8)
-                problem = verdict([Card.from_json(self._get(f"card/{rank}")) for rank in ranks])
-                self._set("minutes", json.dumps([token, listed, problem]))
+                problem = verdict([Card.from_json(self._store.get(f"card/{rank}")) for rank in ranks])
+                self._store.set("minutes", json.dumps([token, listed, problem]))
             if not missing:
-                missing = [rank for rank in ranks[1:] if self._get(f"acknowledged/{rank}") != token]
+                missing = [rank for rank in ranks[1:] if self._store.get(f"acknowledged/{rank}") != token]
             if not missing:
-                self._set(f"done/{token}", "1")
+                self._store.set(f"done/{token}", "1")
                 return token, problem
             waiting.pause(partial(list, missing))
 
@@ -251,24 +248,18 @@ class _Circle:
         """Any other rank's part: acknowledge the minutes that list its card, until a round with them is done."""
         token = problem = ""
         while True:
-            minutes = self._get("minutes")
-            if token and self._get(f"done/{token}"):
+            minutes = self._store.get("minutes")
+            if token and self._store.get(f"done/{token}"):
                 return token, problem
             latest, listed, said = json.loads(minutes) if minutes else ("", [], "")
             if latest != token and len(listed) == self.size and listed[self.rank] == nonce:
                 token, problem = latest, said
-                self._set(f"acknowledged/{self.rank}", token)
+                self._store.set(f"acknowledged/{self.rank}", token)
             waiting.pause(self._absent)
 
     def _absent(self) -> list[int]:
         """The ranks that have not come, or have left."""
-        return [rank for rank in range(self.size) if not self._get(f"nonce/{rank}")]
-
-    def _set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    def _get(self, key: str) -> str:
-        return read(self._store, key)
+        return [rank for rank in range(self.size) if not self._store.get(f"nonce/{rank}")]
 
 
 class _Waiting:

@@ -1,0 +1,74 @@
+"""The store of torch.distributed, with an end to every wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Store:
+    """A store whose requests come to an end.
+
+    The client of a TCPStore waits for its server without a limit, and the server is usually a part of rank 0's process.
+    Where that process stands still, or the link to it is cut, a request would wait for ever. So each one is made by a
+    thread of its own, which is left behind where no answer comes. While one waits, other requests fail at once, because
+    the client has one connection.
+
+    Args:
+        store: what holds the values, all of them text.
+        within_s: seconds that a request may take.
+    """
+
+    def __init__(self, store: dist.Store, within_s: float) -> None:
+        self._store, self._within_s = store, within_s
+        self._left_behind: list[threading.Thread] = []
+
+    def under(self, prefix: str) -> Store:
+        """The part of the store whose keys begin with a prefix."""
+        part = Store(dist.PrefixStore(prefix, self._store), self._within_s)
+        part._left_behind = self._left_behind
+        return part
+
+    def get(self, key: str) -> str:
+        """A value; empty if there is none. torch's `get` alone would wait for it, so no key is ever deleted.
+
+        Raises:
+            DistStoreError, DistNetworkError: the store is gone, or does not answer.
+        """
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+
+    def set(self, key: str, value: str) -> None:
+        """Put a value in the place of another one, or of none; raises as `get` does."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def count(self, key: str) -> None:
+        """Add 1 to a number, which is 0 at first; raises as `get` does."""
+        self._ask(lambda: self._store.add(key, 1))
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(request())
+            except Exception as error:
+                errors.append(error)
+
+        self._left_behind[:] = [thread for thread in self._left_behind if thread.is_alive()]
+        if not self._left_behind:
+            thread = threading.Thread(target=ask, name="gqsgd-store", daemon=True)
+            thread.start()
+            thread.join(self._within_s)
+            if thread.is_alive():
+                self._left_behind.append(thread)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise dist.DistStoreError(f"it has not answered for {self._within_s:.0f} s")
+        return answers[0]

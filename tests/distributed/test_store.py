@@ -1,0 +1,73 @@
+"""Requests to the store of torch.distributed come to an end where the process that holds it stands still."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_gqsgd.transport.store import Store
+
+_SERVER = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], Store]]:
+    command = [sys.executable, "-c", _SERVER]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    yield process, Store(client, within_s=1.0)
+    process.kill()
+    process.wait()
+
+
+def test_values_numbers_and_parts(server: tuple[subprocess.Popen[str], Store]) -> None:
+    _, store = server
+    part = store.under("part")
+    assert part.get("key") == ""
+    part.set("key", "value")
+    part.count("number")
+    part.count("number")
+    assert (part.get("key"), part.get("number"), store.get("key")) == ("value", "2", "")
+
+
+def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
+    server: tuple[subprocess.Popen[str], Store],
+) -> None:
+    process, store = server
+    part = store.under("part")
+    part.set("key", "value")
+    os.kill(process.pid, signal.SIGSTOP)
+    for request in (store.get, part.count, part.get):  # the second and the third fail at once
+        with pytest.raises(dist.DistStoreError, match="has not answered for 1 s"):
+            request("key")
+    assert sum(thread.name == "gqsgd-store" for thread in threading.enumerate()) == 1
+    os.kill(process.pid, signal.SIGCONT)
+    for thread in threading.enumerate():
+        if thread.name == "gqsgd-store":
+            thread.join(10)
+    assert part.get("key") == "value"
+
+
+def test_a_server_that_has_ended_is_torchs_own_error(server: tuple[subprocess.Popen[str], Store]) -> None:
+    process, store = server
+    process.kill()
+    process.wait()
+    with pytest.raises(dist.DistNetworkError):
+        store.get("key")
