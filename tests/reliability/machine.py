@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from tests.reliability.pool import Answer, Pool
@@ -98,10 +99,10 @@ class Asking:
             self.fail(f"{name} has to raise on both ranks", answers)
         return answers
 
-    def start_anew(self) -> None:
-        """A new model with a hook."""
+    def start_anew(self, hooks: Sequence[dict[str, Any]] = HOOKS) -> None:
+        """A new model with one of some hooks."""
         self.must_work("wrap")
-        self._hook = self._numbers.choice(HOOKS)
+        self._hook = self._numbers.choice(hooks)
         self.must_work("register", fields=self._hook)
         self.must_work("train", steps=self._numbers.randrange(1, 4))
 

@@ -16,6 +16,8 @@ from tests.reliability.changes import (
 from tests.reliability.machine import HOOKS, Asking
 from tests.reliability.one_rank import NOTHING_REMEMBERED
 
+#: Hooks with a memory, which has more to go wrong than a seed and a step.
+REMEMBERING = [hook for hook in HOOKS if make_config(**hook).remembers]
 #: Models whose states a run loads by mistake, and whether a hook with a memory can take what they remember.
 FOREIGN: list[tuple[dict[str, int], bool]] = [
     ({"width": 48}, False),
@@ -48,6 +50,7 @@ class Keeping(Asking):
 
     def load_badly(self) -> None:
         """A checkpoint that is changed on both ranks, or on one."""
+        self._remember_at_times()
         self.load_changed(self._numbers.choice(CHANGES), self._numbers.choice([[0], [1], [0, 1]]))
 
     def load_changed(self, change: str, ranks: list[int]) -> None:
@@ -81,6 +84,7 @@ class Keeping(Asking):
 
     def load_foreign(self) -> None:
         """The state of another model that has the same hook."""
+        self._remember_at_times()
         shape, fits = self._numbers.choice(FOREIGN)
         (first, _) = self.must_work("save_another", fields=self._hook, **shape)
         kept = [answer.value for answer in self.must_work("remembered")]
@@ -91,6 +95,10 @@ class Keeping(Asking):
         if is_refused:
             self._check_remembered(kept)
         self.must_work("train", steps=2)
+
+    def _remember_at_times(self) -> None:
+        if self._numbers.random() < 0.5:
+            self.start_anew(REMEMBERING)
 
     def _check_remembered(self, expected: list[str]) -> None:
         answers = self.must_work("remembered")
