@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import io
-import os
-import pickle
 import threading
-import time
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +14,19 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gqsgd.functional import all_reduce, close
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
-from tests.distributed.models import batch, fingerprint, mlp
+from tests.distributed.models import batch, fingerprint, mlp, train
+from tests.reliability.changes import change_state
+from tests.reliability.copied import check_forked, check_spawned, copied_and_saved, trained_copy
 from tests.reliability.pool import initialise
+
+#: What `OneRank.remembered` gives where every memory is empty.
+NOTHING_REMEMBERED = "nothing"
 
 
 class OneRank:
@@ -33,6 +36,7 @@ class OneRank:
         self.rank, self.ranks, self.folder, self.timeout_s = rank, ranks, folder, timeout_s
         self.model: DistributedDataParallel | None = None
         self.state: GQSGDState | None = None
+        self.second: tuple[DistributedDataParallel, GQSGDState] | None = None
         self.groups = 1
         self.steps = 0
 
@@ -59,6 +63,10 @@ class OneRank:
         self.model = self.state = None
         gc.collect()
 
+    def register_torchs(self) -> None:
+        """Register another hook than this package's on the model."""
+        self._model.register_comm_hook(None, fp16_compress_hook)
+
     def rewrap(self, freeze: bool) -> str:
         """Freeze or unfreeze the first layer, and go on with a new DDP model."""
         for parameter in self._model.module[0].parameters():
@@ -69,7 +77,7 @@ class OneRank:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, steps: int, accumulate: bool = False, fails_in: str = "") -> str:
-        """Train; the last step may fail in ``"forward"``, ``"backward"`` or ``"hook"``. Returns a hash of the bits."""
+        """Train; ``fails_in``: where the last step fails; see `_backward`. Returns a hash of the bits."""
         optimizer = torch.optim.SGD([p for p in self._model.parameters() if p.requires_grad], lr=0.05)
         for number in range(steps):
             self.steps += 1
@@ -82,20 +90,38 @@ class OneRank:
             optimizer.step()
         return fingerprint(self._model)
 
+    def train_without_sync(self, fails_in: str, zeroes: bool) -> str:
+        """A `no_sync` block, which an exception may end, and a step after it; ``zeroes``: without its gradients."""
+        optimizer = torch.optim.SGD([p for p in self._model.parameters() if p.requires_grad], lr=0.05)
+        optimizer.zero_grad()
+        self.steps += 1
+        with suppress(ArithmeticError), self._model.no_sync():
+            self._backward(fails_in)
+        if zeroes:
+            optimizer.zero_grad()
+        self._backward("")
+        optimizer.step()
+        return fingerprint(self._model)
+
     def _backward(self, fails: str) -> None:
-        handle = None
-        if fails == "hook":
-            last = [p for p in self._model.parameters() if p.requires_grad][0]
-            handle = last.register_hook(_fail)
+        handle = self._failing_hook(fails)
         try:
-            with nullcontext():
-                loss = self._loss(fails)
-                if fails == "backward":
-                    loss = _FailsInBackward.apply(loss)
-                loss.backward()
+            loss = self._loss(fails)
+            if fails == "backward":
+                loss = _FailsInBackward.apply(loss)
+            loss.backward()
         finally:
             if handle is not None:
                 handle.remove()
+
+    def _failing_hook(self, fails: str) -> RemovableHandle | None:
+        """A hook that fails, of the first or last parameter; in the middle, after its gradient was accumulated."""
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        if fails == "accumulated":
+            return trained[len(trained) // 2].register_post_accumulate_grad_hook(_fail)
+        if fails in ("hook", "last hook"):
+            return trained[0 if fails == "hook" else -1].register_hook(_fail)
+        return None
 
     def _loss(self, fails: str) -> torch.Tensor:
         x, y = batch(self.rank, self.steps)
@@ -107,58 +133,74 @@ class OneRank:
 
     def save(self) -> bytes:
         """What a checkpoint of this rank would have, as torch.save writes it."""
-        file = io.BytesIO()
-        torch.save({"model": self._model.module.state_dict(), "hook": self._state.state_dict()}, file)
-        return file.getvalue()
+        return _checkpoint(self._model, self._state)
 
-    def load(self, data: bytes, change: str = "") -> str:
-        """Load a checkpoint; ``change``: what is wrong with it."""
+    def load(self, data: bytes, change: str = "", hook_only: bool = False) -> str:
+        """Load a checkpoint; ``change``: see `changes`; ``hook_only``: nothing of its model."""
         saved = torch.load(io.BytesIO(data), weights_only=True)
-        hook = saved["hook"]
-        if change == "truncated":
-            del hook["seed"]
-        elif change == "schema":
-            hook["schema"] = 99
-        elif change == "seed":
-            hook["seed"] += 1
-        elif change == "step":
-            hook["step"] += 5
-        self._state.load_state_dict(hook)
-        self._model.module.load_state_dict(saved["model"])
+        change_state(saved["hook"], change)
+        self._state.load_state_dict(saved["hook"])
+        if not hook_only:
+            self._model.module.load_state_dict(saved["model"])
         return fingerprint(self._model)
 
-    # --- copies -------------------------------------------------------------------------------------------------------
+    def save_another(self, fields: dict[str, Any], width: int, depth: int = 3) -> bytes:
+        """A checkpoint of another model with a hook, after two steps."""
+        model = DistributedDataParallel(mlp(width, depth))
+        state = register_gqsgd(model, **fields)
+        train(model, self.rank, range(2))
+        data = _checkpoint(model, state)
+        state.close()
+        return data
+
+    def remembered(self) -> str:
+        """Hash of what this rank remembers."""
+        store, numbers = self._state._store, sorted(self._state._remembered)
+        rows = [store.row(kind, number) for kind in store.kinds for number in numbers]
+        if not any(row.any() for row in rows):
+            return NOTHING_REMEMBERED
+        return hashlib.sha256(torch.cat(rows).numpy().tobytes()).hexdigest()
+
+    # --- copies, and a second model -----------------------------------------------------------------------------------
 
     def copies(self) -> str:
         """Copy, pickle and save the model and the state; train nothing of it."""
-        copied = copy.deepcopy(self._model)
-        pickle.loads(pickle.dumps(self._state))  # noqa: S301 - its own bytes
-        file = io.BytesIO()
-        torch.save(self._model, file)
-        file.seek(0)
-        torch.load(file, weights_only=False)
-        del copied
-        gc.collect()
+        copied_and_saved(self._model, self._state)
         return fingerprint(self._model)
 
-    def fork(self) -> int:
-        """Fork a child that uses nothing, collects garbage and ends; returns its exit code."""
-        child = os.fork()
-        if child == 0:
-            try:
-                gc.collect()
-                os._exit(17 if self.state is not None and not self.state.is_closed else 0)
-            finally:
-                os._exit(18)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        raise TimeoutError("a forked child did not end")
+    def train_a_copy(self, count: int, fields: dict[str, Any]) -> list[str]:
+        """Train a copy of the model, and the model, for so many steps without a hook on the copy, and with one."""
+        self.steps += count
+        return trained_copy(self._model, self.rank, range(self.steps - count, self.steps), fields)
+
+    def fork(self) -> None:
+        """Fork a child that uses nothing."""
+        check_forked(self.state)
+
+    def spawn(self) -> None:
+        """Start a child anew that uses the model."""
+        check_spawned(self._model, self._state)
+
+    def make_second(self, fields: dict[str, Any]) -> None:
+        """Make a second model with a hook, instead of an earlier one."""
+        self.second = None
+        gc.collect()
+        model = DistributedDataParallel(mlp(64), bucket_cap_mb=0.01)
+        self.second = model, register_gqsgd(model, **fields)
+
+    def train_two(self, turns: list[int]) -> list[str]:
+        """Train two models, one step at each turn; ``turns``: 1 for the second one. Returns hashes of both."""
+        assert self.second is not None
+        models = [self._model, self.second[0]]
+        for turn in turns:
+            self.steps += 1
+            train(models[turn], self.rank, range(self.steps, self.steps + 1))
+        return [fingerprint(model) for model in models]
+
+    def drop_second(self) -> None:
+        """Forget the second model."""
+        self.second = None
+        gc.collect()
 
     # --- all_reduce ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +231,8 @@ class OneRank:
     # --- the process group --------------------------------------------------------------------------------------------
 
     def reinitialise(self) -> None:
-        """Destroy the default process group, and make a new one."""
+        """Destroy the default process group, and make a new one. A second model goes with the old one."""
+        self.drop_second()
         dist.destroy_process_group()
         initialise(self.rank, self.ranks, self.folder, self.groups, self.timeout_s)
         self.groups += 1
@@ -215,7 +258,13 @@ class OneRank:
         return self.state
 
 
-def _fail(gradient: torch.Tensor) -> None:
+def _checkpoint(model: DistributedDataParallel, state: GQSGDState) -> bytes:
+    file = io.BytesIO()
+    torch.save({"model": model.module.state_dict(), "hook": state.state_dict()}, file)
+    return file.getvalue()
+
+
+def _fail(tensor: torch.Tensor) -> None:
     raise ArithmeticError("a gradient's hook fails, as asked for")
 
 

@@ -7,42 +7,20 @@ model anew and registers the hook, which has to work.
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_gqsgd.presets import make_config
 from tests.reliability.knobs import chance, scaled
+from tests.reliability.machine import ELIAS, HOOKS, TIMEOUT_S
+from tests.reliability.machine_checkpoints import Keeping
 from tests.reliability.one_rank import OneRank
-from tests.reliability.pool import Answer, Pool
+from tests.reliability.pool import Pool
 
-#: The process group's timeout, and what it takes beyond it at most, in seconds.
-TIMEOUT_S, BEYOND_S = 5.0, 10.0
-#: Seconds in which a rank answers at all, also where it compiles kernels.
-ANSWER_S = 300.0
-ELIAS: dict[str, Any] = {"coder": "elias", "reducer": "gather", "dither": "stochastic"}
-#: What the hook may be registered with.
-HOOKS: list[dict[str, Any]] = [
-    {},
-    {"bits": 4},
-    {"preset": "gqsgd_4bit"},
-    {"reducer": "sum", "bits": 6},
-    {"reducer": "two_shot"},
-    {"reducer": "native"},
-    {"preset": "signsgd_ef"},
-    {"codec": "linear", "memory": "diana", "reducer": "two_shot", "memory_down": "ef21"},
-    ELIAS,
-    {"codec": "exponential", "reducer": "tree"},
-    {"codec": "eden", "bits": 2},
-    {"warmup_steps": 3},
-    {"sample_every": 1},
-    {"auto": True},
-    {"codec": "float"},
-]
+#: Hooks of parameters that fail; see `OneRank._failing_hook`.
+PARAMETER_HOOKS = ["hook", "last hook", "accumulated"]
 BAD_HOOKS: list[dict[str, Any]] = [
     {"bits": 99},
     {"bit": 4},
@@ -52,22 +30,10 @@ BAD_HOOKS: list[dict[str, Any]] = [
     {"block_size": 17},
     {"bits": "8"},
 ]
-CHANGES = ["truncated", "schema", "seed", "step"]
 
 
-class Violation(AssertionError):
-    """What the state machine promises was not kept; the message has the operations that led there."""
-
-
-class Machine:
+class Machine(Keeping):
     """Draws operations, and checks what they give."""
-
-    def __init__(self, pool: Pool, numbers: random.Random) -> None:
-        self._pool, self._numbers = pool, numbers
-        self._history: list[str] = []
-        self._saved: list[tuple[dict[str, Any], bytes]] = []
-        self._hook: dict[str, Any] = {}
-        self.counts: Counter[str] = Counter()
 
     def run(self, operations: int) -> None:
         """Draw and do so many operations."""
@@ -76,65 +42,6 @@ class Machine:
             name = self._numbers.choice(OPERATIONS)
             getattr(self, name)()
             self.counts[name] += 1
-
-    # --- asking ranks -------------------------------------------------------------------------------------------------
-
-    def ask(self, name: str, *differences: dict[str, Any], **arguments: Any) -> list[Answer]:
-        """Let both ranks do an operation; ``differences``: arguments of each rank that differ."""
-        own = differences or ({}, {})
-        self._history.append(f"{name}({', '.join(_short(key, value) for key, value in arguments.items())}) {own}")
-        operations = [(name, {**arguments, **mine}) for mine in own]
-        answers = [answer for answer in self._pool.call(operations, within_s=ANSWER_S) if answer is not None]
-        self._check_time(name, answers)
-        return answers
-
-    def alone(self, name: str, rank: int, **arguments: Any) -> Answer:
-        """Let one rank do an operation while the other does nothing."""
-        self._history.append(f"{name}({', '.join(_short(key, value) for key, value in arguments.items())}) on {rank}")
-        operations = [(name, arguments) if number == rank else None for number in range(2)]
-        answer = self._pool.call(operations, within_s=ANSWER_S)[rank]
-        assert answer is not None
-        self._check_time(name, [answer])
-        return answer
-
-    def _check_time(self, name: str, answers: list[Answer]) -> None:
-        """Errors come in time. What works may take longer, because kernels have to be compiled."""
-        slowest = max(answer.seconds for answer in answers if answer.error) if any(a.error for a in answers) else 0.0
-        if slowest > TIMEOUT_S + BEYOND_S:
-            self.fail(f"the error of {name} took {slowest:.0f} s", answers)
-
-    def fail(self, what: str, answers: list[Answer] | None = None) -> None:
-        """Raise Violation."""
-        lines = [
-            f"rank {rank}: {answer.error or 'no error'} after {answer.seconds:.1f} s\n{answer.trace}"
-            for rank, answer in enumerate(answers or [])
-        ]
-        raise Violation("\n".join([what, *lines, "operations:", *self._history[-30:]]))
-
-    def must_work(self, name: str, *differences: dict[str, Any], **arguments: Any) -> list[Answer]:
-        """An operation that has to work on both ranks, and to give the same."""
-        answers = self.ask(name, *differences, **arguments)
-        if any(answer.error for answer in answers):
-            self.fail(f"{name} has to work", answers)
-        if name not in ("save",) and answers[0].value != answers[1].value:
-            self.fail(f"{name} gave {answers[0].value} and {answers[1].value}", answers)
-        return answers
-
-    def must_fail(self, name: str, *differences: dict[str, Any], **arguments: Any) -> list[Answer]:
-        """An operation that has to raise on both ranks."""
-        answers = self.ask(name, *differences, **arguments)
-        if not all(answer.error for answer in answers):
-            self.fail(f"{name} has to raise on both ranks", answers)
-        return answers
-
-    # --- operations ---------------------------------------------------------------------------------------------------
-
-    def start_anew(self) -> None:
-        """A new model with a hook."""
-        self.must_work("wrap")
-        self._hook = self._numbers.choice(HOOKS)
-        self.must_work("register", fields=self._hook)
-        self.must_work("train", steps=self._numbers.randrange(1, 4))
 
     def register_badly(self) -> None:
         """One rank has bad fields, or other ones."""
@@ -157,13 +64,40 @@ class Machine:
             self.fail("registering alone has to raise CollectiveError", [answer])
         self.start_anew()
 
+    def register_twice(self) -> None:
+        """A model that has a hook, on both ranks or on one; the hook that it has goes on, unless it was closed."""
+        is_closed = self._numbers.random() < 0.3
+        if is_closed:
+            self.must_work("close")
+        answers = self.must_fail("register", fields=self._numbers.choice(HOOKS))
+        if not all("the model already has the communication hook" in answer.error for answer in answers):
+            self.fail("registering twice has to be refused", answers)
+        if is_closed:
+            self.start_anew()
+        self.must_work("train", steps=1)
+
+    def register_beside_another(self) -> None:
+        """The model of one rank has a hook of torch's, or both models have."""
+        self.must_work("wrap")
+        for rank in self._some_ranks():
+            if self.alone("register_torchs", rank).error:
+                self.fail("torch takes one hook")
+        self.must_fail("register", fields=self._numbers.choice(HOOKS))
+        self.start_anew()
+
     def train(self) -> None:
         """Some steps."""
         self.must_work("train", steps=self._numbers.randrange(1, 4), accumulate=self._numbers.random() < 0.3)
 
     def fail_in_training(self) -> None:
         """An exception on one rank, or on both."""
-        where, ranks = self._numbers.choice(["forward", "backward", "hook"]), self._numbers.choice([[0], [1], [0, 1]])
+        self._fail(self._numbers.choice(["forward", "backward"]), self._some_ranks())
+
+    def fail_in_a_hook(self) -> None:
+        """An exception in an autograd hook of a parameter, on one rank or on both."""
+        self._fail(self._numbers.choice(PARAMETER_HOOKS), self._some_ranks())
+
+    def _fail(self, where: str, ranks: list[int]) -> None:
         steps = self._numbers.randrange(1, 3)
         mine = ({"fails_in": where if rank in ranks else ""} for rank in range(2))
         answers = self.must_fail("train", *mine, steps=steps)
@@ -172,47 +106,18 @@ class Machine:
         # In a model's second step, DDP itself compares its new buckets over the default group, whose connections Gloo
         # closes for good where that comes to its timeout.
         if any("_rebuild_buckets" in answer.trace for answer in answers):
-            self.must_work("reinitialise")
+            self._new_group()
         self.start_anew()
 
-    def save(self) -> None:
-        """A checkpoint."""
-        answers = self.must_work("save")
-        self._saved.append((self._hook, answers[0].value))
-        self._saved = self._saved[-5:]
+    def fail_without_sync(self) -> None:
+        """An exception in a `no_sync` block, on one rank or on both. Nothing was sent, so training goes on."""
+        where, ranks = self._numbers.choice(["forward", "backward", *PARAMETER_HOOKS]), self._some_ranks()
+        mine = ({"fails_in": where if rank in ranks else ""} for rank in range(2))
+        self.must_work("train_without_sync", *mine, zeroes=self._numbers.random() < 0.5)
+        self.must_work("train", steps=1)
 
-    def load(self) -> None:
-        """A checkpoint of this run, of an earlier one, or of another hook."""
-        if not self._saved:
-            return
-        hook, data = self._numbers.choice(self._saved)
-        answers = self.ask("load", data=data)
-        errors = [bool(answer.error) for answer in answers]
-        if any(errors) and (not all(errors) or hook == self._hook):
-            self.fail("load has to work, or to be refused by both ranks", answers)
-        self.must_work("train", steps=2)
-
-    def load_badly(self) -> None:
-        """A checkpoint that is changed on both ranks, or on one."""
-        self.save()
-        hook, data = self._saved[-1]
-        change, ranks = self._numbers.choice(CHANGES), self._numbers.choice([[0], [1], [0, 1]])
-        answers = self.ask("load", *({"change": change if rank in ranks else ""} for rank in range(2)), data=data)
-        raised = [rank for rank, answer in enumerate(answers) if answer.error]
-        if raised != (ranks if change in ("truncated", "schema") else []):
-            self.fail(f"change {change!r} on ranks {ranks}", answers)
-        # With a memory, ranks are told that only one of them has loaded a state, even if it is the state they had.
-        remembers = make_config(**hook).remembers
-        differ = remembers if raised else hook.get("reducer") != "native"
-        if len(ranks) == 1 and differ:
-            self.must_fail("train", steps=1)
-            self.start_anew()
-        elif (
-            change in ("truncated", "schema") or hook.get("reducer") != "native"
-        ):  # refused whole: the state is as it was
-            self.must_work("train", steps=1)
-        else:
-            self.start_anew()
+    def _some_ranks(self) -> list[int]:
+        return self._numbers.choice([[0], [1], [0, 1]])
 
     def rewrap(self) -> None:
         """Freeze and unfreeze."""
@@ -246,16 +151,6 @@ class Machine:
         if self.alone("drop", self._numbers.randrange(2)).error:
             self.fail("dropping has to work")
         self.start_anew()
-
-    def copies(self) -> None:
-        """Copies, pickles, saves."""
-        self.must_work("copies")
-        self.must_work("train", steps=1)
-
-    def fork(self) -> None:
-        """A child that uses nothing."""
-        self.must_work("fork")
-        self.must_work("train", steps=1)
 
     def reduce(self) -> None:
         """Means of tensors."""
@@ -299,9 +194,13 @@ class Machine:
         """Another process group; what belongs to the old one cannot be used any more."""
         if self._numbers.random() < 0.5:
             self.must_work("drop")
-        self.must_work("reinitialise")
+        self._new_group()
         self.must_work("reduce", numels=[2000], dtypes=["float32"], fields={}, at_once=False)
         self.start_anew()
+
+    def _new_group(self) -> None:
+        self.must_work("reinitialise")
+        self._has_second = False
 
 
 BAD_CALLS: list[dict[str, Any]] = [
@@ -322,11 +221,9 @@ OPERATIONS = (
     + ["reduce", "start_anew", "register_badly", "register_badly", "reduce_badly", "reduce_badly", "rewrap_badly"]
     + ["close", "drop", "reinitialise", "fail_in_training", "fail_in_training"]
     + ["register_alone", "close_alone", "reduce_alone"]
+    + ["load_badly", "load_foreign", "register_twice", "register_beside_another", "fail_in_a_hook"]
+    + ["fail_without_sync", "fail_without_sync", "train_a_copy", "spawn", "train_two", "train_two", "train_two"]
 )
-
-
-def _short(key: str, value: Any) -> str:
-    return f"{key}={len(value)} bytes" if isinstance(value, bytes) else f"{key}={value!r}"
 
 
 @pytest.fixture
@@ -339,6 +236,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 def check_rest(pool: Pool, machine: Machine) -> None:
     """After everything is dropped and closed, nothing is left over of it."""
     machine.must_work("drop")
+    machine.must_work("drop_second")
     machine.must_work("close_all_reduce")
     for answer in machine.ask("rest"):
         assert answer.value["sequencers"] == 0, answer.value
@@ -350,7 +248,7 @@ def check_rest(pool: Pool, machine: Machine) -> None:
 def test_each_operation_of_the_state_machine_works_once(pool: Pool) -> None:
     machine = Machine(pool, chance("each operation"))
     machine.start_anew()
-    waits = {"fail_in_training", "register_alone", "close_alone", "reduce_alone"}  # for the timeout
+    waits = {"fail_in_training", "fail_in_a_hook", "register_alone", "close_alone", "reduce_alone"}  # for the timeout
     for name in dict.fromkeys(OPERATIONS):
         if name not in waits:
             getattr(machine, name)()
