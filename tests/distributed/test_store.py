@@ -7,13 +7,24 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.hook import register_gqsgd
 from lightning_gqsgd.transport.store import Store
+from tests.distributed.models import mlp, train
+from tests.distributed.ranks import run
+from tests.ports import free_port
+
+#: Seconds of the process group's timeout, and what an error takes beyond it at most.
+TIMEOUT_S, BEYOND_S = 4.0, 10.0
 
 _SERVER = """
 import sys, time
@@ -71,3 +82,26 @@ def test_a_server_that_has_ended_is_torchs_own_error(server: tuple[subprocess.Po
     process.wait()
     with pytest.raises(dist.DistNetworkError):
         store.get("key")
+
+
+def _save_while_rank_0_stands_still(rank: int, port: int) -> tuple[str, float]:
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timeout)
+    model = DistributedDataParallel(mlp(64))
+    state = register_gqsgd(model, codec="linear", memory="diana", reducer="two_shot")
+    train(model, rank, range(2))
+    if rank == 0:  # it stands still until a shell ends it
+        subprocess.Popen(["/bin/sh", "-c", f"sleep {5 * TIMEOUT_S}; kill -9 {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(CollectiveError) as error:
+        state.state_dict()
+    return str(error.value), time.monotonic() - begun
+
+
+@pytest.mark.slow
+def test_ranks_that_meet_have_an_error_in_time_where_the_rank_that_holds_the_store_stands_still(tmp_path: Path) -> None:
+    _, (text, seconds) = run(_save_while_rank_0_stands_still, 2, tmp_path, free_port(), initialise=False, dies=(0,))
+    assert "state_dict on rank 1 of 2: the store of torch.distributed is gone (it has not answered for 4 s)" in text
+    assert "usually that of rank 0" in text
+    assert seconds < TIMEOUT_S + BEYOND_S
