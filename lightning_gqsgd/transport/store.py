@@ -26,7 +26,7 @@ class Store:
 
     def __init__(self, store: dist.Store, within_s: float) -> None:
         self._store, self._within_s = store, within_s
-        self._left_behind: list[threading.Thread] = []
+        self._left_behind: list[threading.Event] = []  # the ends of those requests
 
     def under(self, prefix: str) -> Store:
         """The part of the store whose keys begin with a prefix."""
@@ -53,20 +53,24 @@ class Store:
     def _ask(self, request: Callable[[], T]) -> T:
         answers: list[T] = []
         errors: list[Exception] = []
+        ended = threading.Event()
 
         def ask() -> None:
             try:
                 answers.append(request())
             except Exception as error:
                 errors.append(error)
+            finally:
+                ended.set()
 
-        self._left_behind[:] = [thread for thread in self._left_behind if thread.is_alive()]
+        self._left_behind[:] = [other for other in self._left_behind if not other.is_set()]
         if not self._left_behind:
-            thread = threading.Thread(target=ask, name="gqsgd-store", daemon=True)
-            thread.start()
-            thread.join(self._within_s)
-            if thread.is_alive():
-                self._left_behind.append(thread)
+            threading.Thread(target=ask, name="gqsgd-store", daemon=True).start()
+            try:
+                ended.wait(self._within_s)
+            finally:  # an interrupt, too, leaves it behind
+                if not ended.is_set():
+                    self._left_behind.append(ended)
         if errors:
             raise errors[0]
         if not answers:

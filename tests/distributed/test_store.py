@@ -27,7 +27,7 @@ from tests.ports import free_port
 TIMEOUT_S, BEYOND_S = 4.0, 10.0
 
 _SERVER = """
-import sys, time
+import sys
 from datetime import timedelta
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -74,6 +74,26 @@ def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
         if thread.name == "gqsgd-store":
             thread.join(10)
     assert part.get("key") == "value"
+
+
+def test_an_interrupt_of_a_request_leaves_it_behind_so_that_the_next_one_does_not_wait(
+    server: tuple[subprocess.Popen[str], Store],
+) -> None:
+    process, store = server
+    store._within_s = 60.0
+    os.kill(process.pid, signal.SIGSTOP)
+    usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            store.get("key")
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    begun = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="has not answered"):
+        store.set("key", "value")
+    assert time.monotonic() - begun < 30
+    os.kill(process.pid, signal.SIGCONT)
 
 
 def test_a_server_that_has_ended_is_torchs_own_error(server: tuple[subprocess.Popen[str], Store]) -> None:
