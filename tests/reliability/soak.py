@@ -3,11 +3,15 @@ collections, for many steps."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import random
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,9 @@ HOOKS: list[dict[str, Any]] = [
     {"rotation": True, "bits": 4},
     {"auto": True},
     {"codec": "float"},
+    {"reducer": "hierarchical", "node_size": 2},
+    {"bits": {"*": 4, "0.*": 8}},
+    {"bits": "auto"},
 ]
 #: What tensors are reduced with.
 REDUCTIONS: list[dict[str, Any]] = [{}, {"bits": 4}, {"reducer": "sum"}]
@@ -50,6 +57,8 @@ LOCAL: list[dict[str, Any]] = [
     {"preset": "gqsgd_chb", "every": 2},
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+#: Features of the models' inner layers.
+WIDTHS = [16, 64, 200]
 #: What nothing may keep alive once its model is gone.
 HELD: list[type] = [GQSGDState, Engine, Communicator, Plan, Job]
 #: Steps of a model with local steps, before it is replaced.
@@ -69,7 +78,15 @@ class SoakRank:
         self._compared: list[tuple[str, str]] = []
 
     def warm_up(self) -> dict[str, Any]:
-        """Use every hook with every dtype once, so that later steps compile no kernels; what is held after that."""
+        """Use every hook and every width with every dtype once, so that later steps compile nothing; what is held then.
+
+        The package compiles kernels for each codec and dtype, and oneDNN for each shape and dtype of a layer.
+        """
+        for width in WIDTHS:
+            for dtype in DTYPES:
+                plain = DistributedDataParallel(mlp(width).to(dtype))
+                self._train(plain, 0, random.Random(0))  # noqa: S311
+                del plain
         for fields in HOOKS:
             for dtype in DTYPES:
                 model = DistributedDataParallel(mlp(64).to(dtype))
@@ -85,7 +102,9 @@ class SoakRank:
             self._replace_local()
             for step in range(6):
                 self._train_locally(step)
-        return self.close()
+        held = self.close()
+        gc.freeze()  # collections take 0.3 s otherwise, most of it for torch's own objects
+        return held
 
     def close(self) -> dict[str, Any]:
         """Drop and close everything; says what the process still holds, and hashes of what all ranks have alike.
@@ -108,22 +127,27 @@ class SoakRank:
             steps: how many steps.
         """
         shared, own = random.Random(f"{seed} {first}"), random.Random(f"{seed} {first} {self.rank}")  # noqa: S311
-        for step in range(first, first + steps):
-            if step % (LIFE_STEPS // 2) == 0:
-                self._replace(shared)
-            while len(self._models) < 2:
-                self._replace(shared)
-            order = list(self._models)
-            shared.shuffle(order)
-            for model, _ in order:
-                self._train(model, step, own)
-            if self._local is None or step % LOCAL_LIFE_STEPS == 0:
-                self._replace_local()
-            self._train_locally(step)
-            if shared.random() < 0.3:
-                self._reduce(shared)
-            if own.random() < 0.05:
-                gc.collect()
+        with _collecting(f"{seed} {first} {self.rank} thread"):
+            for step in range(first, first + steps):
+                self._step(step, shared, own)
+
+    def _step(self, step: int, shared: random.Random, own: random.Random) -> None:
+        """A step of each model, in random order, and sometimes some means."""
+        if step % (LIFE_STEPS // 2) == 0:
+            self._replace(shared)
+        while len(self._models) < 2:
+            self._replace(shared)
+        order = list(self._models)
+        shared.shuffle(order)
+        for model, _ in order:
+            self._train(model, step, own)
+        if self._local is None or step % LOCAL_LIFE_STEPS == 0:
+            self._replace_local()
+        self._train_locally(step)
+        if shared.random() < 0.3:
+            self._reduce(shared)
+        if own.random() < 0.05:
+            gc.collect()
 
     def _drop(self) -> None:
         """Drop the oldest model, without closing its hook, after hashing it."""
@@ -140,7 +164,7 @@ class SoakRank:
                 self._models[0][1].close()
             self._drop()
         dtype = shared.choice(DTYPES)
-        inner = mlp(shared.choice([16, 64, 200])).to(dtype)
+        inner = mlp(shared.choice(WIDTHS)).to(dtype)
         model = DistributedDataParallel(inner, bucket_cap_mb=shared.choice([0.001, 0.02, 25]))
         state = register_gqsgd(model, sample_every=shared.choice([0, 7]), **HOOKS[self._made % len(HOOKS)])
         self._models.append((model, state))
@@ -209,12 +233,52 @@ def _alive() -> dict[str, float]:
     return {kind.__name__: sum(type(thing) is kind for thing in gc.get_objects()) for kind in HELD}
 
 
+@contextmanager
+def _collecting(seed: str) -> Iterator[None]:
+    """Another thread that collects garbage at random moments, until the block ends."""
+    chance, ended = random.Random(seed), threading.Event()  # noqa: S311
+
+    def collect() -> None:
+        while not ended.wait(chance.random()):
+            gc.collect()
+
+    thread = threading.Thread(target=collect, name="collector")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+_MALLINFO2 = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What ``mallinfo2`` of glibc gives; bytes, but for numbers of blocks."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
+
+
+def _heap() -> float:
+    """What malloc has given and not got back, in MiB. Pages that it keeps for later are not part of that."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = _Mallinfo2
+    info = libc.mallinfo2()
+    return float(info.uordblks + info.hblkhd) / 2**20
+
+
 def _held() -> dict[str, float]:
-    """Memory in MiB, threads and open files of this process."""
+    """Memory and heap in MiB, threads and open files of this process.
+
+    Memory is all pages that the process holds after malloc gave back those that it can.
+    """
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     process = psutil.Process()
     return {
         "memory": process.memory_info().rss / 2**20,
+        "heap": _heap(),
         "threads": process.num_threads(),
         "files": process.num_fds(),
     }

@@ -13,11 +13,12 @@ from tests.reliability.knobs import SEED, SOAK_STEPS
 from tests.reliability.pool import Pool
 from tests.reliability.soak import HELD, HOOKS, LOCAL, REDUCTIONS, SoakRank
 
-RANKS = 3
+RANKS = 4
 #: Steps after which hashes are compared.
 COMPARED_EVERY = 100
 #: What each model with a hook may leave behind after the first quarter of the steps, with everything closed.
-MOST_PER_MODEL = {"memory": 0.5, "threads": 0.1, "files": 0.1}
+#: Plain DDP leaves 0.004 MiB of heap behind, and two process groups as much.
+MOST_PER_MODEL = {"memory": 0.25, "heap": 0.05, "threads": 0.1, "files": 0.1}
 #: By how much threads and open files may differ, once everything is closed, from those after the warm-up.
 MOST_LEFT = 2
 
@@ -77,7 +78,7 @@ def test_a_long_run_keeps_bits_equal_and_holds_no_more_than_before(pool: Pool) -
     late = made >= made[-1] / 4
     for name, values in held.items():
         slope = float(np.polyfit(made[late], np.array(values)[late], 1)[0]) if late.sum() > 4 else 0.0
-        print(f"{name}: {values[0]:.0f} to {values[-1]:.0f}, {slope:+.3f} per model with a hook")
+        print(f"{name}: {values[0]:.0f} to {values[-1]:.0f}, {slope:+.4f} per model with a hook")
         assert slope <= MOST_PER_MODEL[name], (name, values)
 
 
