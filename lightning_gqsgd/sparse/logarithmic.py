@@ -71,7 +71,9 @@ class LogarithmicRows:
         for digit in range(self._bits):
             codes = codes << 1 | bits[:, digit]
         powers, negative = codes & self._none, codes > self._none
-        values = np.where(powers < self._none, np.ldexp(1.0, top - powers), np.where(negative, np.nan, 0.0))
+        with np.errstate(over="ignore"):  # the largest fp64 numbers are rounded up to 2^1024
+            magnitudes = np.ldexp(1.0, top - powers)
+        values = np.where(powers < self._none, magnitudes, np.where(negative, np.nan, 0.0))
         decoded = torch.from_numpy(np.where(negative, -values, values))
         limit = torch.finfo(self._dtype).max
         return decoded.clamp(-limit, limit).to(self._dtype).view(len(rows), self._width)

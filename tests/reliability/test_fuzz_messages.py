@@ -38,6 +38,7 @@ CODECS: dict[str, dict[str, object]] = {
     "exponential levels": {"codec": "exponential", "bits": 5, "levels": 5},
     "sign": {"codec": "sign", "memory": "ef"},
     "top_k": {"codec": "top_k", "memory": "ef", "density": 0.05},
+    **{f"top_k {bits}": {"codec": "top_k", "memory": "ef", "density": 0.05, "bits": bits} for bits in (2, 3, 4)},
     "top_k all": {"codec": "top_k", "memory": "ef", "density": 1.0},
 }  # fmt: skip
 

@@ -15,6 +15,8 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.layout import Segment, cut, place
 from lightning_gqsgd.sparse import row_numbers
+from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
+from lightning_gqsgd.sparse.tables import Table, Touched
 from tests.reliability.knobs import chance, scaled
 from tests.reliability.mutations import mutated_bytes
 from tests.reliability.test_fuzz_messages import GUARD_BYTE, GUARD_NUMEL, guarded, is_intact
@@ -65,6 +67,27 @@ def test_any_bytes_are_combined_and_nothing_else_is_touched(bits: int) -> None:
             kernels.combine(middle, theirs, layout.blocks, q, (1, 2))
             assert (whole[:GUARD_NUMEL] == GUARD_BYTE).all()
             assert (whole[-GUARD_NUMEL:] == GUARD_BYTE).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_any_bytes_are_logarithmic_rows(bits: int, dtype: torch.dtype) -> None:
+    """Every code has a value: a number within the dtype's range, or NaN. Other rows' codes change no row."""
+    numbers = chance("logarithmic rows", bits, dtype)
+    for trial in range(scaled(100)):
+        count, width = numbers.choice([0, 1, 2, 33]), numbers.choice([1, 3, 16])
+        coder = LogarithmicRows(Table(0, 1000, width, raw=False), bits, dtype)
+        rows = torch.arange(count)
+        valid = torch.zeros(coder.nbytes(count), dtype=torch.uint8)
+        scale = 10.0 ** numbers.uniform(-300, 300)
+        drawn = torch.randn(count, width, generator=torch.Generator().manual_seed(trial), dtype=torch.float64)
+        coder.write(Touched(rows, (drawn * scale).to(dtype)), valid, 0)
+        message = random_bytes(numbers, len(valid)) if trial % 2 else valid.clone()
+        for _ in range(numbers.randrange(4) if count else 0):
+            message[numbers.randrange(len(message))] = numbers.choice([0, 0x7F, 0x80, 0xFF])
+        read = coder.read(message, rows, 0)
+        assert (read.shape, read.dtype) == ((count, width), dtype)
+        assert not read.isinf().any()
 
 
 def test_any_stream_of_row_numbers_is_rows_of_the_table_or_an_error() -> None:
