@@ -90,14 +90,16 @@ class Bench:
         fp32 = ring_bytes(self.buffer.nbytes, self.ranks)
         self.bytes |= {"fp32": fp32, "bf16": fp32 // 2}
 
-    def add_reducer(self, case: str, bits: int) -> None:
+    def add_reducer(self, case: str, bits: int, connections: int = 1) -> None:
         config = resolve(case_config(case, bits), self.ranks)
+        self.communicator.extend(stages(config, self.ranks), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_numel)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
         store = new_store(config, self.ranks, {0: self.buffer.numel()}, self.buffer.dtype, self.buffer.device)
-        name = f"{case}, {bits} bit"
-        self.cases |= {name: partial(self._run, plan, store), name + BARE: partial(self._run_bare, plan, store)}
+        name = f"{case}, {bits} bit" + f", {connections} connections" * (connections > 1)
+        run = partial(self._run, plan, store, connections)
+        self.cases |= {name: run, name + BARE: partial(self._run_bare, run)}
         self.bytes[name] = self.bytes[name + BARE] = plan.sent_bytes
 
     def close(self) -> None:
@@ -105,18 +107,18 @@ class Bench:
         release(self.runner)
         self.communicator.close()
 
-    def _run(self, plan: Plan, store: MemoryStore) -> None:
+    def _run(self, plan: Plan, store: MemoryStore, connections: int) -> None:
         counters = self.telemetry.bucket(0)
         starts = plan.starts(self.buffer, self.rank, counters.calls, store, counters, self.telemetry)
-        job = Job(self.buffer, starts, "a bucket", counters, self.telemetry, last_of_step=True)
+        job = Job(self.buffer, starts, "a bucket", counters, self.telemetry, True, connections=connections)
         self.runner.submit(self.communicator, job)
         job.future.wait()
 
-    def _run_bare(self, plan: Plan, store: MemoryStore) -> None:
+    def _run_bare(self, run: Callable[[], None]) -> None:
         with ExitStack() as stack:
             for module in (link, sum_, tree, two_shot):
                 stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
-            self._run(plan, store)
+            run()
 
 
 def case_config(case: str, bits: int) -> GQSGDConfig:

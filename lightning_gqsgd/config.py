@@ -43,7 +43,7 @@ BIASED_CODECS = ("sign", "top_k")
 ADDING_REDUCERS = ("sum", "tree")
 _LARGEST = 2**63 - 1
 #: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
-_ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit")
+_ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit", "connections")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,7 @@ class GQSGDConfig:
             ``"sketch"``, sums of sketches of rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP only.
         sparse_limit: the touched rows of all ranks, added up, over the rows of the table, beyond which a table is
             reduced as a dense gradient in a step; a row that two ranks touch counts twice. 0: always dense.
+        connections: of each pair of ranks, for each exchange; pieces of a bucket take them in turns (1 to 16; Gloo).
 
     Raises:
         ConfigError: a value out of its range, or a combination that cannot work.
@@ -155,6 +156,7 @@ class GQSGDConfig:
     max_slowdown: float | None = None
     sparse: str = "refuse"
     sparse_limit: float = sparse_options.LIMIT
+    connections: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.auto, bool):
@@ -362,6 +364,7 @@ class GQSGDConfig:
         for name in ("min_numel", "warmup_steps", "seed", "sample_every"):
             check_integer(name, getattr(self, name), 0, _LARGEST)
         check_integer("node_size", self.node_size, 0, 2**20)
+        check_integer("connections", self.connections, 1, 16)
         check_real("density", self.density, 0, 1)
         if self.levels is not None:
             check_integer("levels", self.levels, 1, _LARGEST)

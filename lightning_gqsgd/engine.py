@@ -190,7 +190,7 @@ class Engine:
         """
         for config in configs:
             REDUCERS[config.reducer].check_device(config, self.communicator.device)
-            self.communicator.extend(stages(config, self.world_size))
+            self.communicator.extend(stages(config, self.world_size), config.connections)
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
         """Compile the kernels of a configuration, with its reducer chosen, for gradients of a dtype."""
@@ -223,6 +223,7 @@ class Engine:
         job.kept_if_refused = isinstance(request.agreement, Card)
         # Pieces of one parameter share what is remembered of it. A single piece is nothing to share among threads.
         job.threads = 1 if request.config.remembers or len(starts) == 1 else self._threads
+        job.connections = request.config.connections
         self._submit(job)
         return job
 

@@ -90,6 +90,7 @@ class TrainerMixin(_Base):
         max_slowdown: float | None = None,
         sparse: str | None = None,
         sparse_limit: float | None = None,
+        connections: int | None = None,
         telemetry: bool = True,
         local_steps: int | None = None,
         outer: str | Callable[..., Any] | None = None,

@@ -13,6 +13,8 @@ start, those that were issued before are over: our streams wait for the stream o
 are issued later, at most one runs beside at most one of ours, on any rank. The kernels of two NCCL collectives fit on a
 GPU together, so neither waits for the other to end.
 
+Over Gloo, a stage may have several groups, each with a connection to every other rank, that pieces take in turns.
+
 Stage 0 is for what ranks agree on, and for gathering memories; the other stages are a reducer's. The groups are
 backends made directly, under a key that no other groups have had (see `meeting`): names that `new_group` gives may
 differ among the ranks of a subgroup.
@@ -25,6 +27,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import py_object, pythonapi
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -70,7 +73,9 @@ class Communicator:
         self.backend, self.device, self._key = backend_for(group, device), device, key
         self.timeout = timeout or timeout_of(group, device)
         self._ranks = dist.get_process_group_ranks(group)
-        self._groups: dict[tuple[int, Scope], Any] = {}  # backends; torch's type stubs lack their collectives
+        # Backends by stage, scope and turn; torch's type stubs lack their collectives.
+        self._groups: dict[tuple[int, Scope, int], Any] = {}
+        self._turn = 0
         self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
         self._staging: Staging | None = None
         if self.size > 1:
@@ -89,31 +94,48 @@ class Communicator:
         """Where messages lie that the host writes and reads."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
-    def extend(self, stages: Sequence[Sequence[Scope]]) -> None:
+    def extend(self, stages: Sequence[Sequence[Scope]], connections: int = 1) -> None:
         """Make the groups that are still missing for a piece's exchanges; those for stage 0 are there from the start.
 
         A collective: every rank does it, with the same stages.
 
         Args:
             stages: between whom the exchanges are, stage by stage after stage 0 (see `reducers.stages`).
+            connections: groups for each stage after stage 0; more than 1 over Gloo only.
 
         Raises:
             CollectiveError: other ranks did not come within the timeout.
+            ConfigError: several connections over NCCL, which has its own.
         """
+        if connections > 1 and self.backend == "nccl":
+            raise ConfigError(
+                f"connections={connections} is for Gloo; leave it out, and set NCCL_NSOCKS_PERTHREAD or "
+                "NCCL_SOCKET_NTHREADS for NCCL"
+            )
         for stage, scopes in enumerate([(ALL,), *stages] if self.size > 1 else []):
-            for scope in scopes:
-                if (stage, scope) not in self._groups:
-                    self._groups[stage, scope] = self._group_for(stage, scope)
+            for scope, turn in product(scopes, range(connections if stage else 1)):
+                if (stage, scope, turn) not in self._groups:
+                    self._groups[stage, scope, turn] = self._group_for(stage, scope, turn)
 
-    def _group_for(self, stage: int, scope: Scope) -> Any:
-        """The group of a stage and scope; over NCCL, all stages of a scope have one."""
+    def turns(self, count: int, connections: int) -> list[int]:
+        """The connections of the next pieces. Every rank asks in the same order.
+
+        Args:
+            count: number of pieces.
+            connections: how many connections there are.
+        """
+        first, self._turn = self._turn, self._turn + count
+        return [turn % connections for turn in range(first, first + count)]
+
+    def _group_for(self, stage: int, scope: Scope, turn: int) -> Any:
+        """The group of a stage, scope and turn; over NCCL, all stages of a scope have one."""
         if self.backend == "nccl":
-            same = [group for (_, other), group in self._groups.items() if other == scope]
+            same = [group for (_, other, _), group in self._groups.items() if other == scope]
             if same:
                 return same[0]
         make: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
         members = scope.members(self.rank, self.size)
-        key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}"
+        key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}/{turn}"
         store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
         try:
             made = make(store, members.index(self.rank), len(members), self.timeout)
@@ -122,9 +144,11 @@ class Communicator:
         _connected.add(made)
         return made
 
-    def start(self, exchange: Exchange, stage: int) -> Any:
-        """Start a collective of a stage. Returns torch's `Work`, whose `wait` returns at once over NCCL: the current
-        stream waits.
+    def start(self, exchange: Exchange, stage: int, turn: int = 0) -> Any:
+        """Start a collective of a stage, on one of its connections.
+
+        Returns:
+            torch's `Work`, whose `wait` returns at once over NCCL: the current stream waits.
 
         Raises:
             RuntimeError: the communicator was closed, or this process was forked from the one that made it.
@@ -132,12 +156,12 @@ class Communicator:
         if not self._groups:
             raise RuntimeError("the communicator was closed, or belongs to the process that this one was forked from")
         if self._staging is not None:  # also collectives on host tensors, because all have one order
-            return self._staging.start(exchange, stage)
-        return self._start(exchange, stage)
+            return self._staging.start(exchange, stage, turn)
+        return self._start(exchange, stage, turn)
 
-    def _start(self, exchange: Exchange, stage: int) -> Any:
+    def _start(self, exchange: Exchange, stage: int, turn: int) -> Any:
         kind, output, source, splits, scope = exchange
-        group = self._groups[stage, scope]
+        group = self._groups[stage, scope, turn]
         if self.backend == "nccl":
             self._wait_for_other_groups(group)
         if kind == "all_to_all":

@@ -41,6 +41,7 @@ class Job:
         kept_if_refused: whether the tensor stays as it is where ranks do not agree, and nothing has been sent.
         threads: how many pieces may be encoded and decoded at once. More than 1 only if pieces have nothing in common
             that they change, such as a memory.
+        connections: how many connections the pieces take in turns.
         error: the error, once complete.
     """
 
@@ -55,6 +56,7 @@ class Job:
     watch: Callable[[Tensor], None] | None = None
     kept_if_refused: bool = False
     threads: int = 1
+    connections: int = 1
 
     def __post_init__(self) -> None:
         devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None

@@ -58,11 +58,13 @@ class _Piece:
         waiting_for: how many of them are still under way, or 1 while a worker computes.
         is_computing: whether a worker computes for the piece.
         task: what a worker does for the piece, or did last; it may end a little after ``is_computing``.
+        turn: which of several connections its exchanges take.
     """
 
-    def __init__(self, job: Job, start: Start, stage: int) -> None:
+    def __init__(self, job: Job, start: Start, stage: int, turn: int = 0) -> None:
         self.job = job
         self.stage = stage
+        self.turn = turn
         self.is_preface = stage == 0
         self.blocks = self.is_preface and job.preface_blocks
         self.works: list[dist.Work] = []
@@ -87,7 +89,7 @@ class _Piece:
                 return False
             # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
             needed = [exchange for exchange in outcome.exchanges if exchange.input.numel() or exchange.splits]
-            self.works = [communicator.start(exchange, self.stage) for exchange in needed]
+            self.works = [communicator.start(exchange, self.stage, self.turn) for exchange in needed]
         self.waiting_for = len(self.works)
         self.stage += 1
         return True
@@ -146,10 +148,15 @@ class _Outcome(NamedTuple):
     error: Exception | None = None
 
 
-def _pieces_of(job: Job) -> list[_Piece]:
-    """The preface, at stage 0, and the pieces, from stage 1 on."""
+def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
+    """The preface, at stage 0, and the pieces, from stage 1 on.
+
+    Jobs come in the same order on every rank, so a piece has the same turn on every rank.
+    """
     preface = [] if job.preface is None else [_Piece(job, job.preface, 0)]
-    return [*preface, *(_Piece(job, start, 1) for start in job.pieces)]
+    count = len(job.pieces)
+    turns = communicator.turns(count, job.connections) if job.connections > 1 else [0] * count
+    return [*preface, *(_Piece(job, start, 1, turn) for start, turn in zip(job.pieces, turns, strict=True))]
 
 
 class Runner(Protocol):
@@ -190,7 +197,7 @@ class StreamRunner:
         if broken is not None:
             job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
             return
-        waiting = deque(_pieces_of(job))
+        waiting = deque(_pieces_of(job, communicator))
         under_way: deque[_Piece] = deque()
         error = None
         try:
@@ -289,7 +296,7 @@ class Sequencer:
         if cause is not None:
             job.finish(communicator.describe(cause, f"{job.name}, after an earlier failure,"))
             return
-        self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job))
+        self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job, communicator))
         self._advance(communicator)
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:

@@ -21,7 +21,7 @@ from lightning_gqsgd.reducers.base import Exchange
 #: How long to wait for the thread when closing, in seconds: it may itself wait for a GPU.
 CLOSE_TIMEOUT_S = 60.0
 
-Start = Callable[[Exchange, int], Any]
+Start = Callable[[Exchange, int, int], Any]
 
 
 class StagedWork:
@@ -45,12 +45,12 @@ class StagedWork:
         self._work: Any = None
         self._error: BaseException | None = None
 
-    def begin(self, start: Start, stage: int) -> None:
+    def begin(self, start: Start, stage: int, turn: int) -> None:
         """Wait for the input and start the collective; on the staging thread."""
         try:
             if self._copied is not None:
                 self._copied.synchronize()  # lets other threads run
-            self._work = start(self._host, stage)
+            self._work = start(self._host, stage, turn)
             done = self._work.get_future()
         except Exception as error:  # raised by `wait`
             self.fail(error)
@@ -92,19 +92,19 @@ class Staging:
     """The thread that starts a communicator's collectives; see the module.
 
     Args:
-        start: starts a collective of a stage on host tensors, and returns torch's `Work`.
+        start: starts a collective of a stage and a turn on host tensors, and returns torch's `Work`.
         patience: how long to wait for a GPU to come to a collective.
     """
 
     def __init__(self, start: Start, patience: timedelta) -> None:
         self._start, self._patience = start, patience
-        self._asked: queue.SimpleQueue[tuple[StagedWork, int] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[StagedWork, int, int] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._lock = threading.Lock()  # nothing is put behind the end
         self._thread = threading.Thread(target=self._run, name="gqsgd-staging", daemon=True)
         self._thread.start()
 
-    def start(self, exchange: Exchange, stage: int) -> StagedWork:
+    def start(self, exchange: Exchange, stage: int, turn: int = 0) -> StagedWork:
         """Copy the input on the current stream, and start the collective behind that. Returns at once.
 
         Raises:
@@ -114,7 +114,7 @@ class Staging:
         with self._lock:
             if self._closed.is_set():
                 raise RuntimeError("the communicator was closed")
-            self._asked.put((work, stage))
+            self._asked.put((work, stage, turn))
         return work
 
     def close(self) -> None:
@@ -128,11 +128,11 @@ class Staging:
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
-            work, stage = asked
+            work, stage, turn = asked
             if self._closed.is_set():
                 work.fail(RuntimeError("the communicator was closed"))
             else:
-                work.begin(self._start, stage)
+                work.begin(self._start, stage, turn)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

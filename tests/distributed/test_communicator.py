@@ -104,6 +104,8 @@ def _over_nccl(rank: int) -> None:
         *[("start", 3), ("start", 3), ("wait", 3), ("start", 2)],
     ]
     several.close()
+    with pytest.raises(ConfigError, match="connections=2 is for Gloo; leave it out, and set NCCL_NSOCKS_PERTHREAD"):
+        several.extend([(ALL,)], connections=2)
 
 
 def test_nccl_has_one_group_for_each_scope_and_runs_one_at_a_time(tmp_path: Path) -> None:
@@ -117,6 +119,9 @@ def _over_gloo(rank: int) -> None:
     assert len(set(made._groups.values())) == 3  # each stage's order is its own
     made.extend([(ALL,)])  # what is there stays
     assert len(set(made._groups.values())) == 3
+    made.extend([(ALL,)] * 2, connections=3)  # what ranks agree on needs no second connection
+    assert len(set(made._groups.values())) == 7
+    assert [made.turns(2, 3), made.turns(2, 1), made.turns(4, 3)] == [[0, 1], [0, 0], [1, 2, 0, 1]]
     assert made.piece_numel == PIECE_NUMEL
     assert made.control_device == CPU
     assert made.gather(torch.tensor([rank])).tolist() == [[0], [1]]

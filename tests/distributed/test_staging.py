@@ -126,7 +126,7 @@ class _Never:
 
 
 def test_a_collective_that_cannot_start_completes_with_its_error() -> None:
-    def start(exchange: Exchange, stage: int) -> Any:
+    def start(exchange: Exchange, stage: int, turn: int) -> Any:
         raise ValueError(f"no {exchange.kind} in stage {stage}")
 
     staging = Staging(start, timedelta(seconds=5))
@@ -140,7 +140,7 @@ def test_a_collective_that_cannot_start_completes_with_its_error() -> None:
 def test_closing_fails_what_has_not_started_and_all_that_comes_after() -> None:
     busy, go_on = threading.Event(), threading.Event()
 
-    def start(exchange: Exchange, stage: int) -> Any:
+    def start(exchange: Exchange, stage: int, turn: int) -> Any:
         busy.set()
         assert go_on.wait(10)
         return _Never()

@@ -53,7 +53,7 @@ class Alone(Communicator):
         super().__init__(device, dist.group.WORLD, f"alone/{next(self._numbers)}", timedelta(seconds=60))
         for stage, scopes in enumerate([(ALL,), *stages(config, self.size)]):
             for scope in scopes:
-                self._groups[stage, scope] = self._group_for(stage, scope)
+                self._groups[stage, scope, 0] = self._group_for(stage, scope, 0)
 
 
 class Bench:

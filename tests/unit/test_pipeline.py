@@ -49,7 +49,7 @@ class FakeCommunicator:
         self.works: list[FakeWork] = []
         self.changed = threading.Condition()
 
-    def start(self, exchange: Exchange, stage: int) -> FakeWork:
+    def start(self, exchange: Exchange, stage: int, turn: int) -> FakeWork:
         with self.changed:
             self.started.append((stage, int(exchange.input[0])))
             self.works.append(FakeWork())

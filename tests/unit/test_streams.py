@@ -28,7 +28,7 @@ class Wire:
         self.cuda, self.backend = cuda, backend
         self.done: list[tuple[str, str]] = []
 
-    def start(self, exchange: Exchange, stage: int) -> Work:
+    def start(self, exchange: Exchange, stage: int, turn: int) -> Work:
         self.note(f"start {stage} {int(exchange.input[0])}")
         return Work(self, f"wait {stage} {int(exchange.input[0])}")
 
@@ -194,7 +194,7 @@ def test_staging_waits_for_the_gpu_on_its_own_thread_only(cuda: FakeCuda, monkey
 
     monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
 
-    def start(exchange: Exchange, stage: int) -> Work:
+    def start(exchange: Exchange, stage: int, turn: int) -> Work:
         assert len(waited) == 1  # the input is there
         assert exchange.input is exchange.output
         assert exchange.input.tolist() == [3]

@@ -1,0 +1,122 @@
+"""Several connections between ranks give the bits of one, with every reducer, and ranks agree on their number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gqsgd import register_gqsgd
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.functional import all_reduce, close
+from lightning_gqsgd.transport.communicator import Communicator
+from tests.distributed.models import batch, fingerprint, wrapped
+from tests.distributed.ranks import run
+
+#: Four pieces, the last of which is short.
+NUMEL = 3 * 524_288 + 1_001
+
+CASES: list[dict[str, Any]] = [
+    {"bits": 8, "reducer": "two_shot"},
+    {"bits": 4, "reducer": "gather", "sample_every": 1},
+    {"bits": 8, "reducer": "sum"},
+    {"bits": 5, "reducer": "tree", "codec": "exponential"},
+    {"bits": 16},
+    {"reducer": "native"},
+    {"bits": 8, "reducer": "hierarchical", "node_size": 2},
+    {"codec": "linear", "bits": 8, "memory": "diana", "reducer": "two_shot"},
+]
+
+
+def _used(rank: int, case: dict[str, Any], connections: int) -> tuple[torch.Tensor, set[int]]:
+    """A mean, and the turns that were taken."""
+    turns: set[int] = set()
+    start = Communicator._start
+
+    def record(communicator: Communicator, exchange: Any, stage: int, turn: int) -> Any:
+        turns.add(turn)
+        return start(communicator, exchange, stage, turn)
+
+    torch.manual_seed(rank)
+    Communicator._start = record  # type: ignore[method-assign]
+    try:
+        means = [all_reduce(torch.randn(NUMEL), step=step, connections=connections, **case) for step in range(2)]
+    finally:
+        Communicator._start = start  # type: ignore[method-assign]
+    close()
+    return torch.stack(means), turns
+
+
+def _equal(rank: int) -> None:
+    for case in CASES:
+        if "memory" in case:
+            continue  # all_reduce has none
+        one, only = _used(rank, case, 1)
+        three, turns = _used(rank, case, 3)
+        assert torch.equal(one, three), case
+        assert only == {0}
+        pieces = 2 if case.get("reducer") == "native" else 4  # a native bucket is one piece
+        assert turns == set(range(min(3, pieces))), (case, turns)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_connections_change_no_bit(ranks: int, tmp_path: Path) -> None:
+    run(_equal, ranks, tmp_path, timeout=240)
+
+
+def _trains(rank: int, fields: dict[str, Any]) -> str:
+    torch.manual_seed(0)
+    wide = torch.nn.Sequential(torch.nn.Linear(32, 40_000), torch.nn.ReLU(), torch.nn.Linear(40_000, 10))
+    model, state = wrapped({"bucket_cap_mb": 4}, {"min_numel": 0, **fields}, wide)
+    for step in range(3):
+        x, y = batch(rank, step)
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    state.close()
+    return fingerprint(model)
+
+
+def _trained(rank: int) -> list[str]:
+    made = []
+    for fields in (CASES[0], CASES[-1], {"bits": {"*": 4, "0.*": 8}}):
+        made += [_trains(rank, fields), _trains(rank, {**fields, "connections": 4})]
+    return made
+
+
+def test_a_model_trained_over_several_connections_is_that_of_one(tmp_path: Path) -> None:
+    first, second = run(_trained, 2, tmp_path, timeout=240)
+    assert first == second
+    assert first[::2] == first[1::2]
+    assert len(set(first)) == 3
+
+
+def _differ(rank: int) -> str:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+    with pytest.raises(ConfigError) as caught:
+        register_gqsgd(model, connections=1 + rank)
+    return str(caught.value)
+
+
+def test_ranks_with_other_numbers_of_connections_are_told(tmp_path: Path) -> None:
+    for text in run(_differ, 2, tmp_path):
+        assert "connections" in text
+
+
+@pytest.mark.parametrize("connections", [0, 17, 1.5, "4", True, None])
+def test_other_numbers_are_refused(connections: Any) -> None:
+    with pytest.raises(ConfigError, match="connections="):
+        GQSGDConfig(connections=connections)
+
+
+def test_every_number_of_bits_keeps_the_connections() -> None:
+    automatic = GQSGDConfig(auto=True, connections=3)
+    assert {config.connections for config in automatic.candidates().values()} == {3}
+    assert {config.connections for config in GQSGDConfig(bits={"*": 4, "a": 32}, connections=2).by_bits().values()} == {
+        2
+    }
+    assert GQSGDConfig(bits=4, connections=2).replaced(bits=32).connections == 2
