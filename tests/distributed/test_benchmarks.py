@@ -103,6 +103,15 @@ def test_reducers() -> None:
 
 @needs_root
 @pytest.mark.slow
+def test_connections() -> None:
+    small = ("--member-rate", "1gbit", "--connections", "1", "3", "--numel", "1100000", "--rounds", "1", "--labs", "1")
+    shown = _run("connections", *small)
+    assert "two_shot, 4 bit, 3 connections" in shown
+    assert "bf16" in shown
+
+
+@needs_root
+@pytest.mark.slow
 def test_training() -> None:
     assert "gqsgd_4bit" in _run("training", *LAB, "--model", "resnet18", "--batch-size", "2")
 
