@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 import pytest
 
@@ -162,6 +163,14 @@ SENTENCES: Sentences = {
         lambda: f"{min(speeds_of_two_threads()):.2f}",
         lambda: f"{max(speeds_of_two_threads()):.2f}",
     ],
+    (
+        "docs/choosing.md",
+        r"of 25 MiB at 4 bits takes ([\d.]+) ms with one connection, ([\d.]+) ms with two and ([\d.]+) ms with four",
+    ): [
+        lambda: cell("connections_netlab", "time (ms)", case="two_shot, 4 bit"),
+        lambda: cell("connections_netlab", "time (ms)", case="two_shot, 4 bit, 2 connections"),
+        lambda: cell("connections_netlab", "time (ms)", case="two_shot, 4 bit, 4 connections"),
+    ],
     ("docs/choosing.md", r"PowerSGD of rank 1 sends the least there, ([\d.]+) bits"): [
         lambda: of_rival("bits sent", "torch PowerSGD, rank 1"),
     ],
@@ -241,6 +250,23 @@ def test_trainings_of_sparse_tables_are_those_of_the_table() -> None:
         assert auc == cell("deeplight_criteo_sparse", "AUC", heading="100 Mbit/s", **row)
         links = ("100 Mbit/s", "1 Gbit/s")
         assert steps == [cell("deeplight_criteo_sparse", "step (ms)", heading=link, **row) for link in links]
+
+
+def converged(strategy: str, seed: int) -> float:
+    """Percent of the test images that a committed run ends with."""
+    file = RESULTS / "convnet_cifar_links" / "runs" / f"{strategy}-seed{seed}" / "result.json"
+    return 100 * float(json.loads(file.read_text())["metrics"]["test/acc"])
+
+
+def test_three_seeds_of_the_converged_network_are_those_of_its_runs_and_their_means() -> None:
+    seeds = {}
+    for strategy in ("ddp", "gqsgd_4bit"):
+        said = partial(cell, "convnet_cifar_links", heading="Three seeds", strategy=strategy)
+        seeds[strategy] = [float(said(column=f"seed {seed} (%)")) for seed in range(3)]
+        assert seeds[strategy][2] == round(converged(strategy, 2), 2)
+        assert said(column="mean (%)") == f"{mean(seeds[strategy]):.2f} ± {stdev(seeds[strategy]):.2f}"
+    less = [ours - ddp for ours, ddp in zip(seeds["gqsgd_4bit"], seeds["ddp"], strict=True)]
+    assert said(column="less ddp's") == f"{mean(less):.2f} ± {stdev(less):.2f}".replace("-", "−")
 
 
 @pytest.mark.parametrize("strategy", ["gqsgd", "gqsgd_3bit", "gqsgd_2bit"])
