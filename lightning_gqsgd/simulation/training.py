@@ -126,7 +126,8 @@ def simulate(
         record_every: steps between two rows of the record; None: such that there are about 100. The last step has one.
         progress: show a bar.
         **fields: fields of `GQSGDConfig` that replace the preset's. What is raw is the problem's choice, so
-            ``min_numel`` and ``exclude`` have no effect; nor have ``warmup_steps`` and ``sample_every``. Also
+            ``min_numel`` and ``exclude`` have no effect; nor have ``warmup_steps``, ``sample_every`` and
+            ``connections``. Also
             ``local_steps``, the number of steps in a round, and the other fields of `local_steps.options.LocalOptions`.
             Further, ``participation``: the number of workers that take part in a round, drawn at random for each round
             (FedPAQ, arXiv 1909.13014); the anchor moves by the mean of their changes. And ``local_steps_of``: a list

@@ -365,11 +365,11 @@ def _late_error(rank: int, stage: int) -> tuple[str, str, bool]:
     train(model, rank, range(3))
     start, calls = state._engine.communicator.start, []
 
-    def failing(exchange: Any, number: int) -> Any:
+    def failing(exchange: Any, number: int, turn: int = 0) -> Any:
         calls.append(number)
         if number == stage and calls.count(stage) == 2:
             raise OSError("the wire was cut")
-        return start(exchange, number)
+        return start(exchange, number, turn)
 
     state._engine.communicator.start = failing  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as first:

@@ -380,6 +380,7 @@ def test_every_field_is_an_argument() -> None:
         "max_slowdown": None,
         "sparse": "refuse",
         "sparse_limit": 1.0,
+        "connections": 2,
     }
     assert set(values) == set(GQSGDConfig.field_names())
     assert lightning_gqsgd.GQSGDStrategy(**values).gqsgd_config == GQSGDConfig(**values)
