@@ -11,23 +11,18 @@ The benchmark needs Linux, root and iproute2, see `netlab`.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.hosts import RESULT, TIMEOUT_S, WorkerError, begin, finish, slowest, work_or_present
-from benchmarks.reducers import Bench
+from benchmarks.hosts import begin, finish, in_lab, slowest, work_or_present
+from benchmarks.reducers import BARE, Bench
 from benchmarks.report import Report
 from lightning_gqsgd.performance.turns import in_turns
 from netlab.lab import INTERFACE, NetLab, parse_rate
-from netlab.ranks import run_everywhere
 
 PROGRAM = "python -m benchmarks.connections"
 
@@ -54,13 +49,14 @@ def _run(command: Sequence[str]) -> None:
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, ranks = begin()
-    bench = Bench(options.numel, ranks, rank, ["two_shot"])
+    bench = Bench(options.numel, ranks, rank)
     bench.add_native()
     for bits in options.bits:
         for connections in options.connections:
             bench.add_reducer("two_shot", bits, connections)
-    seconds = in_turns(bench.cases, options.rounds, before=dist.barrier)
-    medians = {name: float(np.median(slowest(values))) for name, values in seconds.items() if "codec" not in name}
+    cases = {name: case for name, case in bench.cases.items() if not name.endswith(BARE)}
+    seconds = in_turns(cases, options.rounds, before=dist.barrier)
+    medians = {name: float(np.median(slowest(values))) for name, values in seconds.items()}
     bench.close()
     finish({"seconds": medians, "bytes": bench.bytes})
 
@@ -91,17 +87,11 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def _in_lab(options: argparse.Namespace) -> dict:
-    command = [sys.executable, *PROGRAM.split()[1:], *sys.argv[1:]]
-    with tempfile.TemporaryDirectory() as folder, NetLab(2, "none") as lab:
-        for host in range(2):
+def _in_lab(options: argparse.Namespace) -> Any:
+    with NetLab(2, "none") as lab:
+        for host in range(lab.hosts):
             bundle(lab, host, options.members, options.member_rate)
-        file = Path(folder) / "result.json"
-        os.environ[RESULT] = str(file)
-        code = run_everywhere(lab, command, timeout=TIMEOUT_S)
-        if code or not file.exists():
-            raise WorkerError(f"{PROGRAM} failed with exit code {code}")
-        return json.loads(file.read_text())
+        return in_lab(lab, PROGRAM, f"over {options.members} links of {options.member_rate}")
 
 
 def main() -> None:

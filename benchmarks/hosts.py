@@ -69,18 +69,34 @@ def in_labs(
         WorkerError: a worker failed or left no result.
         NetLabError: a lab cannot be built.
     """
-    command = [sys.executable, *program.split()[1:], *sys.argv[1:]]
     for hosts in options.hosts:
         for rate in options.rate:
-            with tempfile.TemporaryDirectory() as folder, NetLab(hosts, rate, options.ranks_per_host) as lab:
-                file = Path(folder) / "result.json"
-                os.environ[RESULT] = str(file)
-                code = run_everywhere(lab, command, timeout=timeout)
-                if code or not file.exists():
-                    raise WorkerError(f"{program} on {hosts} hosts at {rate} failed with exit code {code}")
-                result = json.loads(file.read_text())
+            with NetLab(hosts, rate, options.ranks_per_host) as lab:
+                result = in_lab(lab, program, f"on {hosts} hosts at {rate}", timeout)
             add_rows(report, hosts, rate, result)
             report.raw[f"{hosts} hosts, {rate}"] = result
+
+
+def in_lab(lab: NetLab, program: str, where: str, timeout: float = TIMEOUT_S) -> Any:
+    """Run this command as every rank of a lab; the argument of `finish` on host 0.
+
+    Args:
+        lab: the lab, entered.
+        program: see `in_labs`.
+        where: for the error, what the lab is.
+        timeout: see `in_labs`.
+
+    Raises:
+        WorkerError: a worker failed or left no result.
+    """
+    command = [sys.executable, *program.split()[1:], *sys.argv[1:]]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        os.environ[RESULT] = str(file)
+        code = run_everywhere(lab, command, timeout=timeout)
+        if code or not file.exists():
+            raise WorkerError(f"{program} {where} failed with exit code {code}")
+        return json.loads(file.read_text())
 
 
 def wire_seconds(nbytes: float, rate: str) -> float | None:

@@ -17,10 +17,9 @@ The next command compares one level with two levels, on hosts that run several r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -62,17 +61,11 @@ IDLE = SimpleNamespace(
 class Bench:
     """All cases on one buffer per rank, reduced in place."""
 
-    def __init__(self, numel: int, ranks: int, rank: int, reducers: Sequence[str]) -> None:
+    def __init__(self, numel: int, ranks: int, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
         self.buffer = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-        every = [stages(resolve(case_config(case, 8), ranks), ranks) for case in reducers]
-        scopes = [
-            tuple(dict.fromkeys(scope for stage in same for scope in stage))
-            for same in zip_longest(*every, fillvalue=())
-        ]
         assert dist.group.WORLD is not None
         self.communicator = Communicator(self.buffer.device, dist.group.WORLD, "benchmarks.reducers")
-        self.communicator.extend(scopes)
         self.runner = runner_for(self.communicator)
         self.telemetry = Telemetry()
         self.cases: dict[str, Callable[[], object]] = {}
@@ -138,7 +131,7 @@ def _mean(x: Tensor, ranks: int) -> None:
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, ranks = begin()
-    bench = Bench(options.numel, ranks, rank, options.reducer)
+    bench = Bench(options.numel, ranks, rank)
     bench.add_native()
     for reducer in options.reducer:
         if reducer != "gather" or ranks == 2:  # with more ranks, a gather moves more bytes than its rivals

@@ -12,7 +12,7 @@ import torch
 
 from lightning_gqsgd.functional import all_reduce, close
 from lightning_gqsgd.transport.workers import VARIABLE
-from tests.distributed.models import batch, fingerprint, wrapped
+from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
 
 #: Three pieces, the last of which is short.
@@ -57,13 +57,7 @@ def _trains(rank: int, preset: str) -> list[str]:
         torch.manual_seed(0)
         wide = torch.nn.Sequential(torch.nn.Linear(32, 40_000), torch.nn.ReLU(), torch.nn.Linear(40_000, 10))
         model, state = wrapped({}, {"preset": preset, "min_numel": 0}, wide)
-        for step in range(3):
-            x, y = batch(rank, step)
-            model.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+        train(model, rank, range(3))
         prints.append(fingerprint(model))
         state.close()
     return prints

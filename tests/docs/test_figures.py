@@ -199,7 +199,7 @@ QUALITIES = (
 )
 
 
-def test_qualities_over_convnet_seeds_are_those_of_the_tables() -> None:
+def test_qualities_over_three_seeds_are_those_of_the_tables() -> None:
     text = (ROOT / "docs/benchmarks.md").read_text()
     for begin, page, column, row in (
         ("ResNet-20, CIFAR-10", "resnet_cifar_netlab", "accuracy (%)", {"heading": "Three seeds"}),

@@ -260,9 +260,8 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2]
 
 
-def _heap() -> float:
+def _heap(libc: ctypes.CDLL) -> float:
     """What malloc has given and not got back, in MiB. Pages that it keeps for later are not part of that."""
-    libc = ctypes.CDLL("libc.so.6")
     libc.mallinfo2.restype = _Mallinfo2
     info = libc.mallinfo2()
     return float(info.uordblks + info.hblkhd) / 2**20
@@ -274,11 +273,12 @@ def _held() -> dict[str, float]:
     Memory is all pages that the process holds after malloc gave back those that it can.
     """
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    libc = ctypes.CDLL("libc.so.6")
+    libc.malloc_trim(0)
     process = psutil.Process()
     return {
         "memory": process.memory_info().rss / 2**20,
-        "heap": _heap(),
+        "heap": _heap(libc),
         "threads": process.num_threads(),
         "files": process.num_fds(),
     }
