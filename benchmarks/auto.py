@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,15 @@ FIXED: dict[str, dict[str, Any]] = {
     "8 bits": {"bits": 8},
     "4 bits": {"bits": 4},
 }
-CASES = (PLAIN, *HOOKS, *FIXED, AUTO)
+#: Fixed choices by model whose early buckets, those of the last layers, have more bits than the others: where the
+#: backward pass hides them, fewer bits would save nothing there.
+MIXED: dict[str, dict[str, dict[str, Any]]] = {
+    "resnet18": {
+        "32 bits in layer4, else 4": {"bits": {"*": 4, "layer4.*": 32, "fc.*": 32}},
+        "32 bits in layer4.1, else 4": {"bits": {"*": 4, "layer4.1.*": 32, "fc.*": 32}},
+        "16 bits in layer4, else 4": {"bits": {"*": 4, "layer4.*": 16, "fc.*": 16}},
+    }
+}
 #: Steps after which a change of the link counts as not noticed.
 MOST_STEPS = 150
 #: Environment variable of workers: the rates that their links take one after the other.
@@ -51,6 +60,11 @@ CHANGES = "GQSGD_BENCHMARK_CHANGES"
 WARM_UP = 3
 #: Steps between a decision and the next change of the link.
 REST = 12
+
+
+def fixed(model: str) -> dict[str, dict[str, Any]]:
+    """The fixed choices for a model: fields of the configuration, by name."""
+    return FIXED | MIXED.get(model, {})
 
 
 class Case:
@@ -65,7 +79,7 @@ class Case:
         if name in HOOKS:
             self.model.register_comm_hook(None, HOOKS[name])
         elif name != PLAIN:
-            fields = {"preset": AUTO} if name == AUTO else FIXED[name]
+            fields = {"preset": AUTO} if name == AUTO else fixed(model)[name]
             self.state = register_gqsgd(self.model, **fields, sample_every=0)
 
     def step(self) -> None:
@@ -107,7 +121,8 @@ def work(options: argparse.Namespace) -> None:
     batch = torch.randn(options.batch_size, *MODELS[options.model]()[1], generator=generator)
     labels = torch.randint(CLASSES, (options.batch_size,), generator=generator)
     changes = os.environ.get(CHANGES, "").split()
-    cases = {name: Case(name, options.model, batch, labels) for name in ((AUTO,) if changes else CASES)}
+    names = (AUTO,) if changes else (PLAIN, *HOOKS, *fixed(options.model), AUTO)
+    cases = {name: Case(name, options.model, batch, labels) for name in names}
     auto = cases[AUTO]
     assert auto.state is not None
     auto.decide()
@@ -170,7 +185,7 @@ def measure(options: argparse.Namespace) -> Report:
             "trained alone until its first decision.",
         ),
     )
-    in_labs(options, PROGRAM, report, _add_rows)
+    in_labs(options, PROGRAM, report, partial(_add_rows, options.model))
     if options.changes:
         _measure_changes(options, report)
     load = os.getloadavg()[2]
@@ -182,9 +197,9 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
+def _add_rows(model: str, report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
     seconds = {name: np.array(values) for name, values in result["seconds"].items()}
-    best = min((PLAIN, *FIXED), key=lambda name: float(np.median(seconds[name])))
+    best = min((PLAIN, *fixed(model)), key=lambda name: float(np.median(seconds[name])))
     took = " then ".join(str(decision["bits"]) for decision in result["decisions"])
     for name, values in seconds.items():
         ratios = [float(np.median(seconds[other] / values)) for other in (PLAIN, best)]

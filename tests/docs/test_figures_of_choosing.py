@@ -9,7 +9,7 @@ from decimal import Decimal
 import pytest
 
 from tests.docs.checks import Checked, Sentences, compare_sentence, numbers
-from tests.docs.tables import RESULTS, cell
+from tests.docs.tables import RESULTS, cell, rows_of
 from tests.docs.test_figures import NETWORKS, RATES
 
 PAGE = "docs/choosing.md"
@@ -51,7 +51,21 @@ def noise(task: str, column: str) -> str:
     return cell("noise_bits", column, task=task)
 
 
+def of_layers(column: str) -> list[float]:
+    """The transformer's rows of a column of the table about a width for each parameter."""
+    return [float(row[column]) for row in rows_of(RESULTS / "noise_layers.md") if row["task"] == "transformer"]
+
+
 SENTENCES: Sentences = {
+    (PAGE, r"a ResNet takes the same (\d) bits, and a transformer from ([\d.]+) bits fewer to\s+([\d.]+) bits more"): [
+        lambda: cell("noise_layers", "bits, a width each", task="ResNet", ranks="8", batch="64"),
+        lambda: -min(of_layers("difference")),
+        lambda: max(of_layers("difference")),
+    ],
+    (PAGE, r"Their R/V is ([\d.]+) to\s+([\d.]+) times that of all"): [
+        lambda: min(of_layers("R/V, least layer")),
+        lambda: max(of_layers("R/V, largest layer")),
+    ],
     (PAGE, r"batches of 32 at ([+−]\d[\d.]*) ± ([\d.]+)\s+points with ([\d.]+) bits"): [
         lambda: noise("digits, batch 32", "difference").partition(" ± ")[0],
         lambda: noise("digits, batch 32", "difference").partition(" ± ")[2],

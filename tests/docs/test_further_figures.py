@@ -12,7 +12,7 @@ from statistics import mean, median, stdev
 import pytest
 
 from tests.docs.checks import Sentences, compare_sentence, rounded
-from tests.docs.tables import RESULTS, cell
+from tests.docs.tables import RESULTS, cell, rows_of
 from tests.docs.test_figures import auto, local, local_to_4_bits, prediction
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +30,12 @@ def speed_of_auto(rate: str) -> str:
 
 def speed_of_32_bits(rate: str) -> str:
     return cell("auto", "ddp / step", case="32 bits", rate=rate)
+
+
+def of_resnet18(says: str) -> list[float]:
+    """Times the speed of the best fixed choice, of the ResNet-18 cases whose names match."""
+    rows = rows_of(RESULTS / "auto_resnet18.md")
+    return [float(row["best fixed / step"]) for row in rows if re.search(says, row["case"])]
 
 
 def errors(rate: str | None = None) -> list[float]:
@@ -109,6 +115,14 @@ SENTENCES: Sentences = {
         lambda: auto("1gbit"),
         lambda: speed_of_auto("100mbit"),
         lambda: speed_of_auto("1gbit"),
+    ],
+    ("docs/performance.md", r"Its steps had ([\d.]+) to ([\d.]+) times the speed of the best fixed choice"): [
+        lambda: min(of_resnet18("^gqsgd_auto$")),
+        lambda: max(of_resnet18("^gqsgd_auto$")),
+    ],
+    ("docs/performance.md", r"they had ([\d.]+) to ([\d.]+) times the speed of the best width for all"): [
+        lambda: min(of_resnet18("else 4")),
+        lambda: max(of_resnet18("else 4")),
     ],
     (
         "docs/performance.md",
