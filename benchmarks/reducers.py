@@ -34,6 +34,7 @@ from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.performance.turns import Spread, in_turns, ratio
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, link, new_store, resolve, stages, tree, two_shot
@@ -84,7 +85,8 @@ class Bench:
         self.bytes |= {"fp32": fp32, "bf16": fp32 // 2}
 
     def add_reducer(self, case: str, bits: int, connections: int = 1) -> None:
-        config = resolve(case_config(case, bits), self.ranks)
+        assert dist.group.WORLD is not None
+        config = resolve(with_nodes(case_config(case, bits), dist.group.WORLD), self.ranks)
         self.communicator.extend(stages(config, self.ranks), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_numel)
@@ -117,10 +119,11 @@ class Bench:
 def case_config(case: str, bits: int) -> GQSGDConfig:
     """The configuration of a case's name.
 
-    Codes are exponential for the tree, and where the name ends in "exponential".
+    Codes are exponential for the tree, and where the name ends in "exponential"; else those that the package takes:
+    linear where codes are added, and companded.
     """
     reducer, _, codec = case.partition(" ")
-    codec = "exponential" if reducer == "tree" else codec or "linear"
+    codec = "exponential" if reducer == "tree" else codec or "auto"
     return GQSGDConfig(reducer=reducer, codec=codec, bits=bits, sample_every=0)
 
 
@@ -169,7 +172,8 @@ def measure(options: argparse.Namespace) -> Report:
             "it has above 1.05 is Gloo's. Gloo takes about 0.5 ms of processor per collective, and a rank cannot "
             "receive a message while it sends one of the same collective, so a bucket's first piece goes one way at a "
             "time. All hosts share this machine's cores: with more hosts than cores they wait for each other's "
-            "network stacks, and times differ between runs (4 hosts on 2 cores, two_shot at 4 bits: 1.5 to 1.9).",
+            "network stacks, and times differ between runs and machines (4 hosts on 2 cores, two_shot at 4 bits: 1.5 to "
+            "2.9).",
         ),
     )
     in_labs(options, PROGRAM, report, partial(_add_rows, options))

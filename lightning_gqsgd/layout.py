@@ -129,6 +129,10 @@ class Layout:
     def _parts(self) -> dict[tuple[int, int], Part]:
         return {}
 
+    @cached_property
+    def _others(self) -> dict[int, Part]:
+        return {}
+
     @property
     def shards(self) -> int:
         """Number of shards."""
@@ -143,6 +147,22 @@ class Layout:
     def whole(self) -> Part:
         """All blocks, with their positions in the message of all shards."""
         return Part(self.blocks, self.table, self.block_size)
+
+    def others(self, index: int) -> Part:
+        """The blocks that owners of other shards decode, and all uncompressed ones, with their positions in the
+        message of all shards.
+
+        The owner of the shard ``index`` has its coordinates already, and reads of its own message uncompressed blocks
+        only.
+        """
+        if index not in self._others:
+            own = np.zeros(len(self.table), dtype=bool)
+            own[self.first[index] : self.first[index + 1]] = True
+            table = self.table[~own | (self.table[:, RAW] == 1)]
+            self._others[index] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
+        part = self._others[index]
+        _keep_for_this_stream(part.blocks)
+        return part
 
     def shard(self, index: int) -> Part:
         """The blocks of one shard, with their positions in that shard's own message."""

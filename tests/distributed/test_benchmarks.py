@@ -103,6 +103,14 @@ def test_reducers() -> None:
 
 @needs_root
 @pytest.mark.slow
+def test_reducers_of_two_levels() -> None:
+    levels = ("--ranks-per-host", "2", "--reducer", "two_shot", "hierarchical")
+    shown = _run("reducers", *LAB, *levels, "--numel", "70000")
+    assert "hierarchical, 4 bit without codec" in shown
+
+
+@needs_root
+@pytest.mark.slow
 def test_connections() -> None:
     small = ("--member-rate", "1gbit", "--connections", "1", "3", "--numel", "1100000", "--rounds", "1", "--labs", "1")
     shown = _run("connections", *small)

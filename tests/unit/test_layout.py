@@ -108,6 +108,18 @@ def test_bits_on_the_wire_are_the_bits_asked_for() -> None:
     assert [round(8 * summable_code_bytes(length, bits) / 256, 1) for bits in (3, 5, 6, 7)] == [3.2, 5.5, 6.5, 7.2]
 
 
+@given(segments, st.integers(1, 5))
+def test_a_rank_encodes_what_others_decode_and_what_travels_uncompressed(rows: list[Segment], shards: int) -> None:
+    layout = place_by_owner(cut(rows, 64), quantiser(4), shards=shards, scale_bytes=2, raw_bytes=4, striped=False)
+    raw = layout.table[layout.table[:, RAW] == 1, START].tolist()
+    for shard in range(shards):
+        others = layout.others(shard)
+        assert np.array_equal(others.blocks.numpy(), others.table)
+        of_others = [layout.shard(other).table[:, START].tolist() for other in range(shards) if other != shard]
+        assert set(others.table[:, START]) == set(raw).union(*of_others)
+        assert set(others.table[:, CODES]) <= set(layout.table[:, CODES])
+
+
 @given(segments, st.integers(1, 70), st.booleans())
 def test_owners_depend_on_the_parameter_only(rows: list[Segment], shards: int, striped: bool) -> None:
     table = cut(rows, 64)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.protocol import Own
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.layout import Layout, Segment
 from lightning_gqsgd.simulation import VirtualRanks
 from tests.unit.test_kernels import KEYS, gradient, layout_of, message
 
@@ -52,6 +52,19 @@ def test_an_owner_does_not_read_its_own_codes(kernels: Any, codec: Codec) -> Non
     kernels.decode(wires[1:2], layout.blocks, alone, q, KEYS[1:2])
     expected = through_messages + (xs[1] - alone) / 3
     assert torch.allclose(shards[0][1], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("fields", [{}, {"rotation": True}, {"codec": "linear", "norm": "l2"}, {"memory": "ef"}])
+def test_the_bits_are_those_of_ranks_that_encode_everything(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xs = [gradient(rank, 418, torch.float32) for rank in range(3)]
+    means = []
+    for _ in range(2):
+        virtual = VirtualRanks(3, SEGMENTS, torch.float32, bits=4, block_size=64, reducer="two_shot", **fields)
+        means.append(virtual.average([x.clone() for x in xs], 7)[0])
+        monkeypatch.setattr(Layout, "others", lambda layout, rank: layout.whole)
+    assert torch.equal(*means)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
