@@ -172,8 +172,8 @@ def measure(options: argparse.Namespace) -> Report:
             "it has above 1.05 is Gloo's. Gloo takes about 0.5 ms of processor per collective, and a rank cannot "
             "receive a message while it sends one of the same collective, so a bucket's first piece goes one way at a "
             "time. All hosts share this machine's cores: with more hosts than cores they wait for each other's "
-            "network stacks, and times differ between runs and machines (4 hosts on 2 cores, two_shot at 4 bits: 1.5 to "
-            "2.9).",
+            "network stacks, and times differ between runs and machines (4 hosts on 2 cores, two_shot at 4 bits: 1.5 "
+            "to 2.9).",
         ),
     )
     in_labs(options, PROGRAM, report, partial(_add_rows, options))

@@ -163,24 +163,26 @@ def _of_one_level(runs: Sequence[Blocks], setting: Setting) -> tuple[Any, ...]:
     return (*sizes, *_shards(runs, setting, _SHARDS[name](setting.ranks)))
 
 
-def _shards(runs: Sequence[Blocks], setting: Setting, shards: int) -> tuple[int, int]:
-    """How many blocks rank 0 owns, and the bytes of a shard's message: see `layout.place_by_owner`.
+def _shards(runs: Sequence[Blocks], setting: Setting, shards: int) -> tuple[int, int, int]:
+    """How many blocks rank 0 owns, how many of them are uncompressed, and the bytes of a shard's message: see
+    `layout.place_by_owner`.
 
     Owners take turns at the blocks of a parameter, so each of them has as many blocks as the others, or one more.
     """
     size = setting.config.block_size
     q = setting.codec.quantiser(size)
     rank = np.arange(shards)
-    scales, rest, blocks = (np.zeros(shards, dtype=np.int64) for _ in range(3))
+    scales, rest, blocks, raw = (np.zeros(shards, dtype=np.int64) for _ in range(4))
     for run, owner in zip(runs, _first_owners(runs, shards), strict=True):
         counts = run.blocks // shards + ((rank - owner) % shards < run.blocks % shards)
         blocks += counts
+        raw += counts if run.raw else 0
         scales += 0 if run.raw else counts * setting.scale_bytes
         last = run.numel - (run.blocks - 1) * size
         full_bytes, last_bytes = (_record(length, run.raw, q, setting.raw_bytes) for length in (size, last))
         rest += counts * full_bytes
         rest[(owner + run.blocks - 1) % shards] += last_bytes - full_bytes
-    return int(blocks[0]), int((_aligned(scales) + rest).max())
+    return int(blocks[0]), int(raw[0]), int((_aligned(scales) + rest).max())
 
 
 def _first_owners(runs: Sequence[Blocks], shards: int) -> list[int]:
