@@ -119,7 +119,8 @@ SENTENCES = {
         lambda: local("diloco, H=16, 4 bits"),
         local_to_4_bits,
     ],
-    r"gqsgd_4bit ends ([\d.]+) points below ddp, whose own seeds spread by ([\d.]+)": [
+    r"gqsgd \(8 bits\) ends ([\d.]+) and gqsgd_4bit ([\d.]+) points below ddp, whose own seeds spread by ([\d.]+)": [
+        lambda: convnet_seeds("less ddp's", "gqsgd").partition(" ± ")[0].strip("−"),
         lambda: convnet_seeds("less ddp's").partition(" ± ")[0].strip("−"),
         lambda: convnet_seeds("mean (%)", "ddp").partition(" ± ")[2],
     ],
