@@ -38,8 +38,8 @@ def gaussian_error(preset: str) -> str:
     return str(100 * fact["error"])
 
 
-def auto(rate: str) -> str:
-    return cell("auto", "ddp / step", case="gqsgd_auto", hosts="2", rate=rate)
+def auto(rate: str, page: str = "auto") -> str:
+    return cell(page, "ddp / step", case="gqsgd_auto", hosts="2", rate=rate)
 
 
 def prediction(number: int, page: str = "prediction") -> str:
@@ -98,6 +98,10 @@ SENTENCES = {
         lambda: auto("100mbit"),
         lambda: auto("1gbit"),
         lambda: auto("none"),
+    ],
+    r"with ResNet-18, ([\d.]+) times\sfaster at 1 Gbit/s, ([\d.]+) times at 2 Gbit/s, and as fast on one machine": [
+        lambda: auto("1gbit", "auto_resnet18"),
+        lambda: auto("2gbit", "auto_resnet18"),
     ],
     r"over (\d+) settings of two hosts, the median error is ([\d.]+) % and the worst\s([\d.]+) %": [
         lambda: prediction(1),
