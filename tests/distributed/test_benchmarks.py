@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import accuracy, kernels, noise_bits, report
+from benchmarks import accuracy, kernels, noise_bits, noise_layers, report
 from lightning_gqsgd.performance.turns import in_turns, ratio
 
 needs_root = pytest.mark.skipif(
@@ -79,6 +79,13 @@ def test_accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr(accuracy, "NUMEL", 1 << 14)
     few = ("--bits", "8", "--block-size", "256", "--ranks", "2")
     assert "network, n = 2" in _run_here(accuracy, monkeypatch, capsys, *few)
+
+
+@pytest.mark.slow
+def test_noise_layers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(noise_layers, "CASES", ((2, 2),))
+    monkeypatch.delenv("GQSGD_DATA", raising=False)
+    assert "transformer" in _run_here(noise_layers, monkeypatch, capsys, "--steps", "41")
 
 
 @pytest.mark.slow
