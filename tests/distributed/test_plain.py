@@ -8,7 +8,6 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,17 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.telemetry import Meter
-from lightning_gqsgd.tuning import clock as clock_module
 from lightning_gqsgd.tuning import plain as plain_module
-from lightning_gqsgd.tuning import steering as steering_module
 from lightning_gqsgd.tuning.decisions import Decision
 from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 #: Steps of the hook before plain DDP takes its place, where a decision for 32 bits was loaded.
 LEAVES_AFTER = 8
-#: The step from which on steps take longer, in the test of a whole run.
-LONGER_FROM = 120
 SMALL_BUCKETS = {"bucket_cap_mb": 0.03}
 
 
@@ -465,40 +460,3 @@ def test_the_hook_stays_where_steps_cannot_be_counted_without_it(tmp_path: Path)
     first, second = run(_two_reductions, 2, tmp_path)
     assert first == second
     assert first[:2] == ("gqsgd_hook", 39)
-
-
-def _slower(rank: int) -> dict[str, Any]:
-    """A whole run: a trial, plain DDP, steps that become longer, and another trial.
-
-    A clock that is made up says how long steps take, so that other programs of the machine decide nothing."""
-    now = {"s": 0.0}
-    for module in (clock_module, steering_module):
-        module.time = SimpleNamespace(perf_counter=lambda: now["s"])
-    model, state = wrapped({}, {"auto": True, "allow": (32, 16)})
-
-    def pass_time(*_: object) -> None:
-        seconds = 0.03 if state.step >= LONGER_FROM else 0.004
-        now["s"] += seconds * (1 + 0.01 * rank) * (2 if state.config.num_bits == 16 else 1)
-
-    model.module.register_forward_pre_hook(pass_time)
-    carriers, decisions = [], []
-    for step in range(2 * LONGER_FROM):
-        train(model, rank, range(step, step + 1))
-        carriers.append(carrier(model))
-        decisions.append(len(state.decisions))
-    facts = {"carriers": carriers, "decisions": decisions, "reasons": [row.reason for row in state.decisions]}
-    state.close()
-    return {**facts, "bits": fingerprint(model)}
-
-
-@pytest.mark.slow
-def test_ranks_go_there_and_back_together_when_steps_become_longer(tmp_path: Path) -> None:
-    results = run(_slower, 3, tmp_path)
-    assert results[0] == results[1] == results[2]
-    first, second = results[0]["reasons"]
-    assert first.endswith("plain DDP takes over")
-    assert second == "steps became 650% longer; it is the shortest; plain DDP takes over"
-    carriers = results[0]["carriers"]
-    assert set(carriers[LONGER_FROM - 10 : LONGER_FROM]) == {"plain"}
-    assert carriers.index("gqsgd_hook", LONGER_FROM) <= LONGER_FROM + 30
-    assert carriers[-1] == "plain"

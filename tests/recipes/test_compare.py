@@ -16,7 +16,6 @@ from rich.console import Console
 
 from lightning_gqsgd.presets import PRESETS
 from pictures.style import COLOURS
-from recipes.compare import main
 from recipes.comparison import plan as planning
 from recipes.comparison.embedding import dark, on_dark
 from recipes.comparison.page import Section, headlines, write_page
@@ -479,25 +478,3 @@ def test_compare_two_strategies_then_go_on_with_a_failing_third(script: Script, 
     assert times == {file: file.stat().st_mtime_ns for file in folder.glob("cells/*/result.json")}
     assert "gqsgd, seed 0: exit code" in again.stdout
     assert "table: " in again.stdout  # of the two others
-
-
-@pytest.mark.parametrize("folder", ["/dev/full", "/proc/x"])
-def test_an_output_that_takes_no_files_is_refused_before_anything_runs(
-    capsys: pytest.CaptureFixture[str], folder: str
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["+exp=quickstart", f"output={folder}"])
-    assert stopped.value.code == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"compare.py: output={folder}")
-    assert line.count("\n") == 1
-
-
-def test_mistakes_are_explained_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["strategy=ddp"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("compare.py: name one experiment: +exp=NAME, one of ")
-    with pytest.raises(SystemExit):
-        main(["+exp=quickstart", "-m"])
-    assert capsys.readouterr().err == "compare.py: comma lists are the sweep here; leave -m out\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_gqsgd.errors import ConfigError
-from recipes import run
+from recipes import compare, run
 from recipes.data.named_files import check_named, named_file
 from recipes.data.sizes import TRAINING_SAMPLES
 from recipes.errors import DataError, OtherDataError
@@ -322,3 +322,25 @@ def test_settings_of_every_kind_of_strategy_pass(strategy: str) -> None:
 def test_settings_that_cannot_work_are_refused_before_lightning_is_imported(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(composed(overrides).strategy)
+
+
+@pytest.mark.parametrize("folder", ["/dev/full", "/proc/x"])
+def test_an_output_that_takes_no_files_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["+exp=quickstart", f"output={folder}"])
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"compare.py: output={folder}")
+    assert line.count("\n") == 1
+
+
+def test_mistakes_of_a_comparison_are_explained_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["strategy=ddp"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("compare.py: name one experiment: +exp=NAME, one of ")
+    with pytest.raises(SystemExit):
+        compare.main(["+exp=quickstart", "-m"])
+    assert capsys.readouterr().err == "compare.py: comma lists are the sweep here; leave -m out\n"

@@ -1,0 +1,102 @@
+"""Plain DDP has its turn where other bits win a trial by less than the hook may cost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.tuning.decisions import LAG, Rules
+from lightning_gqsgd.tuning.describing import describe
+from lightning_gqsgd.tuning.trials import Trials
+from tests.unit.test_trials import ALLOW, constant, run
+
+
+def _challenged() -> Trials:
+    """Trials in which 4 bits have won with the hook by little, so that plain DDP is to have its turn."""
+    trials = Trials(ALLOW)
+    trials.can_rest, trials.after_native = True, "; plain DDP takes over"
+    chosen: list[int] = []
+    while not trials.decisions:
+        if len(chosen) >= LAG:
+            trials.observe(len(chosen) - LAG, {32: 1.0, 16: 2.0, 8: 2.0, 4: 0.9}[chosen[-LAG]])
+        chosen.append(trials.choose(len(chosen)))
+    return trials
+
+
+def test_plain_ddp_has_its_turn_where_other_bits_win_by_less_than_the_hook_may_cost() -> None:
+    trials = _challenged()
+    assert trials.bits == 32
+    assert trials.is_resting
+    assert trials.is_trying
+    assert "by less than the hook may cost at 32 bits; plain DDP takes over" in trials.decisions[0].reason
+    trials.begin_rest()
+    assert trials.watched([0.88] * (Rules().latest - 1)) is None
+    assert trials.watched([0.88] * Rules().latest) == 0.88
+    trials.rest(10, None, 70)
+    assert trials.is_trying
+    trials.rest(10, 0.94, 80)
+    assert trials.is_resting
+    assert not trials.is_trying
+    assert [(row.bits, row.seconds[32]) for row in trials.decisions] == [(32, 1.0), (32, 0.94)]
+    assert "plain DDP, which stays" in describe(trials.decisions[1])
+    trials.rest(10, 0.94 * (1 + Rules().drift) + 0.01, 90)  # the watch goes by the steps of plain DDP
+    assert not trials.is_resting
+
+
+def test_bits_that_are_shorter_than_plain_ddp_are_taken_after_its_turn_which_costs_credit() -> None:
+    trials = _challenged()
+    trials.begin_rest()
+    credit = trials._credit
+    trials.rest(10, None, 70)
+    trials.rest(10, 0.96, 80)
+    assert (trials.bits, trials.is_resting, trials.is_trying) == (4, False, False)
+    assert trials._credit < credit - 15
+    assert (trials.decisions[1].step, trials.decisions[1].seconds[32]) == (80, 0.96)
+    assert set(run(trials, range(80, 180), constant({4: 0.9}))) == {4}
+    assert len(trials.decisions) == 2
+
+
+def test_bits_that_have_won_are_taken_where_the_hook_does_not_leave_its_place() -> None:
+    trials = _challenged()
+    chosen = run(trials, range(100, 130), constant({32: 1.0, 4: 0.9}))
+    assert chosen == [32] * Rules().latest + [4] * (30 - Rules().latest)
+    assert "has not left" in trials.decisions[1].reason
+    assert not trials.is_trying
+
+
+@pytest.mark.parametrize(
+    ("can_rest", "least", "allow"), [(False, 0.9, ALLOW), (True, 0.7, ALLOW), (True, 0.9, (16, 4))]
+)
+def test_plain_ddp_has_no_turn_where_it_cannot_come_or_cannot_win(
+    can_rest: bool, least: float, allow: tuple[int, ...]
+) -> None:
+    trials = Trials(allow)
+    trials.can_rest = can_rest
+    run(trials, range(100), constant({32: 1.0, 16: 1.0, 8: 2.0, 4: least}))
+    assert [row.bits for row in trials.decisions] == [4]
+    assert not trials.is_trying
+
+
+def test_a_turn_of_plain_ddp_goes_on_in_a_resumed_run() -> None:
+    saved = json.loads(json.dumps(_challenged().state()))
+    again = Trials.resumed(ALLOW, saved, is_same_world=True)
+    assert again.is_trying
+    assert again.is_resting
+    again.begin_rest()
+    again.rest(10, 0.96, 80)
+    assert again.bits == 4
+    assert not Trials.resumed(ALLOW, saved, is_same_world=False).is_trying
+    assert not Trials.resumed((32, 16), saved, is_same_world=True).is_trying
+    assert not Trials.resumed(ALLOW, saved | {"challenge": None}, is_same_world=True).is_trying
+    del saved["challenge"]  # as versions before it wrote
+    assert not Trials.resumed(ALLOW, saved, is_same_world=True).is_trying
+
+
+@pytest.mark.parametrize(
+    "challenge", [4, {}, {"bits": 4, "seconds": {}}, {"bits": "x", "seconds": {4: 1.0}}, {"bits": 4, "seconds": 3}]
+)
+def test_a_turn_of_plain_ddp_that_cannot_be_read_is_an_error(challenge: object) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Trials.resumed(ALLOW, _challenged().state() | {"challenge": challenge}, is_same_world=True)
