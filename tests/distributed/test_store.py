@@ -43,9 +43,15 @@ def server() -> Iterator[tuple[subprocess.Popen[str], Store]]:
     assert process.stdout is not None
     port = int(process.stdout.readline())
     client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-    yield process, Store(client, within_s=1.0)
+    yield process, Store(client, within_s=30.0)
     process.kill()
     process.wait()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Let a process stand still; all of its threads do when this returns."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
 
 
 def test_values_numbers_and_parts(server: tuple[subprocess.Popen[str], Store]) -> None:
@@ -64,7 +70,8 @@ def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
     process, store = server
     part = store.under("part")
     part.set("key", "value")
-    os.kill(process.pid, signal.SIGSTOP)
+    store._within_s = part._within_s = 1.0
+    stop(process)
     for request in (store.get, part.count, part.get):  # the second and the third fail at once
         with pytest.raises(dist.DistStoreError, match="has not answered for 1 s"):
             request("key")
@@ -73,6 +80,7 @@ def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
     for thread in threading.enumerate():
         if thread.name == "gqsgd-store":
             thread.join(10)
+    part._within_s = 30.0
     assert part.get("key") == "value"
 
 
@@ -81,7 +89,7 @@ def test_an_interrupt_of_a_request_leaves_it_behind_so_that_the_next_one_does_no
 ) -> None:
     process, store = server
     store._within_s = 60.0
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
