@@ -2,8 +2,8 @@
 
     GQSGD_DATA=FOLDER python -m benchmarks.noise_layers --save
 
-Virtual ranks train by the exact mean of their gradients. Every step is measured as ``bits="auto"`` measures, once for
-all parameters together and once for each parameter that is compressed, and the same rule takes the fewest bits.
+Virtual ranks train by the exact mean of their gradients. Every tenth step is measured as ``bits="auto"`` measures, once
+for all parameters together and once for each parameter that is compressed, and the same rule takes the fewest bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.report import Report, present
 from lightning_gqsgd.config import MAX_SLOWDOWN, GQSGDConfig
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.reducers import resolve
-from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseSums, Way
+from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseRules, NoiseSums, Way
 from lightning_gqsgd.tuning.sampling import GradientSampler
 
 PROGRAM = "python -m benchmarks.noise_layers"
@@ -45,12 +45,12 @@ class Layer(NamedTuple):
 
 @dataclass
 class Course:
-    """What was chosen in the steps of one training, from the first decision on.
+    """What was chosen in one training, from the first decision on.
 
     Attributes:
-        together: bits in each step, with one width.
-        each: bits of each layer in each step, with a width for each.
-        ratios: R/V of each layer at `SHOWN` bits, over that of all layers together, in each step.
+        together: bits after each measurement, with one width.
+        each: bits of each layer after each measurement, with a width for each.
+        ratios: R/V of each layer at `SHOWN` bits, over that of all layers together, after each measurement.
     """
 
     together: list[int] = field(default_factory=list)
@@ -65,25 +65,15 @@ def layers_of(segments: Sequence[Segment]) -> list[Layer]:
     return [Layer(segment, part) for segment, part in zip(segments, parts, strict=True) if not segment.raw]
 
 
-class Measurement:
-    """Measures gradients as the hook does.
-
-    Args:
-        candidates: the configurations by their bits, with their reducers chosen.
-    """
-
-    def __init__(self, candidates: dict[int, GQSGDConfig]) -> None:
-        self._sampler = GradientSampler(candidates)
-
-    def sums(self, gradient: Tensor, mean: Tensor, layer: Layer, step: int) -> NoiseSums:
-        """What one rank measures of one layer."""
-        taken = self._sampler.take(gradient[layer.part], [layer.segment], step, 0)
-        assert taken is not None
-        self._sampler.watch(taken)(mean[layer.part])
-        self._sampler.measure(taken)
-        sums = self._sampler.collect()
-        assert sums is not None
-        return sums
+def measured(sampler: GradientSampler, gradient: Tensor, mean: Tensor, layer: Layer, step: int) -> NoiseSums:
+    """What one rank measures of one layer."""
+    taken = sampler.take(gradient[layer.part], [layer.segment], step, 0)
+    assert taken is not None
+    sampler.watch(taken)(mean[layer.part])
+    sampler.measure(taken)
+    sums = sampler.collect()
+    assert sums is not None
+    return sums
 
 
 def added(several: Sequence[NoiseSums]) -> NoiseSums:
@@ -101,12 +91,12 @@ def follow(task: str, ranks: int, batch: int, steps: int) -> tuple[Course, list[
     candidates = {bits: resolve(candidate, ranks) for bits, candidate in config.candidates().items()}
     ways = {bits: Way.of(candidate, ranks) for bits, candidate in candidates.items()}
     together, *each = (NoiseGauge(ways, ranks, MAX_SLOWDOWN) for _ in range(1 + len(layers)))
-    measurement, course = Measurement(candidates), Course()
+    sampler, course = GradientSampler(candidates), Course()
     for step, of_ranks in enumerate(gradients(TASKS[task], model, ranks, batch, steps)):
         if step % together.rules.every:
             continue
         mean = torch.stack(of_ranks).mean(0)
-        sums = [[measurement.sums(gradient, mean, layer, step) for layer in layers] for gradient in of_ranks]
+        sums = [[measured(sampler, gradient, mean, layer, step) for layer in layers] for gradient in of_ranks]
         together.observe([added(rank) for rank in sums])
         for gauge, column in zip(each, zip(*sums, strict=True), strict=True):
             gauge.observe(column)
@@ -150,10 +140,24 @@ def measure(options: argparse.Namespace) -> Report:
     return report
 
 
+def enough(text: str) -> int:
+    """A number of steps in which bits are chosen at least once.
+
+    Raises:
+        argparse.ArgumentTypeError: there are fewer steps.
+    """
+    steps, first = int(text), NoiseRules.every * (NoiseRules.least - 1)
+    if steps <= first:
+        raise argparse.ArgumentTypeError(
+            f"{steps} must be above {first}: bits are chosen from the fifth measurement on"
+        )
+    return steps
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each training (default 200)")
+    parser.add_argument("--steps", type=enough, default=200, help="of each training (default 200)")
     present(parser, measure)
 
 

@@ -10,7 +10,7 @@ A shard's message: block scales, then codes, then uncompressed coordinates, each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,11 +126,7 @@ class Layout:
         return {}
 
     @cached_property
-    def _parts(self) -> dict[tuple[int, int], Part]:
-        return {}
-
-    @cached_property
-    def _others(self) -> dict[int, Part]:
+    def _parts(self) -> dict[tuple[int, ...], Part]:
         return {}
 
     @property
@@ -155,14 +151,13 @@ class Layout:
         The owner of the shard ``index`` has its coordinates already, and reads of its own message uncompressed blocks
         only.
         """
-        if index not in self._others:
+
+        def table() -> np.ndarray:
             own = np.zeros(len(self.table), dtype=bool)
             own[self.first[index] : self.first[index + 1]] = True
-            table = self.table[~own | (self.table[:, RAW] == 1)]
-            self._others[index] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
-        part = self._others[index]
-        _keep_for_this_stream(part.blocks)
-        return part
+            return self.table[~own | (self.table[:, RAW] == 1)]
+
+        return self._part((index,), table)
 
     def shard(self, index: int) -> Part:
         """The blocks of one shard, with their positions in that shard's own message."""
@@ -170,12 +165,21 @@ class Layout:
 
     def shards_from(self, low: int, high: int) -> Part:
         """The blocks of the shards ``low`` to ``high - 1``, with their positions in the message of these shards."""
-        if (low, high) not in self._parts:
+
+        def table() -> np.ndarray:
             table = self.table[self.first[low] : self.first[high]].copy()
             table[:, CODES] -= low * self.shard_bytes
             table[:, SCALE] -= np.where(table[:, SCALE] >= 0, low * self.shard_bytes, 0)
-            self._parts[low, high] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
-        part = self._parts[low, high]
+            return table
+
+        return self._part((low, high), table)
+
+    def _part(self, key: tuple[int, ...], make: Callable[[], np.ndarray]) -> Part:
+        """The part of a key, whose table is made, and copied to the device, once."""
+        if key not in self._parts:
+            table = make()
+            self._parts[key] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
+        part = self._parts[key]
         _keep_for_this_stream(part.blocks)
         return part
 

@@ -18,7 +18,7 @@ from lightning_gqsgd.codecs.scales import kernels_find_scales, rounded_up, scale
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
-from lightning_gqsgd.layout import Part
+from lightning_gqsgd.layout import Layout, Part
 from lightning_gqsgd.memory import UP, Direction, Keeps, Memory, MemoryStore
 
 if TYPE_CHECKING:
@@ -89,6 +89,14 @@ class Link:
     def needs_copy(self) -> bool:
         """Whether a sender changes its input, in the compute dtype."""
         return self.remembers or self.turns
+
+    def part_for_owners(self, layout: Layout, rank: int) -> Part:
+        """The blocks that a rank encodes for the owners of shards, of which it is one itself.
+
+        An owner has its own coordinates exactly, so what it would send itself need not be encoded. Where more is done
+        than that, all blocks count: for scales of whole parameters, for a rotation in place, and for a memory.
+        """
+        return layout.others(rank) if self.plain and not self.turns else layout.whole
 
     def outgoing(self, x: Tensor, part: Part, rotation: Key, store: MemoryStore) -> Outgoing:
         """What one sender sends in one step.

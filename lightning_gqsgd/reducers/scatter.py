@@ -39,9 +39,7 @@ class Scatter:
         layout = self.layout.on(x.device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
-        # Where blocks are only encoded, nobody reads what a rank sends itself.
-        part = layout.others(rank) if self.link.plain and not self.link.turns else layout.whole
-        self.link.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
+        self.link.outgoing(x, self.link.part_for_owners(layout, rank), keys.rotation, store).encode(sent, keys.up[rank])
         yield (Exchange("all_to_all", received, sent),)
 
         messages = received.view(self.ranks, -1)

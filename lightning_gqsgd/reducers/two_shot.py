@@ -38,7 +38,6 @@ class TwoShot(Reducer):
         config, self.ranks = setting.config, setting.ranks
         q = setting.codec.quantiser(config.block_size)
         self.up, self.down = Link(config, q, UP), Link(config, q, DOWN)
-        self._plain = self.up.plain and self.down.plain  # so that nobody reads what a rank sends itself
         self.needs_copy = self.up.needs_copy or self.down.needs_copy
         sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
         self.layout = place_by_owner(table, q, shards=self.ranks, **sizes, striped=config.remembers)
@@ -71,7 +70,7 @@ class TwoShot(Reducer):
         layout = self.layout.on(x.device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
-        part = layout.others(rank) if self._plain else layout.whole
+        part = self.up.part_for_owners(layout, rank)
         lost = self.up.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
         yield (Exchange("all_to_all", received, sent),)
 
@@ -97,7 +96,7 @@ class TwoShot(Reducer):
     ) -> Trace:
         """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from."""
         part, q = layout.shard(rank), self.up.quantiser
-        if self._plain:
+        if self.up.plain and self.down.plain:
             own = Own(rank, x, keys.rotation if self.up.fuses else None)
             kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, own)
             return NO_TRACE

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of
-from tests.docs.test_figures import auto, local, local_to_4_bits, prediction
+from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -275,7 +275,7 @@ def converged(strategy: str, seed: int) -> float:
 def test_three_seeds_of_the_converged_network_are_those_of_its_runs_and_their_means() -> None:
     seeds = {}
     for strategy in ("ddp", "gqsgd", "gqsgd_4bit"):
-        said = partial(cell, "convnet_cifar_links", heading="Three seeds", strategy=strategy)
+        said = partial(convnet_seeds, strategy=strategy)
         seeds[strategy] = [float(said(column=f"seed {seed} (%)")) for seed in range(3)]
         assert seeds[strategy][2] == round(converged(strategy, 2), 2)
         assert said(column="mean (%)") == f"{mean(seeds[strategy]):.2f} ± {stdev(seeds[strategy]):.2f}"
@@ -285,13 +285,12 @@ def test_three_seeds_of_the_converged_network_are_those_of_its_runs_and_their_me
 
 
 def seed_of_ddp(seed: int) -> float:
-    return float(cell("convnet_cifar_links", f"seed {seed} (%)", heading="Three seeds", strategy="ddp"))
+    return float(convnet_seeds(f"seed {seed} (%)", "ddp"))
 
 
 def test_the_mean_loss_of_all_runs_with_codes_is_that_of_the_tables() -> None:
     three = [
-        float(cell("convnet_cifar_links", f"seed {seed} (%)", heading="Three seeds", strategy=strategy))
-        - seed_of_ddp(seed)
+        float(convnet_seeds(f"seed {seed} (%)", strategy)) - seed_of_ddp(seed)
         for strategy in ("gqsgd", "gqsgd_4bit")
         for seed in range(3)
     ]
