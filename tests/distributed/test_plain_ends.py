@@ -48,7 +48,9 @@ def test_ranks_go_there_and_back_together_when_steps_become_longer(tmp_path: Pat
     assert results[0] == results[1] == results[2]
     first, second = results[0]["reasons"]
     assert first.endswith("plain DDP takes over")
-    assert second == "steps became 650% longer; it is the shortest; plain DDP takes over"
+    # Between them may be that 16 bits were not tried: the probe takes real time, and what it measures decides that.
+    assert second.startswith("steps became 650% longer; it is the shortest")
+    assert second.endswith("plain DDP takes over")
     carriers = results[0]["carriers"]
     assert set(carriers[LONGER_FROM - 10 : LONGER_FROM]) == {"plain"}
     assert carriers.index("gqsgd_hook", LONGER_FROM) <= LONGER_FROM + 30
