@@ -58,8 +58,9 @@ class Task:
 
 def tasks(data: Path | None) -> dict[str, Task]:
     """All trainings, by name; ``data`` is the folder GQSGD_DATA, and None leaves out what needs it."""
-    found = {f"digits, batch {size}": Task(("+exp=quickstart", f"data.batch_size={size}")) for size in (8, 32)}
-    large = ("+exp=quickstart", "data.batch_size=350", "trainer.max_epochs=75", "trainer.log_every_n_steps=1")
+    whole = ("+exp=quickstart", "data.val_samples=null")
+    found = {f"digits, batch {size}": Task((*whole, f"data.batch_size={size}")) for size in (8, 32)}
+    large = (*whole, "data.batch_size=350", "trainer.max_epochs=75", "trainer.log_every_n_steps=1")
     found["digits, batch 350"] = Task(large)
     found["digits, batch 350, max_slowdown 0.02"] = Task(large, fields=("+strategy.max_slowdown=0.02",))
     if data is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.data.augmentation import EDGES, FLIPS, Edges, Flip, augment
+from recipes.data.sizes import kept_for_validation
 from recipes.data.splits import stratified
 from recipes.data.task_data import TaskData, whole_batches
 from recipes.errors import DataError
@@ -49,8 +50,8 @@ class ImageDataModule(TaskData):
         channels: number of channels of the images.
         num_classes: number of classes.
         train_samples, test_samples: number of images of a stratified part of each split; None: all.
-        val_samples: number of training images that validation has and training does not, a stratified part; None:
-            validation has the test split, and nothing may be chosen by it.
+        val_samples: number of training images that validation has and training does not, a stratified part, or a share
+            of them, below 1; None: validation has the test split, and nothing may be chosen by it.
         shift, flip, cutout, edges, seed: see `augmentation.augment`.
     """
 
@@ -63,7 +64,7 @@ class ImageDataModule(TaskData):
         num_classes: int,
         train_samples: int | None = None,
         test_samples: int | None = None,
-        val_samples: int | None = None,
+        val_samples: int | float | None = None,
         shift: int = 0,
         flip: Flip = False,
         cutout: int = 0,
@@ -127,7 +128,7 @@ class ImageDataModule(TaskData):
         self.data_name = images.name
         self._set = _part(images, self._train_samples, self._test_samples)
         if self._val_samples is not None:
-            self._set, self._kept = _kept_for_validation(self._set, self._val_samples)
+            self._set, self._kept = _kept_apart(self._set, self._val_samples)
         step = max(1, len(self._set.train_images) // STATISTICS_IMAGES)
         sample = self._set.train_images[::step].astype(np.float32)
         self._mean = torch.from_numpy(sample.mean((0, 1, 2)))
@@ -174,15 +175,10 @@ class ImageDataModule(TaskData):
         return whole_batches(_Rows(images, labels), size, train)
 
 
-def _kept_for_validation(images: ImageSet, count: int) -> tuple[ImageSet, tuple[Images, Labels]]:
-    """A collection without a stratified part of its training images, and that part: images and labels.
-
-    Raises:
-        DataError: the part is empty, or nothing is left for training.
-    """
+def _kept_apart(images: ImageSet, val_samples: int | float) -> tuple[ImageSet, tuple[Images, Labels]]:
+    """A collection without a stratified part of its training images, and that part: images and labels."""
     total = len(images.train_labels)
-    if not 1 <= count < total:
-        raise DataError(f"data.val_samples={count} is out of range: 1 to {total - 1}, of {total} training images")
+    count = kept_for_validation(val_samples, total)
     kept = stratified(images.train_labels, count, "data.val_samples")
     rest = np.setdiff1d(np.arange(total), kept, assume_unique=True)
     training = replace(images, train_images=images.train_images[rest], train_labels=images.train_labels[rest])

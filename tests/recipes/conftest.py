@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "+exp=quickstart",
     "data.train_samples=100",
+    "data.val_samples=null",
     "data.batch_size=32",
     "model.blocks=[1,1]",
     "model.width=8",

@@ -77,7 +77,7 @@ def test_batches_are_normalised_channels_first() -> None:
 
 
 def test_images_that_are_kept_for_validation_are_not_trained_on_and_the_test_split_stays_apart() -> None:
-    def ready(val_samples: int | None) -> DigitsData:
+    def ready(val_samples: int | float | None) -> DigitsData:
         data = DigitsData("digits", 64, image_size=8, channels=1, num_classes=10, val_samples=val_samples)
         _ready(data)
         return data
@@ -94,13 +94,15 @@ def test_images_that_are_kept_for_validation_are_not_trained_on_and_the_test_spl
     assert not kept & trained
     assert kept | trained == everything
     assert images_of(data.test_dataloader()) == images_of(whole.test_dataloader()) == images_of(whole.val_dataloader())
+    assert ready(0.1).train_count == 1437 - 144
+    assert ready(1e-4).train_count == 1437 - 1
 
 
-@pytest.mark.parametrize("count", [0, -1, 1437, 5000])
-def test_a_part_for_validation_that_leaves_nothing_is_refused(count: int) -> None:
+@pytest.mark.parametrize("count", [0, -1, 1437, 5000, 0.0, -0.1, 0.9999, 1.0, 100.5])
+def test_a_part_for_validation_that_leaves_nothing_is_refused(count: int | float) -> None:
     data = DigitsData("digits", 64, image_size=8, channels=1, num_classes=10, val_samples=count)
     with pytest.raises(
-        DataError, match=rf"data\.val_samples={count} is out of range: 1 to 1436, of 1437 training images"
+        DataError, match=rf"data\.val_samples={count} is out of range: 1 to 1436, of 1437 training samples"
     ):
         data.setup()
 

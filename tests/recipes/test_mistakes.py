@@ -100,9 +100,13 @@ MISTAKES = [
     (["strategy="], "UnknownStrategyError: strategy= names no strategy; take e.g. ddp"),
     (
         ["data.batch_size=100000"],
-        "DataError: 1,437 training samples cannot fill one step of 2 .*=718 or less",
+        "DataError: 1,293 training samples cannot fill one step of 2 .*=646 or less",
     ),
     (["data.train_samples=1"], "DataError: 1 training sample cannot fill one step .*; take fewer processes, or more"),
+    (
+        ["data.val_samples=1.5"],
+        "DataError: data.val_samples=1.5 is out of range: 1 to 1436, .* a share of them, such as",
+    ),
     (["data.val_samples=1430"], "DataError: 7 training samples cannot fill .*; take data.batch_size=3 or less"),
     (["ckpt_path=nowhere.ckpt"], "CheckpointError: ckpt_path=nowhere.ckpt is no file"),
     (
