@@ -49,8 +49,8 @@ def kept_for_validation(val_samples: int | float | None, total: int) -> int:
     count = max(1, round(val_samples * total)) if 0 < val_samples < 1 else val_samples
     if not isinstance(count, int) or not 1 <= count < total:
         raise DataError(
-            f"data.val_samples={val_samples} is out of range: 1 to {total - 1}, of {total} training samples, or a share "
-            "of them, such as 0.1"
+            f"data.val_samples={val_samples} is out of range: 1 to {total - 1}, of {total} training samples, or a "
+            "share of them, such as 0.1"
         )
     return count
 
