@@ -29,7 +29,8 @@ from lightning_gqsgd.performance.advice import (
     recommendation,
 )
 from lightning_gqsgd.performance.costs import ESTIMATES, Costs, Link
-from lightning_gqsgd.performance.probe import Probe, codec_of_bits
+from lightning_gqsgd.performance.device_times import codec_of_bits
+from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.timeline import Timeline, estimated
 from lightning_gqsgd.performance.units import bytes_per_second, seconds
 

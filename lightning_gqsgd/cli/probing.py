@@ -176,6 +176,7 @@ def timeline_of(name: str, batch: int | None, device: torch.device) -> Timeline:
     for number in range(_WARMUP + _STEPS):
         if number == _WARMUP:
             recorder.forget()
+        dist.barrier()  # in a training, the mean of the step before is one
         recorder.step()
     return replace(recorder.timeline(), batch=built.samples or batch)
 
@@ -197,7 +198,8 @@ def lines(probe: Probe) -> list[str]:
     costs = probe.costs
     said = [
         f"Each rank has {costs.cores:.2g} processors, {costs.thread:.2g} with one thread; a copy takes "
-        f"{1e9 * costs.touch_s:.2g} ns per byte, a launch {1e6 * costs.launch_s:.3g} µs. Measured in "
+        f"{1e9 * costs.touch_s:.2g} ns per byte, a launch {1e6 * costs.launch_s:.3g} µs, "
+        f"a stage of a piece {1e6 * costs.stage_s:.3g} µs more. Measured in "
         f"{probe.seconds:.0f} s, with fewer repetitions where there are more ranks."
     ]
     return said + [

@@ -12,8 +12,8 @@ import torch
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance.costs import Costs, Link, at_ranks, collectives_between
+from lightning_gqsgd.performance.device_times import codec_of_bits
 from lightning_gqsgd.performance.model import BF16, NATIVE, Prediction, predict
-from lightning_gqsgd.performance.probe import codec_of_bits
 from lightning_gqsgd.performance.timeline import Bucket, Timeline
 
 #: Widths of codes that are compared, most exact ones first.

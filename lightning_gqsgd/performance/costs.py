@@ -17,6 +17,8 @@ from lightning_gqsgd.kernels.meta import Work
 KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
 #: The kind whose cost a sum of another dtype has, if that dtype was not measured: a word of as many bytes or more.
 _STANDS_FOR = {"sum/float16": "sum/bfloat16", "sum/float64": "sum/float32", "sum/int64": "sum/float32"}
+#: What torch's ``bf16_compress_hook`` computes, by the name that its costs have. It is no codec, and is timed like one.
+BF16_HOOK = "bf16_compress_hook"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Gamma:
     Attributes:
         encode_s: to encode a coordinate.
         decode_s: to decode a coordinate of one message into the gradient.
-        reduce_s: to decode a coordinate of one message where it is added to those of other messages.
+        reduce_s: to decode a coordinate of a further message and add it.
     """
 
     encode_s: float
@@ -76,6 +78,8 @@ class Costs:
         gammas: by codec, e.g. ``"companded/4"``.
         touch_s: processor-seconds for each byte that an operation of PyTorch reads or writes.
         launch_s: processor-seconds to start a kernel or an operation of PyTorch.
+        stage_s: processor-seconds of the sequencing thread (Gloo) to take a piece from one collective to the next,
+            besides the work of kernels and operations.
         cores: processors that each rank has for itself. Backward pass, codec and collectives share them. A GPU counts
             as 1: kernels of the codec take the time that they need from those of the backward pass.
         thread: processors that a rank gets with one thread, at most 1. It is less where ranks, or other programs, share
@@ -91,6 +95,7 @@ class Costs:
     cores: float = 2.0
     thread: float = 1.0
     on_streams: bool = False
+    stage_s: float = 0.0
     source: str = field(default="given", compare=False)
 
     @property
@@ -126,6 +131,9 @@ class Costs:
         if work.kind == "narrow":  # reads 4 bytes, writes 2, and hashes, which takes about as long again
             return self.launch_s + self.touch_s * work.numel * 12
         gamma = self.gammas.get(work.codec)
+        if gamma is None and work.codec == BF16_HOOK:  # an estimate
+            # It reads 4 bytes and writes 2, divides these, and reads and writes as many again afterwards.
+            gamma = Gamma(10 * self.touch_s, 6 * self.touch_s, 0.0)
         if gamma is None:
             raise ConfigError(
                 f"the costs ({self.source}) say nothing of the codec {work.codec!r}, only of "
@@ -134,7 +142,7 @@ class Costs:
         each = {
             "encode": gamma.encode_s,
             "reduce": work.sources * gamma.reduce_s + gamma.encode_s,
-            "decode": work.sources * gamma.decode_s,
+            "decode": gamma.decode_s + (work.sources - 1) * gamma.reduce_s,
             "decode_sum": gamma.decode_s,
             "combine": gamma.reduce_s + gamma.encode_s,
         }[work.kind]
@@ -191,22 +199,22 @@ def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
     return replace(costs, collectives=scaled)
 
 
+#: Codecs that have estimates.
+_CODECS = tuple(f"{family}/{bits}" for family in ("linear", "companded") for bits in range(1, 9))
+
+
 @dataclass(frozen=True)
-class Device:
-    """An estimate of a device's codec from the bytes that its kernels move.
+class GPU:
+    """An estimate of a GPU's codec from the bytes that its kernels move.
 
     Attributes:
         bytes_per_s: bytes that kernels read and write in a second.
         launch_s: seconds to start a kernel.
-        on_streams: whether it is a GPU.
-        cores: see `Costs`.
         note: how sure the numbers are.
     """
 
     bytes_per_s: float
     launch_s: float
-    on_streams: bool
-    cores: float
     note: str
 
     def gamma(self, bits: int) -> Gamma:
@@ -217,14 +225,46 @@ class Device:
 
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
         """All constants, with given costs of collectives."""
-        gammas = {f"{family}/{bits}": self.gamma(bits) for family in ("linear", "companded") for bits in range(1, 9)}
-        costs = Costs(collectives, gammas, 1 / self.bytes_per_s, self.launch_s, self.cores, source=self.note)
-        return replace(costs, on_streams=self.on_streams)
+        gammas = {codec: self.gamma(int(codec.partition("/")[2])) for codec in _CODECS}
+        return Costs(collectives, gammas, 1 / self.bytes_per_s, self.launch_s, 1.0, on_streams=True, source=self.note)
+
+
+@dataclass(frozen=True)
+class CPU:
+    """The codec of a CPU as `gqsgd probe` has measured it once; fields are those of `Costs`.
+
+    Attributes:
+        gamma: of the default configuration's codec, whose kernels take as long at 8 bits as at 2.
+        hook: of torch's bf16 hook.
+        note: how sure the numbers are.
+    """
+
+    gamma: Gamma
+    hook: Gamma
+    touch_s: float
+    launch_s: float
+    stage_s: float
+    cores: float
+    note: str
+
+    def costs(self, collectives: Mapping[str, Collective]) -> Costs:
+        """All constants, with given costs of collectives."""
+        gammas = {**dict.fromkeys(_CODECS, self.gamma), BF16_HOOK: self.hook}
+        costs = Costs(collectives, gammas, self.touch_s, self.launch_s, self.cores, source=self.note)
+        return replace(costs, stage_s=self.stage_s)
 
 
 #: Codecs by the name of their device. A GPU's kernels are taken to reach 60 % of its memory's rated bandwidth.
-ESTIMATES = {
-    "h100": Device(0.6 * 3.35e12, 10e-6, True, 1.0, "h100: an estimate from memory bandwidth, not a measurement"),
-    "a100": Device(0.6 * 1.56e12, 10e-6, True, 1.0, "a100: an estimate from memory bandwidth, not a measurement"),
-    "cpu": Device(12e9, 50e-6, False, 2.0, "cpu: measured on one server core, an estimate for others"),
+ESTIMATES: dict[str, GPU | CPU] = {
+    "h100": GPU(0.6 * 3.35e12, 10e-6, "h100: an estimate from memory bandwidth, not a measurement"),
+    "a100": GPU(0.6 * 1.56e12, 10e-6, "a100: an estimate from memory bandwidth, not a measurement"),
+    "cpu": CPU(
+        gamma=Gamma(1.15e-9, 1.0e-9, 0.5e-9),
+        hook=Gamma(1.9e-9, 0.5e-9, 0.0),
+        touch_s=0.067e-9,
+        launch_s=20e-6,
+        stage_s=85e-6,
+        cores=2.0,
+        note="cpu: measured on one core of an Intel Xeon, an estimate for others",
+    ),
 }

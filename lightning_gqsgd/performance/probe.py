@@ -2,8 +2,8 @@
 
 Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
 sends for the time per byte. The latter is measured twice: one collective at a time, and a row of them of which several
-are always under way in one process group, as in training, where they fill each other's pauses. Kernels are timed in
-seconds of the thread's own processor time, so that other programs of the machine do not count.
+are always under way in one process group, as in training, where they fill each other's pauses. What a device takes to
+compute is timed by `device_times`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
@@ -25,22 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.codecs import codec_of
-from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.meta import codec_name
-from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import Segment, cut, place
 from lightning_gqsgd.performance import reading
-from lightning_gqsgd.performance.costs import KINDS, Collective, Costs, Gamma
+from lightning_gqsgd.performance.costs import BF16_HOOK, KINDS, Collective, Costs, Gamma
+from lightning_gqsgd.performance.device_times import bf16_hook, codec_of_bits, copying, gamma_of, stage_seconds
 from lightning_gqsgd.performance.profile import message_of
 from lightning_gqsgd.performance.timeline import Timeline
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport.communicator import Communicator
 
 #: Version of the file that a probe is kept in.
-VERSION = 1
+VERSION = 2
 
 #: Bytes of the largest file that is read as a probe; one with the timelines of several large models has less than 1 MB.
 MOST_BYTES = 16 << 20
@@ -70,9 +65,6 @@ COUNTING_S = 0.1
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
 MOST_THREADS = 4
 
-#: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
-CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
-_SOURCES = 4
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
@@ -179,6 +171,7 @@ def _costs_of(values: object, source: str) -> Costs:
         {key: reading.numbers(Gamma, gamma, f"costs.gammas[{key!r}]") for key, gamma in gammas.items()},
         touch_s=reading.number(given["touch_s"], "costs.touch_s"),
         launch_s=reading.number(given["launch_s"], "costs.launch_s"),
+        stage_s=reading.number(given["stage_s"], "costs.stage_s"),
         cores=reading.number(given["cores"], "costs.cores"),
         thread=reading.number(given["thread"], "costs.thread"),
         on_streams=reading.flag(given["on_streams"], "costs.on_streams"),
@@ -215,8 +208,14 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         thread = 1.0 if on_streams else median(clock.thread)
         cores = 1.0 if on_streams else max(thread, median(clock.cores))
         patience_s = KERNELS_S / (3 * len(bits) + 2)
-        gammas = {codec_of_bits(width): _gamma(device, width, patience_s) for width in bits}
-        costs = Costs(collectives, gammas, *_copying(device, patience_s), cores, thread, on_streams, source="measured")
+        gammas = {codec_of_bits(width): gamma_of(device, width, patience_s) for width in bits}
+        gammas[BF16_HOOK] = bf16_hook(device, patience_s)
+        touch_s, launch_s = copying(device, patience_s)
+        # A GPU's stages are issued while it computes; those of one over Gloo were not measured.
+        stage_s = max(0.0, stage_seconds(communicator) - launch_s) if device.type == "cpu" else 0.0
+        costs = Costs(
+            collectives, gammas, touch_s, launch_s, cores, thread, on_streams, stage_s=stage_s, source="measured"
+        )
     finally:
         communicator.close()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -358,85 +357,6 @@ def _processors(communicator: Communicator, count: int) -> float:
         thread.join()
     mine = (time.process_time() - cpu) / (time.perf_counter() - begun)
     return -float(slowest(torch.tensor([-mine], dtype=torch.float64), communicator.device)[0])
-
-
-def codec_of_bits(bits: int) -> str:
-    """The name that costs have for the codes of the default configuration at a width."""
-    config = GQSGDConfig(bits=bits)
-    q = codec_of(config).quantiser(config.block_size)
-    return codec_name(q.kind, q.bits)
-
-
-def _gamma(device: torch.device, bits: int, patience_s: float) -> Gamma:
-    """Seconds of a codec's kernels for each coordinate."""
-    numel = CODEC_NUMEL[device.type]
-    codec = CodecCase(device, GQSGDConfig(bits=bits), numel)
-    encode_s, decode_s, add_s = (_seconds(call, device, patience_s) for call in (codec.encode, codec.decode, codec.add))
-    return Gamma(encode_s / numel, decode_s / numel, add_s / _SOURCES / numel)
-
-
-class CodecCase:
-    """A tensor, messages of several sources, and what is done with them.
-
-    Args:
-        device: where they are.
-        config: its codec and its block size count.
-        numel: coordinates of the tensor, fp32.
-    """
-
-    def __init__(self, device: torch.device, config: GQSGDConfig, numel: int) -> None:
-        self._q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
-        self._x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
-        table = cut([Segment(0, numel, raw=False)], config.block_size)
-        sizes = {"scale_bytes": form.nbytes, "raw_bytes": form.raw_bytes}
-        self._layout = place(table, self._q, shards=1, **sizes).on(device)
-        self._kernels = kernels_for(device)
-        self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
-        self._keys = tuple((number, 2) for number in range(_SOURCES))
-        for number in range(_SOURCES):
-            self.encode(number)
-
-    def encode(self, source: int = 0) -> None:
-        """Write the message of a source."""
-        self._kernels.encode(self._x, self._layout.blocks, self._wires[source], self._q, self._keys[source])
-
-    def decode(self) -> None:
-        """Decode the message of one source."""
-        self._kernels.decode(self._wires[:1], self._layout.blocks, self._x, self._q, self._keys[:1])
-
-    def add(self) -> None:
-        """Decode the mean of the messages of all sources."""
-        self._kernels.decode(self._wires, self._layout.blocks, self._x, self._q, self._keys)
-
-
-def _copying(device: torch.device, patience_s: float) -> tuple[float, float]:
-    """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
-    x = torch.zeros(1 << 22, device=device)
-    y, config = torch.empty_like(x), GQSGDConfig()
-    launch_s = _seconds(CodecCase(device, config, config.block_size).encode, device, patience_s)
-    return max(0.0, _seconds(lambda: y.copy_(x), device, patience_s) - launch_s) / (2 * x.nbytes), launch_s
-
-
-def _seconds(call: Callable[[], object], device: torch.device, patience_s: float) -> float:
-    """Median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time.
-
-    The call runs for ``patience_s`` about, and between 3 and 12 times after one that warms up.
-    """
-    call()
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < 3 or (len(times) < 12 and time.perf_counter() - began < patience_s):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            begun = time.perf_counter()
-            call()
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begun)
-        else:
-            begun = time.thread_time()
-            call()
-            times.append(time.thread_time() - begun)
-    return median(times)
 
 
 def to_rows(probe: Probe) -> list[dict[str, Any]]:

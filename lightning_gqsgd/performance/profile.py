@@ -22,6 +22,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work, note, noting
 from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.performance.costs import BF16_HOOK
 from lightning_gqsgd.performance.pieces import Piece, can_be_alike, pieces_of
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
@@ -152,13 +153,13 @@ def stamp_profile(ranks: int) -> Profile:
 def bf16_hook_profile(numel: int, ranks: int) -> Profile:
     """The profile of torch's ``bf16_compress_hook`` on a bucket of fp32 gradients."""
 
-    def steps(x: Tensor) -> Steps:
-        small = x.to(torch.bfloat16).div_(ranks)
-        yield (Exchange.in_place("sum", small),)
-        x.copy_(small)
+    def steps() -> Steps:
+        note(Work("encode", BF16_HOOK, numel))
+        yield (Exchange.in_place("sum", torch.empty(numel, dtype=torch.bfloat16, device=META)),)
+        note(Work("decode", BF16_HOOK, numel))
         return 0
 
-    return profile_of(partial(steps, torch.empty(numel, device=META)), 0, ranks)
+    return profile_of(steps, 0, ranks)
 
 
 def message_of(exchange: Exchange, rank: int, ranks: int) -> Message:

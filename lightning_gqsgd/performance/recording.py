@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -72,19 +71,30 @@ class Recorder:
         self._rows = []
 
     def timeline(self) -> Timeline:
-        """Medians over the steps so far with the latest buckets, of the slowest rank.
+        """Medians over the steps so far with the latest buckets, of each step's last rank: all ranks wait for it.
+
+        Where ranks share processors, another one may be the last in each step.
 
         Raises:
-            ConfigError: no step was made with the buckets that DDP keeps.
+            ConfigError: a rank has recorded no step with the buckets that DDP keeps.
         """
-        if not self._rows:
+        fewest = -int(slowest(torch.tensor([-len(self._rows)]), self._device))
+        if not fewest:
             raise ConfigError("no step was recorded; make at least three")
-        columns = torch.tensor([median(column) for column in zip(*self._rows, strict=True)], dtype=torch.float64)
-        forward, backward, update, *ready = slowest(columns, self._device).tolist()
+        rows = self._of_all_ranks(torch.tensor(self._rows[-fewest:], dtype=torch.float64))
+        last = rows[..., :2].sum(dim=-1).argmax(dim=0)
+        forward, backward, update, *ready = rows[last, torch.arange(fewest)].quantile(0.5, dim=0).tolist()
         backward = max(backward, *ready)
         times = [max(ready[: number + 1]) for number in range(len(ready))]
         buckets = tuple(Bucket(segments, at) for segments, at in zip(self._layout, times, strict=True))
         return Timeline(buckets, backward, forward, update, self._dtype, self._name)
+
+    def _of_all_ranks(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, [ranks, steps, columns], on the host."""
+        mine = rows.to(self._device if dist.get_backend() == "nccl" else "cpu")
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone).cpu()
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP's hook does: note the time, and give the gradients back as they are."""

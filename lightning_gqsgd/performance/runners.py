@@ -102,7 +102,7 @@ class ThreadRunner:
             return
         self._is_busy = True
         works, messages, is_last = piece.take()
-        seconds = (self._costs.launch_s + sum(map(self._costs.seconds, works))) / self._costs.speed
+        seconds = (self._costs.stage_s + sum(map(self._costs.seconds, works))) / self._costs.speed
         resumed = partial(self._resumed, piece, messages, is_last)
         self._codec.add(seconds, self._costs.speed, _label(works), piece.bucket, piece.number, resumed)
 

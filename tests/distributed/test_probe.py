@@ -22,7 +22,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance import bench, predict
 from lightning_gqsgd.performance import probe as probe_module
-from lightning_gqsgd.performance.costs import KINDS, Costs
+from lightning_gqsgd.performance.costs import BF16_HOOK, KINDS, Costs
 from lightning_gqsgd.performance.probe import Probe
 from lightning_gqsgd.performance.recording import Recorder
 from lightning_gqsgd.reducers.base import ALL, Scope
@@ -63,6 +63,9 @@ def test_a_probe_of_two_processes_is_enough_for_a_prediction(tmp_path: Path) -> 
         assert cost.beta_s > 0
         assert cost.alone_s >= 0
     assert 0 < probe.costs.cores <= 64
+    assert 0 < probe.costs.stage_s < 0.01
+    hook = probe.costs.gammas[BF16_HOOK]
+    assert 0 < hook.decode_s < hook.encode_s  # it rounds and divides before, and copies after
     (line,) = probe.timelines
     assert line.batch == 4  # that of the factory's inputs
     assert line.numel == 500 * 700 + 700 + 700 * 600 + 600
@@ -124,6 +127,44 @@ def test_the_timeline_of_a_model_is_the_same_on_all_ranks_and_has_all_parameters
     times = [ready for ready, _ in first["buckets"]]
     assert times == sorted(times)
     assert times[-1] <= first["backward_s"]
+
+
+#: Seconds of forward and backward pass in three steps, by rank.
+_PASSES = (((5.0, 1.0), (5.0, 1.0), (1.0, 1.0)), ((1.0, 4.0), (1.0, 6.0), (1.0, 6.0)))
+
+
+def _in_turns(rank: int) -> dict[str, Any]:
+    model, inputs = network()
+    recorder = Recorder(model, lambda wrapped: wrapped(*inputs).sum())
+    for _ in range(2):
+        recorder.step()
+    buckets = len(recorder.timeline().buckets)
+    recorder.forget()
+    recorder._rows = [[forward, backward, 0.5, *[backward] * buckets] for forward, backward in _PASSES[rank]]
+    recorder._rows.insert(0, [9.0] * (3 + buckets)) if rank else None  # a step that the other rank has not recorded
+    return recorder.timeline().to_dict()
+
+
+def test_each_step_of_a_timeline_is_as_its_last_rank_says(tmp_path: Path) -> None:
+    first, second = run(_in_turns, 2, tmp_path)
+    assert first == second
+    # Rank 0 is the last in the first step, rank 1 in the others: medians of 5, 1, 1 and of 1, 6, 6.
+    assert (first["forward_s"], first["backward_s"], first["update_s"]) == (1.0, 6.0, 0.5)
+
+
+def _nothing_recorded(rank: int) -> str:
+    model, inputs = network()
+    recorder = Recorder(model, lambda wrapped: wrapped(*inputs).sum())
+    recorder.step()
+    if rank:
+        recorder.forget()
+    with pytest.raises(ConfigError) as caught:
+        recorder.timeline()
+    return str(caught.value)
+
+
+def test_a_rank_without_a_recorded_step_is_an_error_on_all(tmp_path: Path) -> None:
+    assert run(_nothing_recorded, 2, tmp_path) == ["no step was recorded; make at least three"] * 2
 
 
 @pytest.mark.parametrize("procs", ["1", "65"])

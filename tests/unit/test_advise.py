@@ -239,8 +239,8 @@ def test_what_is_missing_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"version": 0}', "is no probe of version 1 (its version: 0): run `gqsgd probe --output"),
-        ("[1]", "is no probe of version 1 (its version: None)"),
+        ('{"version": 0}', "is no probe of version 2 (its version: 0): run `gqsgd probe --output"),
+        ("[1]", "is no probe of version 2 (its version: None)"),
         ("no json", "is no JSON"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.performance import (
@@ -27,7 +28,7 @@ from lightning_gqsgd.performance import (
     estimated,
     predict,
 )
-from lightning_gqsgd.performance.costs import ESTIMATES, KINDS, at_ranks
+from lightning_gqsgd.performance.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks
 from lightning_gqsgd.performance.paper import tree_gains, tree_seconds
 from lightning_gqsgd.performance.profile import bucket_profiles
 from lightning_gqsgd.plan import Plan
@@ -79,6 +80,25 @@ def test_plain_ddp_on_one_bucket_takes_computation_and_bytes_over_rate() -> None
     assert made.sent_bytes == sent
     assert made.step_s == pytest.approx(0.16 + sent * BETA)
     assert made.exposed_s == pytest.approx(sent * BETA)
+
+
+def test_a_mean_of_several_messages_costs_one_decoding_and_what_each_further_one_adds() -> None:
+    seconds = [_costs().seconds(Work("decode", "linear/8", numel=1000, sources=count)) for count in (1, 2, 4)]
+    assert seconds == pytest.approx([1e-6, 1.5e-6, 2.5e-6])
+
+
+def test_torchs_bf16_hook_is_as_long_as_it_was_measured_or_else_as_long_as_copies() -> None:
+    timeline = _timeline(1_000_000)
+    copying, measured = _costs(touch_s=1e-9), _costs(touch_s=1e-9, gammas={BF16_HOOK: Gamma(3e-9, 2e-9, 0.0)})
+    assert predict(timeline, copying, RANKS, "bf16").codec_s == pytest.approx(16e-3)
+    assert predict(timeline, measured, RANKS, "bf16").codec_s == pytest.approx(5e-3)
+
+
+def test_a_stage_of_a_piece_takes_the_sequencing_thread_its_time() -> None:
+    config = GQSGDConfig(reducer="gather", sample_every=0)
+    without, with_stages = (predict(_timeline(1000), _costs(stage_s=cost), RANKS, config) for cost in (0.0, 1e-3))
+    # The piece and the comparison of stamps have two stages each: one ends with a collective, one with the result.
+    assert with_stages.codec_s - without.codec_s == pytest.approx(4e-3)
 
 
 def test_torchs_bf16_hook_sends_half() -> None:

@@ -1,0 +1,172 @@
+"""Measures what a device takes to compute: kernels of codecs, torch's bf16 hook, copies, and the stages of pieces.
+
+On a CPU, times are seconds of the thread's own processor time, so that other programs of the machine do not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import cycle
+from statistics import median
+
+import torch
+
+from lightning_gqsgd.codecs import codec_of
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.meta import codec_name
+from lightning_gqsgd.kernels.wire import scale_format
+from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.performance.costs import Gamma
+from lightning_gqsgd.plan import Plan
+from lightning_gqsgd.reducers import Setting, Steps, new_store
+from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.transport.job import Job, Start
+from lightning_gqsgd.transport.pipeline import release, runner_for
+
+#: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
+CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
+#: Coordinates of a model's gradients, which copies are timed on. Kernels take pieces of as many in turns. In training,
+#: weights, activations and gradients are more than caches hold.
+MODEL_NUMEL = 1 << 24
+_SOURCES = 4
+#: Pieces that go through the pipeline while their stages are timed.
+_STAGED = 32
+
+
+def codec_of_bits(bits: int) -> str:
+    """The name that costs have for the codes of the default configuration at a width."""
+    config = GQSGDConfig(bits=bits)
+    q = codec_of(config).quantiser(config.block_size)
+    return codec_name(q.kind, q.bits)
+
+
+def gamma_of(device: torch.device, bits: int, patience_s: float) -> Gamma:
+    """Seconds of a codec's kernels for each coordinate."""
+    numel = CODEC_NUMEL[device.type]
+    codec = CodecCase(device, GQSGDConfig(bits=bits), numel, max(1, MODEL_NUMEL // numel))
+    encode_s, decode_s, mean_s = (
+        _seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode, codec.mean)
+    )
+    return Gamma(encode_s, decode_s, max(0.0, mean_s - decode_s) / (_SOURCES - 1))
+
+
+def bf16_hook(device: torch.device, patience_s: float) -> Gamma:
+    """Seconds for each coordinate of what torch's ``bf16_compress_hook`` does before and after its all-reduce."""
+    x = torch.zeros(MODEL_NUMEL, device=device)
+    small = x.to(torch.bfloat16)
+    narrow_s = _seconds(lambda: x.to(torch.bfloat16).div_(2), device, patience_s)  # the hook makes a new tensor, too
+    widen_s = _seconds(lambda: x.copy_(small), device, patience_s)
+    return Gamma(narrow_s / x.numel(), widen_s / x.numel(), 0.0)
+
+
+class CodecCase:
+    """Tensors, messages of several sources, and what is done with them.
+
+    Args:
+        device: where they are.
+        config: its codec and its block size count.
+        numel: coordinates of a tensor, fp32.
+        pieces: number of tensors, which calls take in turns.
+    """
+
+    def __init__(self, device: torch.device, config: GQSGDConfig, numel: int, pieces: int = 1) -> None:
+        self._q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+        self._pieces = cycle(x.repeat(pieces, 1))
+        table = cut([Segment(0, numel, raw=False)], config.block_size)
+        sizes = {"scale_bytes": form.nbytes, "raw_bytes": form.raw_bytes}
+        self._layout = place(table, self._q, shards=1, **sizes).on(device)
+        self._kernels = kernels_for(device)
+        self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
+        self._keys = tuple((number, 2) for number in range(_SOURCES))
+        for number in range(_SOURCES):
+            self.encode(number)
+
+    def encode(self, source: int = 0) -> None:
+        """Write the message of a source."""
+        self._kernels.encode(next(self._pieces), self._layout.blocks, self._wires[source], self._q, self._keys[source])
+
+    def decode(self) -> None:
+        """Decode the message of one source."""
+        self._kernels.decode(self._wires[:1], self._layout.blocks, next(self._pieces), self._q, self._keys[:1])
+
+    def mean(self) -> None:
+        """Decode the mean of the messages of all sources."""
+        self._kernels.decode(self._wires, self._layout.blocks, next(self._pieces), self._q, self._keys)
+
+
+def stage_seconds(communicator: Communicator) -> float:
+    """Processor-seconds of the sequencing thread for each stage of a piece, in which it encodes or decodes one block.
+
+    Pieces of one block go through the package's own pipeline, over one collective each. All ranks call this, over Gloo.
+    """
+    config = GQSGDConfig(reducer="gather", sample_every=0)
+    block = config.block_size
+    setting = Setting(config, communicator.size, torch.float32, piece_numel=block)
+    x = torch.zeros(_STAGED * block)
+    plan = Plan([Segment(number, block, raw=False) for number in range(_STAGED)], setting)
+    store = new_store(config, communicator.size, {}, torch.float32, x.device)
+    runner = runner_for(communicator)
+    try:
+        for step in (1, 2):  # the first one warms up
+            marks: list[float] = []
+            telemetry = Telemetry()
+            counters = telemetry.bucket(0)
+            starts = plan.starts(x, communicator.rank, step, store, counters, telemetry)
+            pieces = [_marked(start, marks) for start in starts]
+            job = Job(x, pieces, "probe", counters, telemetry, last_of_step=False)
+            runner.submit(communicator, job)
+            job.wait()
+    finally:
+        runner.close(communicator)
+        release(runner)
+    return (marks[-1] - marks[0]) / (len(marks) - 1)
+
+
+def _marked(start: Start, marks: list[float]) -> Start:
+    """A start whose steps note the thread's processor time at the beginning of each stage."""
+
+    def steps() -> Steps:
+        taken = start()
+        while True:
+            marks.append(time.thread_time())
+            try:
+                exchanges = next(taken)
+            except StopIteration as end:
+                return end.value
+            yield exchanges
+
+    return steps
+
+
+def copying(device: torch.device, patience_s: float) -> tuple[float, float]:
+    """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
+    x = torch.zeros(MODEL_NUMEL, device=device)
+    y, config = torch.empty_like(x), GQSGDConfig()
+    launch_s = _seconds(CodecCase(device, config, config.block_size).encode, device, patience_s)
+    return max(0.0, _seconds(lambda: y.copy_(x), device, patience_s) - launch_s) / (2 * x.nbytes), launch_s
+
+
+def _seconds(call: Callable[[], object], device: torch.device, patience_s: float) -> float:
+    """Median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time.
+
+    The call runs for ``patience_s`` about, and between 3 and 12 times after one that warms up.
+    """
+    call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < 12 and time.perf_counter() - began < patience_s):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            call()
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begun)
+        else:
+            begun = time.thread_time()
+            call()
+            times.append(time.thread_time() - begun)
+    return median(times)
