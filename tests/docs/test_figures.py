@@ -52,6 +52,11 @@ def prediction(number: int, page: str = "prediction") -> str:
     return match[number]
 
 
+def below_ddp(strategy: str) -> float:
+    """Points by which three seeds of the converged network end below plain DDP's on the mean."""
+    return -float(convnet_seeds("less ddp's", strategy).partition(" ± ")[0].replace("−", "-"))
+
+
 def moved(dtype: torch.dtype) -> float:
     """Bytes per coordinate that the GPU's kernels read and write in encoding, reducing and decoding 8 bits, 8 ranks."""
     setting = Setting(resolve(presets.make_config("gqsgd"), 8), 8, dtype)
@@ -123,9 +128,14 @@ SENTENCES = {
         lambda: local("diloco, H=16, 4 bits"),
         local_to_4_bits,
     ],
-    r"gqsgd \(8 bits\) ends ([\d.]+) and gqsgd_4bit ([\d.]+) points below ddp, whose own seeds spread by ([\d.]+)": [
-        lambda: convnet_seeds("less ddp's", "gqsgd").partition(" ± ")[0].strip("−"),
-        lambda: convnet_seeds("less ddp's").partition(" ± ")[0].strip("−"),
+    (
+        r"8, 4 and 2 bits end ([\d.]+), ([\d.]+) and ([\d.]+) points below ddp, 3 bits end ([\d.]+) above it, and "
+        r"ddp's own seeds spread by ([\d.]+)"
+    ): [
+        lambda: below_ddp("gqsgd"),
+        lambda: below_ddp("gqsgd_4bit"),
+        lambda: below_ddp("gqsgd_2bit"),
+        lambda: -below_ddp("gqsgd_3bit"),
         lambda: convnet_seeds("mean (%)", "ddp").partition(" ± ")[2],
     ],
     r"move ([\d.]+) bytes per fp32 value and ([\d.]+) per bf16 value": [

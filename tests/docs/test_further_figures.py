@@ -266,6 +266,10 @@ def test_trainings_of_sparse_tables_are_those_of_the_table() -> None:
         assert steps == [cell("deeplight_criteo_sparse", "step (ms)", heading=link, **row) for link in links]
 
 
+#: Strategies with codes of which three seeds of the converged network were trained.
+CODED = ("gqsgd", "gqsgd_4bit", "gqsgd_3bit", "gqsgd_2bit")
+
+
 def converged(strategy: str, seed: int) -> float:
     """Percent of the test images that a committed run ends with."""
     file = RESULTS / "convnet_cifar_links" / "runs" / f"{strategy}-seed{seed}" / "result.json"
@@ -274,7 +278,7 @@ def converged(strategy: str, seed: int) -> float:
 
 def test_three_seeds_of_the_converged_network_are_those_of_its_runs_and_their_means() -> None:
     seeds = {}
-    for strategy in ("ddp", "gqsgd", "gqsgd_4bit"):
+    for strategy in ("ddp", "ddp_bf16", *CODED):
         said = partial(convnet_seeds, strategy=strategy)
         seeds[strategy] = [float(said(column=f"seed {seed} (%)")) for seed in range(3)]
         assert seeds[strategy][2] == round(converged(strategy, 2), 2)
@@ -289,16 +293,22 @@ def seed_of_ddp(seed: int) -> float:
 
 
 def test_the_mean_loss_of_all_runs_with_codes_is_that_of_the_tables() -> None:
-    three = [
-        float(convnet_seeds(f"seed {seed} (%)", strategy)) - seed_of_ddp(seed)
-        for strategy in ("gqsgd", "gqsgd_4bit")
+    less = [
+        round(float(convnet_seeds(f"seed {seed} (%)", strategy)) - seed_of_ddp(seed), 2)
+        for strategy in CODED
         for seed in range(3)
     ]
-    few = [converged(f"gqsgd_{bits}bit", seed) - seed_of_ddp(seed) for bits in (3, 2) for seed in (0, 1)]
-    page = (RESULTS / "convnet_cifar_links.md").read_text()
-    match = re.search(r"All (\d+) runs of 8 to 2 bits end ([\d.]+) points below", page)
+    below = [-value for value in less if value < 0]
+    page = " ".join((RESULTS / "convnet_cifar_links.md").read_text().split())
+    match = re.search(
+        r"All (\d+) runs of 8 to 2 bits end ([\d.]+) points below .*?, with a standard error of ([\d.]+) points .*?, "
+        r"and (\d+) of them below it by ([\d.]+) to ([\d.]+)\.",
+        page,
+    )
     assert match is not None
-    assert match.groups() == (str(len(three + few)), f"{-mean(three + few):.2f}")
+    error = stdev(less) / len(less) ** 0.5
+    spread = (f"{min(below):.2f}", f"{max(below):.2f}")
+    assert match.groups() == (str(len(less)), f"{-round(mean(less), 4):.2f}", f"{error:.2f}", str(len(below)), *spread)
 
 
 RUNS = sorted((RESULTS / "convnet_cifar_links" / "runs").iterdir())
@@ -310,7 +320,8 @@ def test_accuracies_of_the_converged_network_are_those_of_its_runs(strategy: str
     file = RESULTS / "convnet_cifar_links" / "runs" / f"{strategy}-seed{seed}" / "result.json"
     accuracy, sent = converged(strategy, seed), round(json.loads(file.read_text())["mb_sent"])
     ddp = seed_of_ddp(seed)
-    less = "–" if strategy == "ddp" else f"{accuracy - ddp:+.2f}".replace("-", "−")
+    difference = round(accuracy - ddp, 2) + 0.0  # no −0.00
+    less = "–" if strategy == "ddp" else f"{difference:+.2f}".replace("-", "−")
     begun = f"| {strategy} | {seed} | {accuracy:.2f} | {less} |"
     (row,) = [line for line in page.splitlines() if line.startswith(begun)]
     assert f"| {sent:,} |" in row
