@@ -26,7 +26,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "task": (),
     "data": (
         *("name", "root", "cache_dir", "download", "download_timeout", "fallback", "workers"),
-        *("test_samples", "val_samples", "valid_samples", "valid_file", "resize"),
+        *("test_samples", "valid_samples", "valid_file", "resize"),
     ),
 }
 #: Single settings that a run keeps.

@@ -40,6 +40,7 @@ def _earlier(folder: Path, *overrides: str) -> Path:
             ["optimizer.lr=0.5", "data.batch_size=16"],
             r"optimizer.lr=0.5 \(there: 0.1\), data.batch_size=16 \(there: 32\)",
         ),
+        (["data.val_samples=null"], r"^data.val_samples=null \(there: 0.1\)"),  # these images would be trained on
         (["model.width=8"], r"^model.width=8 \(there: 16\)"),
         (["model.blocks=[1,2]"], r"^model.blocks=\[1,2\] \(there: \[1,1,1\]\)"),
         (["model=convnet"], r"^model._target_=workloads.convnet.ConvNet \(there: workloads.resnet.ResNet\).* more: "),
