@@ -35,6 +35,7 @@ class InterruptedStart(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._over = threading.Event()
+        self._before: set[int | signal.Signals] | None = None
 
     @contextmanager
     def watched(self, trainer: Trainer) -> Iterator[None]:
@@ -48,10 +49,13 @@ class InterruptedStart(Callback):
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         thread = threading.Thread(target=self._wait, args=(reader, trainer), daemon=True, name="interrupted-start")
         thread.start()
+        # Processes inherit what their parent's thread blocks. Without this, one that is interrupted in its first
+        # moments, before it can ignore interrupts, would print a traceback. Here, the thread above gets the signal.
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             yield
         finally:
-            self._over.set()
+            self._met()
             signal.set_wakeup_fd(before)
             writer.close()  # ends the thread
             thread.join()
@@ -59,7 +63,13 @@ class InterruptedStart(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The processes have met: from here on, Lightning ends an interrupted run in good order."""
+        self._met()
+
+    def _met(self) -> None:
         self._over.set()
+        if self._before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+            self._before = None
 
     def _wait(self, reader: socket.socket, trainer: Trainer) -> None:
         while number := reader.recv(1):

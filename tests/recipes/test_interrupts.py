@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -64,9 +65,10 @@ def _interrupted(
     reader.start()
     started: list[psutil.Process] = []
     try:
-        for _ in range(2400):
+        for _ in range(24_000):
+            time.sleep(0.01)
             logs = [log.read_text() for log in tmp_path.rglob("output.log")]
-            said = ready.wait(0.1) or any(f"\n{sign}" in log for log in logs)
+            said = ready.is_set() or any(f"\n{sign}" in log for log in logs)
             if said and len(psutil.Process(process.pid).children()) >= children:
                 break
         started = psutil.Process(process.pid).children(recursive=True)
