@@ -199,8 +199,8 @@ def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
     return replace(costs, collectives=scaled)
 
 
-#: Codecs that have estimates.
-_CODECS = tuple(f"{family}/{bits}" for family in ("linear", "companded") for bits in range(1, 9))
+#: Codecs that have estimates, with their bits.
+_CODECS = {f"{family}/{bits}": bits for family in ("linear", "companded") for bits in range(1, 9)}
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class GPU:
 
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
         """All constants, with given costs of collectives."""
-        gammas = {codec: self.gamma(int(codec.partition("/")[2])) for codec in _CODECS}
+        gammas = {codec: self.gamma(bits) for codec, bits in _CODECS.items()}
         return Costs(collectives, gammas, 1 / self.bytes_per_s, self.launch_s, 1.0, on_streams=True, source=self.note)
 
 
@@ -250,8 +250,9 @@ class CPU:
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
         """All constants, with given costs of collectives."""
         gammas = {**dict.fromkeys(_CODECS, self.gamma), BF16_HOOK: self.hook}
-        costs = Costs(collectives, gammas, self.touch_s, self.launch_s, self.cores, source=self.note)
-        return replace(costs, stage_s=self.stage_s)
+        return Costs(
+            collectives, gammas, self.touch_s, self.launch_s, self.cores, stage_s=self.stage_s, source=self.note
+        )
 
 
 #: Codecs by the name of their device. A GPU's kernels are taken to reach 60 % of its memory's rated bandwidth.

@@ -207,15 +207,13 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         on_streams = communicator.backend == "nccl"
         thread = 1.0 if on_streams else median(clock.thread)
         cores = 1.0 if on_streams else max(thread, median(clock.cores))
-        patience_s = KERNELS_S / (3 * len(bits) + 2)
+        patience_s = KERNELS_S / (3 * len(bits) + 4)
         gammas = {codec_of_bits(width): gamma_of(device, width, patience_s) for width in bits}
         gammas[BF16_HOOK] = bf16_hook(device, patience_s)
         touch_s, launch_s = copying(device, patience_s)
         # A GPU's stages are issued while it computes; those of one over Gloo were not measured.
         stage_s = max(0.0, stage_seconds(communicator) - launch_s) if device.type == "cpu" else 0.0
-        costs = Costs(
-            collectives, gammas, touch_s, launch_s, cores, thread, on_streams, stage_s=stage_s, source="measured"
-        )
+        costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, stage_s, source="measured")
     finally:
         communicator.close()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -335,9 +333,21 @@ def _between(limits: tuple[int, int], value: float) -> int:
 
 def slowest(values: Tensor, device: torch.device) -> Tensor:
     """Element-wise maximum over the ranks of the default process group, on the host."""
-    moved = values.to(device if dist.get_backend() == "nccl" else "cpu")
+    moved = _sendable(values, device)
     dist.all_reduce(moved, op=dist.ReduceOp.MAX)
     return moved.cpu()
+
+
+def of_all_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """The values of each rank of the default process group, stacked, on the host."""
+    mine = _sendable(values, device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone).cpu()
+
+
+def _sendable(values: Tensor, device: torch.device) -> Tensor:
+    return values.to(device if dist.get_backend() == "nccl" else "cpu")
 
 
 def _processors(communicator: Communicator, count: int) -> float:

@@ -14,7 +14,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
-from lightning_gqsgd.performance.probe import slowest
+from lightning_gqsgd.performance.probe import of_all_ranks, slowest
 from lightning_gqsgd.performance.timeline import Bucket, Timeline
 
 
@@ -81,20 +81,14 @@ class Recorder:
         fewest = -int(slowest(torch.tensor([-len(self._rows)]), self._device))
         if not fewest:
             raise ConfigError("no step was recorded; make at least three")
-        rows = self._of_all_ranks(torch.tensor(self._rows[-fewest:], dtype=torch.float64))
+        rows = of_all_ranks(torch.tensor(self._rows[-fewest:], dtype=torch.float64), self._device)
+        # Rows are [ranks, steps, columns].
         last = rows[..., :2].sum(dim=-1).argmax(dim=0)
         forward, backward, update, *ready = rows[last, torch.arange(fewest)].quantile(0.5, dim=0).tolist()
         backward = max(backward, *ready)
         times = [max(ready[: number + 1]) for number in range(len(ready))]
         buckets = tuple(Bucket(segments, at) for segments, at in zip(self._layout, times, strict=True))
         return Timeline(buckets, backward, forward, update, self._dtype, self._name)
-
-    def _of_all_ranks(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, [ranks, steps, columns], on the host."""
-        mine = rows.to(self._device if dist.get_backend() == "nccl" else "cpu")
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return torch.stack(everyone).cpu()
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP's hook does: note the time, and give the gradients back as they are."""

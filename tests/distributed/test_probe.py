@@ -141,7 +141,8 @@ def _in_turns(rank: int) -> dict[str, Any]:
     buckets = len(recorder.timeline().buckets)
     recorder.forget()
     recorder._rows = [[forward, backward, 0.5, *[backward] * buckets] for forward, backward in _PASSES[rank]]
-    recorder._rows.insert(0, [9.0] * (3 + buckets)) if rank else None  # a step that the other rank has not recorded
+    if rank:  # a step that the other rank has not recorded
+        recorder._rows.insert(0, [9.0] * (3 + buckets))
     return recorder.timeline().to_dict()
 
 
