@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,12 +30,12 @@ def _interrupted(
     *arguments: str,
     sign: str,
     number: int = signal.SIGINT,
-    children: int = 0,
+    ranks: int = 0,
     patience: float = 60,
 ) -> tuple[int, str, list[psutil.Process]]:
     """Send a script a signal, once its output or the log of a cell has a line that begins with ``sign``.
 
-    With ``children``, as many processes have to be there as well. The script has to end within ``patience`` seconds.
+    The script has to have started ``ranks`` further ranks, too. It has to end within ``patience`` seconds.
     An interrupt goes to the whole group of processes, as that of a terminal does; other signals to the script alone.
 
     Returns:
@@ -69,7 +70,7 @@ def _interrupted(
             time.sleep(0.01)
             logs = [log.read_text() for log in tmp_path.rglob("output.log")]
             said = ready.is_set() or any(f"\n{sign}" in log for log in logs)
-            if said and len(psutil.Process(process.pid).children()) >= children:
+            if said and _ranks_of(process.pid) >= ranks:
                 break
         started = psutil.Process(process.pid).children(recursive=True)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
@@ -81,6 +82,15 @@ def _interrupted(
             if not code_is_known(child):
                 child.kill()
     return code, "".join(lines), started
+
+
+def _ranks_of(pid: int) -> int:
+    """How many processes of ranks a script has started. Imports start others: ``ldconfig``, for a moment."""
+    number = 0
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):  # it has ended, or it is between two programs
+            number += "LOCAL_RANK" in child.environ()
+    return number
 
 
 def code_is_known(process: psutil.Process) -> bool:
@@ -110,7 +120,7 @@ def test_an_interrupt_before_the_training_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_are_loading_torch_are_ended_at_once(tmp_path: Path) -> None:
     code, output, started = _interrupted(
-        tmp_path, "run.py", "+exp=quickstart", sign="quickstart under", children=1, patience=5
+        tmp_path, "run.py", "+exp=quickstart", sign="quickstart under", ranks=1, patience=5
     )
     assert code == 130
     assert "Traceback" not in output
