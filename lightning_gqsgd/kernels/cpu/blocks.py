@@ -105,15 +105,16 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
         """
         add_up(received, block, c, s, out)
         has_own = received.own >= 0 and not block[RAW]
-        own = part(s.own, 0, out.size)
-        if has_own:
-            copy(part(x, block[START], out.size), own)
-        elif c.rest != 1:
+        own = part(x, block[START], out.size)
+        if has_own and turn is not None:
+            copy(own, part(s.own, 0, out.size))
+            own = part(s.own, 0, out.size)
+        if not has_own and c.rest != 1:
             divide(out, c.rest)
         if turn is not None and not block[RAW] and (has_own or not encodes):
             turn_block(own if encodes else out, block, turn, not encodes, s.u)
         if has_own:
-            if is_finite(own):
+            if is_finite(own, c.form):
                 add_scaled(own, c.each, True, out)
             else:
                 fill(out, np.nan)
@@ -155,7 +156,7 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
                         copy(mean, values)
                     # What was decoded, and not turned, is NaN in all places or in none.
                     checked = n if block[RAW] or turn is not None else 1
-                    not_finite += not is_finite(part(values, 0, checked))
+                    not_finite += not is_finite(part(values, 0, checked), c.form)
                     if c.form.limit < c.form.largest and not block[RAW]:
                         clamp(values, c.form.limit)
             if writes:
@@ -200,7 +201,7 @@ def sum_kernel(name: str, read_sum: Callable[..., Any]) -> Any:
             block = blocks[k]
             mean = part(x, block[START], block[LENGTH])
             read_sum(wire, int64(scales[k]), block, keys, c, s, mean)
-            not_finite += not is_finite(part(mean, 0, 1))
+            not_finite += not is_finite(part(mean, 0, 1), c.form)
             if c.form.limit < c.form.largest:
                 clamp(mean, c.form.limit)
         return not_finite

@@ -61,10 +61,10 @@ def integer_of(typing_context, value, like):
 
 @intrinsic
 def shifted_down(typing_context, value, count):
-    """A signed integer, shifted to the right by ``count`` bits; ``count`` has the type of the integer."""
+    """An integer, shifted to the right by ``count`` bits; ``count`` has the type of the integer."""
 
     def generate(context, builder, signature, arguments):
-        return builder.ashr(arguments[0], arguments[1])
+        return (builder.ashr if value.signed else builder.lshr)(*arguments)
 
     return value(value, value), generate
 

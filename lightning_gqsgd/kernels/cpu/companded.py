@@ -145,12 +145,20 @@ def _decode(scale, stochastic, block, key, c, s, add, out):
 @loop
 def _dequantise(codes, u, step, c, add, out):
     """Set or add the coordinates of codes. ``u``: the code that stands for zero, with dither; ``step``: Δ."""
-    if not add:
-        for j in range(out.size):
-            out[j] = 0
     limit = c.form.largest * c.each  # the sum of all messages stays finite
-    for j in range(out.size):
-        z = float32(int32(codes[j])) - u[j]
-        r = np.floor(z + c.half)
-        value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink
-        out[j] += clamped(value * step, limit)
+    zero = out.dtype.type(0)
+    if add:
+        for j in range(out.size):
+            out[j] += _expanded(codes[j], u[j], step, limit, c)
+    else:
+        for j in range(out.size):
+            out[j] = zero + _expanded(codes[j], u[j], step, limit, c)
+
+
+@loop
+def _expanded(code, u, step, limit, c):
+    """The coordinate that a code stands for, clamped to ``limit``."""
+    z = float32(int32(code)) - u
+    r = np.floor(z + c.half)
+    value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink
+    return clamped(value * step, limit)

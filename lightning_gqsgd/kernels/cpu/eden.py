@@ -279,8 +279,10 @@ def _look_up(codes, levels, out):
 @loop
 def _add_turned_back(z, sign, scale, limit, add, out):
     """Set ``out`` to its part of the numbers ``z`` times signs and the scale, or add them."""
-    if not add:
+    zero = out.dtype.type(0)
+    if add:
         for j in range(out.size):
-            out[j] = 0
-    for j in range(out.size):
-        out[j] += clamped(z[j] * sign[j] * scale, limit)
+            out[j] += clamped(z[j] * sign[j] * scale, limit)
+    else:
+        for j in range(out.size):
+            out[j] = zero + clamped(z[j] * sign[j] * scale, limit)

@@ -169,15 +169,23 @@ def _decode_sum(scale, block, keys, c, s, out):
 @loop
 def _dequantise(codes, scale, c, add, out):
     """Set or add the coordinates of codes."""
-    sign, mask = uint8(c.bits - 1), uint8((1 << (c.bits - 1)) - 1)
-    if not add:
+    zero = out.dtype.type(0)
+    if add:
         for j in range(out.size):
-            out[j] = 0
-    for j in range(out.size):
-        bits = shifted_up(narrowed((codes[j] & mask) + c.offset, c.cut), c.cut)
-        value = float_of(bits, c.top) * scale
-        value = clamped(-value if codes[j] >> sign else value, c.form.largest)
-        out[j] += value if codes[j] & mask else value * 0
+            out[j] += _expanded(codes[j], scale, c)
+    else:
+        for j in range(out.size):
+            out[j] = zero + _expanded(codes[j], scale, c)
+
+
+@loop
+def _expanded(code, scale, c):
+    """The coordinate that a code stands for."""
+    sign, mask = uint8(c.bits - 1), uint8((1 << (c.bits - 1)) - 1)
+    bits = shifted_up(narrowed((code & mask) + c.offset, c.cut), c.cut)
+    value = float_of(bits, c.top) * scale
+    value = clamped(-value if code >> sign else value, c.form.largest)
+    return value if code & mask else value * 0
 
 
 @kernel("combine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import int32
 
-from lightning_gqsgd.kernels.cpu.casts import clamped, larger
+from lightning_gqsgd.kernels.cpu.casts import clamped, larger, numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 
 
@@ -24,12 +24,18 @@ def copy(source, target):
 
 @loop
 def add_scaled(values, factor, add, out):
-    """Set the numbers of ``out`` to the values times a factor, or add the values times a factor to them."""
-    if not add:
+    """Set the numbers of ``out`` to the values times a factor, or add the values times a factor to them.
+
+    What is set is added to zero, here and wherever else sums begin, so that no zero is negative. The loop that would
+    fill ``out`` with zeros beforehand would be the call of a function for each block.
+    """
+    zero = out.dtype.type(0)
+    if add:
         for j in range(out.size):
-            out[j] = 0
-    for j in range(out.size):
-        out[j] += values[j] * factor
+            out[j] += values[j] * factor
+    else:
+        for j in range(out.size):
+            out[j] = zero + values[j] * factor
 
 
 @inlined
@@ -67,13 +73,13 @@ def maximum_and_zeros(bits, mask):
     return largest, zeros
 
 
-@loop
-def is_finite(values):
-    """Whether all numbers of an array are finite."""
-    check = values[0] - values[0]
-    for j in range(values.size):
-        check += values[j] - values[j]
-    return check == 0
+@inlined
+def is_finite(values, form):
+    """Whether all numbers of an array are finite; ``form``: see `scales.Form`.
+
+    Magnitudes are compared as integers, as in `maximum`: the additions of a sum would have to wait for each other.
+    """
+    return maximum(numbers(values, 0, values.size, form.mask), form.mask) < form.infinity
 
 
 @loop

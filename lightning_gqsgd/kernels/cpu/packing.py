@@ -2,13 +2,15 @@
 
 Lane l of word w of a run holds coordinate w + l * words. Common arguments: ``codes``, uint8; ``n``, the number of
 coordinates; ``bits``, the bits of a code; ``wire``, the message, and ``at``, the position of the block's codes in it.
+
+Bytes are shifted as bytes. The operators of Numba would shift them as 64-bit integers, of which a vector has fewer.
 """
 
 from __future__ import annotations
 
 from numba import int64, uint8
 
-from lightning_gqsgd.kernels.cpu.casts import numbers, part, smaller
+from lightning_gqsgd.kernels.cpu.casts import numbers, part, shifted_down, shifted_up, smaller
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 
 
@@ -27,12 +29,12 @@ def _pack_plane(codes, n, used, plane, words):
     """Write one bit plane; ``used``: the number of bits in the planes before it."""
     mask, down = uint8((1 << plane) - 1), uint8(used)
     for w in range(words.size):
-        words[w] = uint8(uint8(codes[w] >> down) & mask)
+        words[w] = uint8(shifted_down(codes[w], down) & mask)
     for lane in range(1, 8 // plane):
         lane_codes = part(codes, lane * words.size, smaller(words.size, n - lane * words.size))
         up = uint8(lane * plane)
         for w in range(lane_codes.size):
-            words[w] = uint8(words[w] | uint8(uint8(uint8(lane_codes[w] >> down) & mask) << up))
+            words[w] = uint8(words[w] | shifted_up(uint8(shifted_down(lane_codes[w], down) & mask), up))
 
 
 @inlined
@@ -54,9 +56,10 @@ def _unpack_plane(words, n, used, plane, codes):
         down = uint8(lane * plane)
         if used == 0:  # the first plane sets the codes, and the others add bits to them
             for w in range(lane_codes.size):
-                lane_codes[w] = 0
-        for w in range(lane_codes.size):
-            lane_codes[w] = uint8(lane_codes[w] | uint8(uint8(uint8(words[w] >> down) & mask) << up))
+                lane_codes[w] = uint8(shifted_down(words[w], down) & mask)
+        else:
+            for w in range(lane_codes.size):
+                lane_codes[w] = uint8(lane_codes[w] | shifted_up(uint8(shifted_down(words[w], down) & mask), up))
 
 
 @loop
