@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.report import Report, present
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.layout import Segment, coordinates_per_piece
 from lightning_gqsgd.performance.turns import Spread, in_turns, ratio
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, new_store, resolve
@@ -75,7 +75,8 @@ class Bench:
         """How the bucket is reduced; its kernels are compiled."""
         config = resolve(GQSGDConfig(bits=bits, reducer=reducer, sample_every=0), RANKS)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, RANKS)
-        return Plan([Segment(0, self.buffer.numel(), raw=False)], Setting(config, RANKS, self.buffer.dtype))
+        setting = Setting(config, RANKS, self.buffer.dtype, coordinates_per_piece(bits))
+        return Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
 
     def run(self, plan: Plan, threads: int) -> Tensor:
         """Reduce the bucket once."""

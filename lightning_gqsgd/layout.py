@@ -34,9 +34,12 @@ BLOCKS = 7  # number of blocks of the parameter
 COLUMNS = 8
 
 ALIGNMENT = 16
-#: Coordinates of a piece. A bucket's first and last piece are on the wire alone: Gloo does not send and receive one
-#: message at the same time, so smaller is better; every collective costs about 0.5 ms of processor, so larger is.
+#: Coordinates of a piece of 8 bits each, or more. A bucket's first and last piece are on the wire alone: Gloo does not
+#: send and receive one message at the same time, so smaller is better; every collective costs about 0.5 ms of
+#: processor, so larger is.
 PIECE_NUMEL = 1 << 19
+#: The largest piece, in multiples of that: scratch memory grows with pieces.
+_MOST_PIECE_GROWTH = 4
 #: The most consecutive blocks of a parameter with the same owner, where owners are fixed (`place_by_owner`).
 MAX_STRIPE = 8
 
@@ -215,6 +218,11 @@ def runs(table: np.ndarray, block_size: int) -> list[Run]:
     total = np.add.reduceat(numel, first) if len(first) else numel
     rows = np.stack([start[first], parameter[first], offset[first], total], axis=1)
     return [Run(*row) for row in rows.tolist()]
+
+
+def coordinates_per_piece(bits: int) -> int:
+    """Coordinates of a piece whose codes have so many bits: with fewer bits, as many more as fill messages alike."""
+    return PIECE_NUMEL * max(1, min(_MOST_PIECE_GROWTH, 8 // bits))
 
 
 def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:

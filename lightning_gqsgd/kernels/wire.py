@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 #: Ranks with different versions would not understand each other's messages. 2: owners of shards follow from blocks.
-VERSION = 2
+#: 3: pieces have more coordinates with fewer bits.
+VERSION = 3
 
 GOLDEN = 0x9E3779B9
 MULTIPLY_1 = 0x7FEB352D

@@ -281,8 +281,8 @@ def _what_is_left(best: Candidate) -> str:
     busy = f"the link is busy for {_ms(made.wire_s)}"
     if made.wire_s <= made.codec_s:
         busy = f"encoding and decoding take {_ms(made.codec_s)}"
-    elif made.exposed_s > made.wire_s + made.codec_s:  # the rest is neither: collectives that have not begun to send
-        busy = f"most of it is latency, as {busy} only" if made.exposed_s > 2 * (made.wire_s + made.codec_s) else busy
+    if made.exposed_s > 2 * (made.wire_s + made.codec_s):  # most is neither: collectives that have not begun to send
+        busy = f"most of it is latency, as {busy} only"
     return f"{waits}: {busy}"
 
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.layout import PIECE_NUMEL
+from lightning_gqsgd.layout import coordinates_per_piece
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport.staging import Staging
 
@@ -84,10 +84,9 @@ class Communicator:
                 self._staging = Staging(self._start, self.timeout)
         _alive.add(self)
 
-    @property
-    def piece_numel(self) -> int:
-        """The most coordinates of a piece, about."""
-        return NCCL_PIECE_NUMEL if self.backend == "nccl" else PIECE_NUMEL
+    def piece_numel(self, bits: int) -> int:
+        """The most coordinates of a piece, about, whose codes have so many bits."""
+        return NCCL_PIECE_NUMEL if self.backend == "nccl" else coordinates_per_piece(bits)
 
     @property
     def control_device(self) -> torch.device:
