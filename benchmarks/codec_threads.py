@@ -3,22 +3,29 @@
     python -m benchmarks.codec_threads --threads 1 2 --save
 
 The bucket goes through the package's own pipeline, as one of two ranks. The wire takes no time: what a rank receives is
-what it has sent itself, twice. Cases take turns. The processors have to be idle, as many as there are threads.
+what it has sent itself, twice. Beside that, kernels encode and decode the bucket alone, on threads with a processor
+each. Cases take turns. The processors have to be idle, as many as there are threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import cycle
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import codec_cases
 from benchmarks.report import Report, present
+from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment, coordinates_per_piece
+from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.performance.turns import Spread, in_turns, ratio
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, new_store, resolve
@@ -75,7 +82,7 @@ class Bench:
         """How the bucket is reduced; its kernels are compiled."""
         config = resolve(GQSGDConfig(bits=bits, reducer=reducer, sample_every=0), RANKS)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, RANKS)
-        setting = Setting(config, RANKS, self.buffer.dtype, coordinates_per_piece(bits))
+        setting = Setting(config, RANKS, self.buffer.dtype, PieceSize.of_bits(bits))
         return Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
 
     def run(self, plan: Plan, threads: int) -> Tensor:
@@ -91,6 +98,43 @@ class Bench:
     def close(self) -> None:
         """End all threads."""
         self._sequencer.stop()
+
+
+class Alone:
+    """Threads that encode and decode equal parts of a bucket, with nothing but kernels.
+
+    Each thread is bound to a processor, where the system can do that. A virtual machine may leave two threads on one
+    processor for longer than a bucket takes.
+    """
+
+    def __init__(self, buffer: Tensor, bits: int, threads: int) -> None:
+        config = GQSGDConfig(bits=bits)
+        block = resolve(config, RANKS).block_size
+        parts = buffer[: buffer.numel() // threads * threads].chunk(threads)
+        self._cases = [codec_cases(part, codec_of(config), block) for part in parts]
+        places = cycle(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None])
+        self._pools = [ThreadPoolExecutor(1, initializer=partial(_bind, next(places))) for _ in parts]
+
+    def run(self) -> None:
+        """Encode and decode the bucket once."""
+        work = [pool.submit(_both, *pair) for pool, pair in zip(self._pools, self._cases, strict=True)]
+        for part in work:
+            part.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        for pool in self._pools:
+            pool.shutdown()
+
+
+def _bind(processor: int | None) -> None:
+    if processor is not None:
+        os.sched_setaffinity(0, {processor})  # 0 is the calling thread
+
+
+def _both(encode: Callable[[], None], decode: Callable[[], None]) -> None:
+    encode()
+    decode()
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -110,29 +154,38 @@ def measure(options: argparse.Namespace) -> Report:
         notes=(
             "time = median over rounds; ratios are medians over rounds of times within one round. codes = bits of the "
             "bucket's own codes, once, by time: a link of that rate takes as long in each direction.",
+            "kernels alone = each thread encodes and decodes its part of the bucket, on a processor of its own.",
         ),
     )
     bench = Bench(options.numel)
+    for bits in options.bits:
+        alone = {n: Alone(bench.buffer, bits, n) for n in options.threads}
+        plan = bench.plan("gather", bits)  # its messages hold the codes once
+        _add_rows(report, options, f"kernels alone, {bits} bit", plan, {n: alone[n].run for n in alone})
+        for several in alone.values():
+            several.close()
     for reducer in options.reducer:
         for bits in options.bits:
             plan = bench.plan(reducer, bits)
-            _add_rows(report, options, plan, {str(n): partial(bench.run, plan, n) for n in options.threads})
+            cases = {n: partial(bench.run, plan, n) for n in options.threads}
+            _add_rows(report, options, f"{reducer}, {bits} bit", plan, cases)
     bench.close()
     return report
 
 
-def _add_rows(report: Report, options: argparse.Namespace, plan: Plan, cases: dict[str, partial[Tensor]]) -> None:
-    config = plan.setting.config
-    seconds = in_turns(cases, options.rounds)
-    for name, values in seconds.items():
+def _add_rows(
+    report: Report, options: argparse.Namespace, name: str, plan: Plan, cases: dict[int, Callable[[], object]]
+) -> None:
+    seconds = in_turns({str(threads): case for threads, case in cases.items()}, options.rounds)
+    for threads, values in seconds.items():
         spread = Spread.of(values)
         report.rows.append(
             [
-                f"{config.reducer}, {config.bits} bit",
-                int(name),
+                name,
+                int(threads),
                 1e3 * spread.median,
                 f"{1e3 * spread.low:.2f} to {1e3 * spread.high:.2f}",
-                ratio(seconds, str(options.threads[0]), name),
+                ratio(seconds, str(options.threads[0]), threads),
                 8e-9 * plan.message_bytes / spread.median,
             ]
         )

@@ -89,7 +89,7 @@ class Bench:
         config = resolve(with_nodes(case_config(case, bits), dist.group.WORLD), self.ranks)
         self.communicator.extend(stages(config, self.ranks), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
-        setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_numel(bits))
+        setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(bits))
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
         store = new_store(config, self.ranks, {0: self.buffer.numel()}, self.buffer.dtype, self.buffer.device)
         name = f"{case}, {bits} bit" + f", {connections} connections" * (connections > 1)

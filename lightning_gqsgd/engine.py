@@ -408,7 +408,7 @@ class Engine:
         if not request.compressed:  # all parameters travel in the same way then
             configs, segments = configs[:1], tuple(segment._replace(raw=True, choice=0) for segment in segments)
         bits = [config.num_bits if request.compressed else 32 for config in configs]
-        sizes = [self.communicator.piece_numel(width) for width in bits]
+        sizes = [self.communicator.piece_size(width) for width in bits]
         made = zip(configs, sizes, strict=True)
         settings = [Setting(config, self.world_size, x.dtype, size) for config, size in made]
         plan = request.plan(segments, *[setting_for(setting, compressed=request.compressed) for setting in settings])

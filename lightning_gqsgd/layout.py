@@ -38,10 +38,33 @@ ALIGNMENT = 16
 #: send and receive one message at the same time, so smaller is better; every collective costs about 0.5 ms of
 #: processor, so larger is.
 PIECE_NUMEL = 1 << 19
-#: The largest piece, in multiples of that: scratch memory grows with pieces.
-_MOST_PIECE_GROWTH = 4
+#: How many times larger pieces of fewer bits are at most: scratch memory grows with them.
+_MOST_GROWTH = 4
+#: Pieces grow beyond `PIECE_NUMEL` where a bucket has as many of them.
+_SEVERAL = 6
 #: The most consecutive blocks of a parameter with the same owner, where owners are fixed (`place_by_owner`).
 MAX_STRIPE = 8
+
+
+class PieceSize(NamedTuple):
+    """How many coordinates pieces have, about.
+
+    Attributes:
+        least: where there are enough coordinates.
+        most: where there are so many that some pieces are under way while others are encoded.
+    """
+
+    least: int = PIECE_NUMEL
+    most: int = PIECE_NUMEL
+
+    @classmethod
+    def of_bits(cls, bits: int) -> PieceSize:
+        """The size over Gloo, by the bits of a code: with fewer bits, it takes more coordinates to fill a message."""
+        return cls(PIECE_NUMEL, PIECE_NUMEL * max(1, min(_MOST_GROWTH, 8 // bits)))
+
+    def within(self, numel: int) -> int:
+        """The most coordinates of a piece, about, of a flat tensor with so many."""
+        return min(self.most, max(self.least, -(-numel // _SEVERAL)))
 
 
 class Segment(NamedTuple):
@@ -218,11 +241,6 @@ def runs(table: np.ndarray, block_size: int) -> list[Run]:
     total = np.add.reduceat(numel, first) if len(first) else numel
     rows = np.stack([start[first], parameter[first], offset[first], total], axis=1)
     return [Run(*row) for row in rows.tolist()]
-
-
-def coordinates_per_piece(bits: int) -> int:
-    """Coordinates of a piece whose codes have so many bits: with fewer bits, as many more as fill messages alike."""
-    return PIECE_NUMEL * max(1, min(_MOST_PIECE_GROWTH, 8 // bits))
 
 
 def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:

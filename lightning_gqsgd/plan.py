@@ -211,7 +211,8 @@ class ScatterPlan(Plan):
         of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
         tables = [cut(of_rank, setting.config.block_size) for of_rank in of_ranks]
         self._table_bytes += 3 * sum(table.nbytes for table in tables)
-        whole, numel = setting.config.scale_per == "parameter", max(1, setting.piece_numel // ranks)
+        whole = setting.config.scale_per == "parameter"
+        numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
         lengths = [len(table) for table in pieces(tables[0], numel, whole_parameters=whole)]
         made = []
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
@@ -277,7 +278,8 @@ def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:
     table = cut(segments, config.block_size)
     if not REDUCERS[config.reducer].compresses:  # takes the tensor whole, so that it gives DDP's bits
         return [table] if len(table) else []
-    return pieces(table, setting.piece_numel, whole_parameters=config.scale_per == "parameter")
+    numel = setting.piece_size.within(int(table[:, LENGTH].sum()))
+    return pieces(table, numel, whole_parameters=config.scale_per == "parameter")
 
 
 def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 #: Ranks with different versions would not understand each other's messages. 2: owners of shards follow from blocks.
-#: 3: pieces have more coordinates with fewer bits.
+#: 3: pieces of few bits have more coordinates.
 VERSION = 3
 
 GOLDEN = 0x9E3779B9

@@ -17,7 +17,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.meta import codec_name
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.layout import PieceSize, Segment, cut, place
 from lightning_gqsgd.performance.costs import Gamma
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, Steps, new_store
@@ -105,7 +105,7 @@ def stage_seconds(communicator: Communicator) -> float:
     """
     config = GQSGDConfig(reducer="gather", sample_every=0)
     block = config.block_size
-    setting = Setting(config, communicator.size, torch.float32, piece_numel=block)
+    setting = Setting(config, communicator.size, torch.float32, PieceSize(block, block))
     x = torch.zeros(_STAGED * block)
     plan = Plan([Segment(number, block, raw=False) for number in range(_STAGED)], setting)
     store = new_store(config, communicator.size, {}, torch.float32, x.device)

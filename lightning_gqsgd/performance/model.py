@@ -17,14 +17,14 @@ import torch
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment, coordinates_per_piece
+from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.performance.clock import Clock, Event, Resource
 from lightning_gqsgd.performance.costs import Costs
 from lightning_gqsgd.performance.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
 from lightning_gqsgd.performance.runners import StreamsRunner, ThreadRunner
 from lightning_gqsgd.performance.timeline import Timeline
 from lightning_gqsgd.reducers import REDUCERS, resolve
-from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL
+from lightning_gqsgd.transport.communicator import NCCL_PIECE_SIZE
 
 #: Plain DDP's all-reduce, and torch's hook that sends bf16, by the names that `predict` knows them under.
 NATIVE, BF16 = "native", "bf16"
@@ -123,10 +123,10 @@ def _profiles(
     if isinstance(method, str) and method != NATIVE:
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
-    most = NCCL_PIECE_NUMEL if costs.on_streams else coordinates_per_piece(config.num_bits)
+    size = NCCL_PIECE_SIZE if costs.on_streams else PieceSize.of_bits(config.num_bits)
     several, sent = [], 0
     for bucket in timeline.buckets:
-        profiles, nbytes = _bucket(config, bucket.segments, ranks, timeline.dtype, most)
+        profiles, nbytes = _bucket(config, bucket.segments, ranks, timeline.dtype, size)
         several.append(profiles)
         sent += nbytes
     if REDUCERS[config.reducer].compresses:
@@ -136,9 +136,9 @@ def _profiles(
 
 @lru_cache(maxsize=1 << 14)
 def _bucket(
-    config: GQSGDConfig, segments: tuple[Segment, ...], ranks: int, dtype: torch.dtype, most: int
+    config: GQSGDConfig, segments: tuple[Segment, ...], ranks: int, dtype: torch.dtype, size: PieceSize
 ) -> tuple[tuple[Profile, ...], int]:
-    return bucket_profiles(config, segments, ranks, dtype, most)
+    return bucket_profiles(config, segments, ranks, dtype, size)
 
 
 def _busy(events: Sequence[Event], counts: Callable[[str], bool]) -> float:

@@ -86,7 +86,7 @@ def pieces_of(segments: Sequence[Segment], setting: Setting) -> list[Piece]:
     if not REDUCERS[setting.config.reducer].compresses:
         # It takes the tensor whole, so the number of blocks is no matter.
         return [Piece(setting, (total,), (_whole(Segment(0, total, raw=False), size),))]
-    count = max(1, -(-total // setting.piece_numel))
+    count = max(1, -(-total // setting.piece_size.within(total)))
     parts = _split(runs, [total * k / count for k in range(1, count)], size)
     return [Piece(setting, _alike(part, setting), tuple(part)) for part in parts if part]
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work, note, noting
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.performance.costs import BF16_HOOK
 from lightning_gqsgd.performance.pieces import Piece, can_be_alike, pieces_of
 from lightning_gqsgd.plan import Plan
@@ -100,7 +100,7 @@ def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface:
 
 
 def bucket_profiles(
-    config: GQSGDConfig, segments: Sequence[Segment], ranks: int, dtype: torch.dtype, piece_numel: int
+    config: GQSGDConfig, segments: Sequence[Segment], ranks: int, dtype: torch.dtype, piece_size: PieceSize
 ) -> tuple[tuple[Profile, ...], int]:
     """The profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
 
@@ -109,14 +109,14 @@ def bucket_profiles(
         segments: the parameters in the bucket.
         ranks: number of ranks; all are taken to be like rank 0.
         dtype: dtype of the gradients.
-        piece_numel: the most coordinates of a piece, about.
+        piece_size: how many coordinates a piece has.
 
     Raises:
         ConfigError: the length of messages depends on the gradients (Elias codes).
     """
     if config.coder == "elias":
         raise ConfigError("coder='elias' has messages whose length depends on the gradients; predict coder='fixed'")
-    setting = Setting(replace(config, sample_every=0), ranks, dtype, piece_numel)
+    setting = Setting(replace(config, sample_every=0), ranks, dtype, piece_size)
     if not can_be_alike(config):
         return _profiles_of_plan(segments, setting)
     several = [_of_piece(piece) for piece in pieces_of(segments, setting)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec, codec_of
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
-from lightning_gqsgd.layout import PIECE_NUMEL
+from lightning_gqsgd.layout import PieceSize
 from lightning_gqsgd.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -80,13 +80,13 @@ class Setting:
         config: the configuration; its reducer is not "auto" any more.
         ranks: number of ranks.
         dtype: dtype of the gradients.
-        piece_numel: the most coordinates of a piece, about; results do not depend on it.
+        piece_size: how many coordinates a piece has; results do not depend on it.
     """
 
     config: GQSGDConfig
     ranks: int
     dtype: torch.dtype
-    piece_numel: int = PIECE_NUMEL
+    piece_size: PieceSize = PieceSize()
 
     @property
     def codec(self) -> Codec:

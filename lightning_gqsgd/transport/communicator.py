@@ -35,13 +35,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.layout import coordinates_per_piece
+from lightning_gqsgd.layout import PieceSize
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport.staging import Staging
 
 #: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
 #: gain there, and scratch memory of 64 MiB where a bucket is larger.
 NCCL_PIECE_NUMEL = 1 << 24
+NCCL_PIECE_SIZE = PieceSize(NCCL_PIECE_NUMEL, NCCL_PIECE_NUMEL)
 
 
 class Communicator:
@@ -84,9 +85,9 @@ class Communicator:
                 self._staging = Staging(self._start, self.timeout)
         _alive.add(self)
 
-    def piece_numel(self, bits: int) -> int:
-        """The most coordinates of a piece, about, whose codes have so many bits."""
-        return NCCL_PIECE_NUMEL if self.backend == "nccl" else coordinates_per_piece(bits)
+    def piece_size(self, bits: int) -> PieceSize:
+        """How many coordinates a piece has whose codes have so many bits."""
+        return NCCL_PIECE_SIZE if self.backend == "nccl" else PieceSize.of_bits(bits)
 
     @property
     def control_device(self) -> torch.device:

@@ -84,7 +84,7 @@ def _over_nccl(rank: int) -> None:
     alike = Communicator(CPU, dist.group.WORLD, "alike", timeout)
     alike.extend([(ALL,)] * 3)
     assert FakeNCCL.made == 1
-    assert alike.piece_numel(2) == NCCL_PIECE_NUMEL
+    assert alike.piece_size(2) == (NCCL_PIECE_NUMEL, NCCL_PIECE_NUMEL)
     for stage in (0, 1, 2, 3, 0):
         alike.start(Exchange.in_place("sum", x), stage)
     # All in one group, whose order is the order of starts: nothing is waited for.
@@ -122,7 +122,8 @@ def _over_gloo(rank: int) -> None:
     made.extend([(ALL,)] * 2, connections=3)  # what ranks agree on needs no second connection
     assert len(set(made._groups.values())) == 7
     assert [made.turns(2, 3), made.turns(2, 1), made.turns(4, 3)] == [[0, 1], [0, 0], [1, 2, 0, 1]]
-    assert [made.piece_numel(bits) // PIECE_NUMEL for bits in (1, 2, 3, 4, 5, 8, 32)] == [4, 4, 2, 2, 1, 1, 1]
+    assert {made.piece_size(bits).least for bits in (1, 4, 32)} == {PIECE_NUMEL}
+    assert [made.piece_size(bits).most // PIECE_NUMEL for bits in (1, 2, 3, 4, 5, 8, 32)] == [4, 4, 2, 2, 1, 1, 1]
     assert made.control_device == CPU
     assert made.gather(torch.tensor([rank])).tolist() == [[0], [1]]
     made.close()

@@ -14,7 +14,7 @@ from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, resolve, run_virtual
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
@@ -149,7 +149,7 @@ def test_results_do_not_depend_on_pieces(reducer: str) -> None:
     results = []
     for piece_numel in (1 << 24, 1500, 300):
         config = resolve(GQSGDConfig(reducer=reducer, bits=5), 3)
-        plan = Plan(SEGMENTS, Setting(config, 3, torch.float32, piece_numel))
+        plan = Plan(SEGMENTS, Setting(config, 3, torch.float32, PieceSize(piece_numel, piece_numel)))
         results.append([one.clone() for one in gradients])
         plan.average(results[-1], 0, [new_store(config, 3, {}, torch.float32, torch.device("cpu"))] * 3)
     assert reducer == "native" or len(plan._pieces) > 10

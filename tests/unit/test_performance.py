@@ -15,7 +15,7 @@ from torch import nn
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.performance import (
     Bucket,
@@ -180,7 +180,7 @@ def test_bytes_are_those_of_the_plan(name: str, ranks: int) -> None:
     config = resolve(GQSGDConfig(bits=8, sample_every=0, **FIELDS[name]), ranks)
     segments = [Segment(0, 1_234_567, False), Segment(1, 100, True), Segment(2, 5000, False)]
     plan = Plan(segments, Setting(config, ranks, torch.float32))
-    profiles, sent = bucket_profiles(config, segments, ranks, torch.float32, plan.setting.piece_numel)
+    profiles, sent = bucket_profiles(config, segments, ranks, torch.float32, plan.setting.piece_size)
     of_profiles = sum(profile.sent_bytes for profile in profiles)
     assert sent == plan.sent_bytes
     assert of_profiles == pytest.approx(plan.sent_bytes, abs=2 * len(profiles))  # each collective rounds down
@@ -191,7 +191,7 @@ def test_every_preset_has_a_profile(preset: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StabilityWarning)
         config = resolve(make_config(preset), RANKS)
-    profiles, sent = bucket_profiles(config, [Segment(0, 1 << 20, False)], RANKS, torch.float32, 1 << 19)
+    profiles, sent = bucket_profiles(config, [Segment(0, 1 << 20, False)], RANKS, torch.float32, PieceSize())
     assert len(profiles) >= 1
     assert sum(profile.sent_bytes for profile in profiles) == pytest.approx(sent, rel=0.07)
 
@@ -199,7 +199,7 @@ def test_every_preset_has_a_profile(preset: str) -> None:
 def test_messages_of_unknown_length_are_refused() -> None:
     config = resolve(make_config("qsgd_elias"), RANKS)
     with pytest.raises(ConfigError, match="length depends on the gradients"):
-        bucket_profiles(config, [Segment(0, 5000, False)], RANKS, torch.float32, 1 << 19)
+        bucket_profiles(config, [Segment(0, 5000, False)], RANKS, torch.float32, PieceSize())
 
 
 @settings(max_examples=25)

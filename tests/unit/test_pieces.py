@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.performance import Bucket, Timeline, advice, profile
 from lightning_gqsgd.performance.costs import ESTIMATES, Link
 from lightning_gqsgd.reducers import Setting, resolve
@@ -46,8 +46,9 @@ def test_profiles_are_those_of_the_whole_plan(fields: dict[str, Any]) -> None:
         for piece_numel in (1 << 15, 1 << 19, 1 << 24):
             first = draw.randrange(500)
             segments = [Segment(first + number, draw.choice(NUMELS), draw.random() < 0.3) for number in range(5)]
-            made = profile.bucket_profiles(config, segments, ranks, torch.float32, piece_numel)
-            setting = Setting(config, ranks, torch.float32, piece_numel)
+            size = PieceSize(piece_numel, 2 * piece_numel)
+            made = profile.bucket_profiles(config, segments, ranks, torch.float32, size)
+            setting = Setting(config, ranks, torch.float32, size)
             assert made == profile._profiles_of_plan(segments, setting)
 
 
