@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -14,7 +15,7 @@ from lightning_gqsgd.cli import warming
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels.cpu import cache, top_k
+from lightning_gqsgd.kernels.cpu import cache, jit, top_k
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting, resolve
 
@@ -126,3 +127,16 @@ def test_warmup_can_prepare_every_preset_and_nothing_twice() -> None:
     jobs = warming._jobs(list(PRESETS), ["float32"], [2, 8])
     assert {name for name, *_ in jobs} == set(PRESETS)
     assert len({(config, dtype) for _, config, dtype, _ in jobs}) == len(jobs)
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_vectors_are_long_where_the_processor_gains_by_them(monkeypatch: pytest.MonkeyPatch, *, gains: bool) -> None:
+    monkeypatch.setattr(jit, "_gains_by_long_vectors", lambda: gains)
+
+    @jit.called
+    def twice(x: float) -> float:
+        return 2 * x
+
+    twice.compile((numba.float32,))
+    (made,) = twice.inspect_llvm().values()
+    assert ('"prefer-vector-width"="512"' in made) == gains

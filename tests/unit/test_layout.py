@@ -11,9 +11,11 @@ from lightning_gqsgd.layout import (
     INDEX,
     LENGTH,
     PARAMETER,
+    PIECE_NUMEL,
     RAW,
     SCALE,
     START,
+    PieceSize,
     Run,
     Segment,
     cut,
@@ -90,6 +92,15 @@ def test_records_do_not_overlap_and_shards_have_equal_length(
                 assert row[SCALE] % scale_bytes == 0
                 taken[row[SCALE] : row[SCALE] + scale_bytes] += 1
     assert taken.max(initial=0) <= 1
+
+
+def test_pieces_of_few_bits_grow_where_there_are_several() -> None:
+    of_bits = {bits: PieceSize.of_bits(bits) for bits in (1, 2, 4, 8, 16)}
+    small, bucket, large = 2 * PIECE_NUMEL, 6_553_600, 1 << 30
+    assert {size.within(small) for size in of_bits.values()} == {PIECE_NUMEL}
+    assert [-(-bucket // size.within(bucket)) for size in of_bits.values()] == [6, 6, 7, 13, 13]
+    assert [size.within(large) // PIECE_NUMEL for size in of_bits.values()] == [4, 4, 2, 1, 1]
+    assert PieceSize(1000, 1000).within(large) == 1000
 
 
 def test_shards_are_balanced() -> None:

@@ -37,12 +37,16 @@ _SINCE_ICE_LAKE = "avx512vbmi2"
 _LONG_VECTORS = '"prefer-vector-width"="512"'
 
 
+def _gains_by_long_vectors() -> bool:
+    return bool(binding.get_host_cpu_features().get(_SINCE_ICE_LAKE))
+
+
 class _Lower(Lower):
     """Turns a function into LLVM's language, with an attribute that allows long vectors."""
 
     def setup_function(self, fndesc: FunctionDescriptor) -> None:
         super().setup_function(fndesc)
-        if binding.get_host_cpu_features().get(_SINCE_ICE_LAKE):
+        if _gains_by_long_vectors():
             set.add(self.function.attributes, _LONG_VECTORS)  # its own method accepts attributes without a value only
 
 
