@@ -407,6 +407,7 @@ class Engine:
         configs, segments = (request.config, *request.others), request.segments
         if not request.compressed:  # all parameters travel in the same way then
             configs, segments = configs[:1], tuple(segment._replace(raw=True, choice=0) for segment in segments)
+        # What travels uncompressed fills its messages with fewer coordinates.
         bits = [config.num_bits if request.compressed else 32 for config in configs]
         sizes = [self.communicator.piece_size(width) for width in bits]
         made = zip(configs, sizes, strict=True)
