@@ -108,12 +108,10 @@ class Alone:
     """
 
     def __init__(self, buffer: Tensor, bits: int, threads: int) -> None:
-        config = GQSGDConfig(bits=bits)
-        block = resolve(config, RANKS).block_size
-        parts = buffer[: buffer.numel() // threads * threads].chunk(threads)
-        self._cases = [codec_cases(part, codec_of(config), block) for part in parts]
+        config = resolve(GQSGDConfig(bits=bits), RANKS)
+        self._cases = [codec_cases(part, codec_of(config), config.block_size) for part in buffer.chunk(threads)]
         places = cycle(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None])
-        self._pools = [ThreadPoolExecutor(1, initializer=partial(_bind, next(places))) for _ in parts]
+        self._pools = [ThreadPoolExecutor(1, initializer=partial(_bind, next(places))) for _ in self._cases]
 
     def run(self) -> None:
         """Encode and decode the bucket once."""
@@ -161,22 +159,22 @@ def measure(options: argparse.Namespace) -> Report:
     for bits in options.bits:
         alone = {n: Alone(bench.buffer, bits, n) for n in options.threads}
         plan = bench.plan("gather", bits)  # its messages hold the codes once
-        _add_rows(report, options, f"kernels alone, {bits} bit", plan, {n: alone[n].run for n in alone})
-        for several in alone.values():
-            several.close()
+        _add_rows(report, options, f"kernels alone, {bits} bit", plan, {str(n): one.run for n, one in alone.items()})
+        for one in alone.values():
+            one.close()
     for reducer in options.reducer:
         for bits in options.bits:
             plan = bench.plan(reducer, bits)
-            cases = {n: partial(bench.run, plan, n) for n in options.threads}
+            cases = {str(n): partial(bench.run, plan, n) for n in options.threads}
             _add_rows(report, options, f"{reducer}, {bits} bit", plan, cases)
     bench.close()
     return report
 
 
 def _add_rows(
-    report: Report, options: argparse.Namespace, name: str, plan: Plan, cases: dict[int, Callable[[], object]]
+    report: Report, options: argparse.Namespace, name: str, plan: Plan, cases: dict[str, Callable[[], object]]
 ) -> None:
-    seconds = in_turns({str(threads): case for threads, case in cases.items()}, options.rounds)
+    seconds = in_turns(cases, options.rounds)
     for threads, values in seconds.items():
         spread = Spread.of(values)
         report.rows.append(

@@ -407,11 +407,10 @@ class Engine:
         configs, segments = (request.config, *request.others), request.segments
         if not request.compressed:  # all parameters travel in the same way then
             configs, segments = configs[:1], tuple(segment._replace(raw=True, choice=0) for segment in segments)
-        # What travels uncompressed fills its messages with fewer coordinates.
-        bits = [config.num_bits if request.compressed else 32 for config in configs]
-        sizes = [self.communicator.piece_size(width) for width in bits]
-        made = zip(configs, sizes, strict=True)
-        settings = [Setting(config, self.world_size, x.dtype, size) for config, size in made]
+        settings = []
+        for config in configs:
+            bits = config.num_bits if request.compressed else 32  # fewer uncompressed coordinates fill a message
+            settings.append(Setting(config, self.world_size, x.dtype, self.communicator.piece_size(bits)))
         plan = request.plan(segments, *[setting_for(setting, compressed=request.compressed) for setting in settings])
         if plan.numel != x.numel():
             raise RuntimeError(f"gqsgd: {request.name} has {x.numel()} coordinates, its parameters {plan.numel}")

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -372,9 +372,7 @@ class Sequencer:
 
 def computable(lane: deque[_Piece]) -> list[_Piece]:
     """Pieces that workers may compute for now, oldest first."""
-    window = list(islice(lane, MAX_UNDER_WAY))
-    if all(piece.job.threads == 1 for piece in window):
-        return []  # the usual case, after every exchange
+    window = list(lane)[:MAX_UNDER_WAY]
     busy = sum(piece.is_computing for piece in window)
     found: list[_Piece] = []
     for piece in window:

@@ -26,8 +26,8 @@ def copy(source, target):
 def add_scaled(values, factor, add, out):
     """Set the numbers of ``out`` to the values times a factor, or add the values times a factor to them.
 
-    What is set is added to zero, here and wherever else sums begin, so that no zero is negative. The loop that would
-    fill ``out`` with zeros beforehand would be the call of a function for each block.
+    What is set is added to zero, so that no zero is negative. A loop that fills ``out`` with zeros beforehand would be
+    the call of a function for each block. The loops that decode companded, exponential and EDEN codes do the same.
     """
     zero = out.dtype.type(0)
     if add:

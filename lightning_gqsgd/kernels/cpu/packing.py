@@ -68,9 +68,9 @@ def pack_lanes(codes, n, bits, wire, at):
     lanes = 64 // bits
     count = (n + lanes - 1) // lanes
     words = numbers(wire, at, count, int64(0))
-    for w in range(count):
-        words[w] = 0
-    for lane in range(lanes):
+    for w in range(count):  # the first lane is full
+        words[w] = int64(codes[w])
+    for lane in range(1, lanes):
         lane_codes = part(codes, lane * count, smaller(count, n - lane * count))
         for w in range(lane_codes.size):
             words[w] |= int64(lane_codes[w]) << (lane * bits)
