@@ -48,7 +48,7 @@ class Gamma:
     Attributes:
         encode_s: to encode a coordinate.
         decode_s: to decode a coordinate of one message into the gradient.
-        reduce_s: to decode a coordinate of a further message and add it.
+        reduce_s: to decode a coordinate of a further message and add it, or to add one of the rank itself.
     """
 
     encode_s: float

@@ -16,6 +16,7 @@ from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.meta import codec_name
+from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import scale_format
 from lightning_gqsgd.layout import PieceSize, Segment, cut, place
 from lightning_gqsgd.performance.costs import Gamma
@@ -48,9 +49,9 @@ def gamma_of(device: torch.device, bits: int, patience_s: float) -> Gamma:
     numel = CODEC_NUMEL[device.type]
     codec = CodecCase(device, GQSGDConfig(bits=bits), numel, max(1, MODEL_NUMEL // numel))
     encode_s, decode_s, mean_s = (
-        _seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode, codec.mean)
+        _seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode, codec.encode_mean)
     )
-    return Gamma(encode_s, decode_s, max(0.0, mean_s - decode_s) / (_SOURCES - 1))
+    return Gamma(encode_s, decode_s, max(0.0, mean_s - encode_s) / _SOURCES)
 
 
 def bf16_hook(device: torch.device, patience_s: float) -> Gamma:
@@ -81,6 +82,7 @@ class CodecCase:
         self._layout = place(table, self._q, shards=1, **sizes).on(device)
         self._kernels = kernels_for(device)
         self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
+        self._mean = torch.zeros_like(self._wires[0])
         self._keys = tuple((number, 2) for number in range(_SOURCES))
         for number in range(_SOURCES):
             self.encode(number)
@@ -90,12 +92,14 @@ class CodecCase:
         self._kernels.encode(next(self._pieces), self._layout.blocks, self._wires[source], self._q, self._keys[source])
 
     def decode(self) -> None:
-        """Decode the message of one source."""
+        """Decode one message."""
         self._kernels.decode(self._wires[:1], self._layout.blocks, next(self._pieces), self._q, self._keys[:1])
 
-    def mean(self) -> None:
-        """Decode the mean of the messages of all sources."""
-        self._kernels.decode(self._wires, self._layout.blocks, next(self._pieces), self._q, self._keys)
+    def encode_mean(self) -> None:
+        """Encode the mean of all sources, as the owner of a shard does: its own coordinates, and others' messages."""
+        own = Own(0, next(self._pieces))
+        blocks, out_key = self._layout.blocks, self._keys[0]
+        self._kernels.reduce(self._wires, blocks, self._mean, self._q, self._keys, out_key, own)
 
 
 def stage_seconds(communicator: Communicator) -> float:

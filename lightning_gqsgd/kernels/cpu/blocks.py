@@ -14,7 +14,7 @@ from numba import int64
 
 from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel
-from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, fill, is_finite
+from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, fetch_ahead, fill, is_finite
 from lightning_gqsgd.kernels.cpu.rotation import turn_block
 from lightning_gqsgd.layout import CODES, LENGTH, RAW, START
 
@@ -141,6 +141,7 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
         not_finite = 0
         writes = sent.memory.size > 0
         for k in range(blocks.shape[0]):
+            fetch_ahead(x, blocks, k)
             block = blocks[k]
             n = block[LENGTH]
             values = part(x, block[START], n)
@@ -198,6 +199,7 @@ def sum_kernel(name: str, read_sum: Callable[..., Any]) -> Any:
         """
         not_finite = 0
         for k in range(blocks.shape[0]):
+            fetch_ahead(x, blocks, k)
             block = blocks[k]
             mean = part(x, block[START], block[LENGTH])
             read_sum(wire, int64(scales[k]), block, keys, c, s, mean)

@@ -125,6 +125,26 @@ def smaller(typing_context, left, right):
 
 
 @intrinsic
+def fetch(typing_context, array, index):
+    """Ask for the memory around a number of an array, and go on without waiting for it.
+
+    It goes to the second level of caches. Memory outside of the array may be asked for, too.
+    """
+
+    def generate(context, builder, signature, arguments):
+        source = context.make_array(signature.args[0])(context, builder, arguments[0])
+        number = builder.gep(source.data, [arguments[1]])
+        pointer, integer = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], function)
+        read, second_level, data = integer(0), integer(2), integer(1)
+        builder.call(prefetch, [builder.bitcast(number, pointer), read, second_level, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic
 def part(typing_context, array, first, count):
     """The ``count`` numbers of a contiguous array from number ``first`` on, as an array. Nothing is checked."""
     _check_contiguous(array)

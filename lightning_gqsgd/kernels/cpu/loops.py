@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from numba import int32
 
-from lightning_gqsgd.kernels.cpu.casts import clamped, larger, numbers
+from lightning_gqsgd.kernels.cpu.casts import clamped, fetch, larger, numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.layout import LENGTH, START
+
+#: How many blocks ahead memory is asked for, and how many coordinates of a block. With fewer blocks, coordinates would
+#: come too late.
+_AHEAD, _FETCHED = 4, 256
+#: Bytes that a processor fetches at once.
+_LINE_BYTES = 64
 
 
 @inlined
@@ -13,6 +20,18 @@ def fill(target, value):
     """Set all numbers of an array."""
     for j in range(target.size):
         target[j] = value
+
+
+@inlined
+def fetch_ahead(x, blocks, k):
+    """Ask for the coordinates of a block that comes soon after block ``k``.
+
+    Processors guess well what is read next within a page of memory. The next page, and blocks with gaps between them,
+    would be waited for.
+    """
+    block = blocks[min(k + _AHEAD, blocks.shape[0] - 1)]
+    for j in range(0, min(block[LENGTH], _FETCHED), _LINE_BYTES // x.itemsize):
+        fetch(x, block[START] + j)
 
 
 @inlined

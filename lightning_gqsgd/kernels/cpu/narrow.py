@@ -9,6 +9,7 @@ from numba.extending import intrinsic
 from lightning_gqsgd.kernels.cpu.casts import part
 from lightning_gqsgd.kernels.cpu.dither import block_keys, word
 from lightning_gqsgd.kernels.cpu.jit import kernel, loop
+from lightning_gqsgd.kernels.cpu.loops import fetch_ahead
 from lightning_gqsgd.layout import LENGTH, START
 
 _INFINITY, _MAGNITUDE, _SIGN, _QUIET = 0x7F800000, 0x7FFFFFFF, 0x8000, 0x40
@@ -72,6 +73,7 @@ def round_blocks(values, blocks, key, factor, limit, out):
         out: bits of bf16 numbers, uint16 [numel].
     """
     for k in range(blocks.shape[0]):
+        fetch_ahead(values, blocks, k)
         start, length = blocks[k, START], blocks[k, LENGTH]
         _round_block(
             part(values, start, length), blocks[k], key, float32(factor), uint32(limit), part(out, start, length)

@@ -6,7 +6,7 @@ from numba import float64
 
 from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import kernel
-from lightning_gqsgd.kernels.cpu.loops import maximum
+from lightning_gqsgd.kernels.cpu.loops import fetch_ahead, maximum
 from lightning_gqsgd.layout import LENGTH, START
 
 #: Number of lanes in which sums are added up, see `protocol.Kernels.block_moments`.
@@ -17,6 +17,7 @@ LANES = 16
 def maxima(x, blocks, mask, out):
     """Write the bits of the largest magnitude of each block; ``mask``: see `loops.maximum`."""
     for k in range(blocks.shape[0]):
+        fetch_ahead(x, blocks, k)
         block = blocks[k]
         out[k] = maximum(numbers(part(x, block[START], 0), 0, block[LENGTH], mask), mask)
 
