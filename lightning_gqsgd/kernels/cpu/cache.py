@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
-from numba.core.caching import AppDirs, UserProvidedCacheLocator, _Cache
+from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
+from numba.misc.appdirs import AppDirs
 
 #: Remedy where nothing can be kept.
 REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable"
@@ -92,7 +93,7 @@ def _source_digest() -> str:
 def folders() -> list[Path]:
     """The folders in which machine code is looked for."""
     # One NUMBA_CACHE_DIR may serve several copies of the package.
-    place = UserProvidedCacheLocator.get_suitable_cache_subpath(__file__)
+    place = f"lightning_gqsgd_{hashlib.sha256(os.fsencode(Path(__file__).parent)).hexdigest()[:16]}"
     user = Path(AppDirs(appname="numba", appauthor=False).user_cache_dir) / place
     chosen = vars(numba.config)["CACHE_DIR"]
     named = [Path(chosen) / place] if chosen else []
