@@ -2,9 +2,10 @@
 
     python -m benchmarks.prediction --save
 
-The benchmark needs Linux, root and iproute2, see `netlab`. In every lab, each process first measures the link, the
-kernels and the processors (`lightning_gqsgd.performance.probe`). Then all cases train in turns, among them one without
-communication, from which the model learns when buckets are ready. No constant of the model was chosen by step times.
+The benchmark needs Linux, root and iproute2, see `netlab`. In every lab, all cases train in turns, among them one
+without communication, from which the model learns when buckets are ready. After the rounds that warm up, each process
+measures the link, the kernels and the processors (`lightning_gqsgd.performance.probe`). No constant of the model was
+chosen by step times.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ BANDS = (0.1, 0.2)
 def work(options: argparse.Namespace) -> None:
     """Do one rank's part."""
     rank, _ = begin()
-    probe = probe_here(torch.device("cpu"), "benchmarks.prediction", bits=(8, 4))
     generator = torch.Generator().manual_seed(rank)
     cases: dict[str, Case] = {}
     recorders: dict[str, Recorder] = {}
@@ -76,6 +76,7 @@ def work(options: argparse.Namespace) -> None:
     round_s = float(sum(slowest(values)[-1] for values in first.values()))
     if round_s < SHORT_S:
         in_turns(steps, WARMUP, warmup=0, before=dist.barrier)
+    probe = probe_here(torch.device("cpu"), "benchmarks.prediction", bits=(8, 4))
     for recorder in recorders.values():
         recorder.forget()
     rounds = int(np.clip(options.seconds / round_s, *ROUNDS))
@@ -120,7 +121,7 @@ def measure(options: argparse.Namespace) -> Report:
         f"Over {len(errors)} settings, the median of the absolute errors is {np.median(errors):.1f} %, the worst is "
         f"{errors.max():.1f} %, and {np.mean(errors <= 10):.0%} are within 10 %.",
         "measured = median over rounds of the slowest host's time. Each process measures the link, its kernels and its "
-        "share of the processors once before the rounds, and when buckets are ready in a case of its own without "
+        "share of the processors once, after the rounds that warm up, and when buckets are ready in a case of its own without "
         "communication that runs in turns with the others. No step with communication enters the prediction.",
     )
     report.draw = partial(_draw, report)

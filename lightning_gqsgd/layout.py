@@ -118,14 +118,18 @@ class Layout:
     """Where the blocks of one piece lie, in the flat tensor and in the messages.
 
     Attributes:
-        table: int64 [number of blocks, COLUMNS], on the host.
-        first: int64 [shards + 1], the number of the first block of each shard.
+        table: int64 [number of blocks, COLUMNS], on the host, in the order of coordinates. Processors fetch memory ahead
+            where it is read in a row: blocks of one owner after those of another would take up to twice as long to
+            encode where coordinates are not in a cache.
+        order: numbers of the blocks of each shard, one shard after the other, int64 [number of blocks].
+        first: for each shard, where its blocks begin in ``order``, and where those of the last one end.
         shard_bytes: length of one shard's message in bytes.
         block_size: the most coordinates a block has.
         device: where ``blocks`` are.
     """
 
     table: np.ndarray
+    order: np.ndarray
     first: tuple[int, ...]
     shard_bytes: int
     block_size: int
@@ -164,7 +168,7 @@ class Layout:
     @property
     def whole(self) -> Part:
         """All blocks, with their positions in the message of all shards."""
-        return self._part((), lambda: _in_order(self.table))
+        return self._part((), lambda: self.table)
 
     def others(self, index: int) -> Part:
         """The blocks that owners of other shards decode, and all uncompressed ones, with their positions in the
@@ -175,9 +179,9 @@ class Layout:
         """
 
         def table() -> np.ndarray:
-            own = np.zeros(len(self.table), dtype=bool)
-            own[self.first[index] : self.first[index + 1]] = True
-            return _in_order(self.table[~own | (self.table[:, RAW] == 1)])
+            encoded = np.ones(len(self.table), dtype=bool)
+            encoded[self.order[self.first[index] : self.first[index + 1]]] = False
+            return self.table[encoded | (self.table[:, RAW] == 1)]
 
         return self._part((index,), table)
 
@@ -189,7 +193,7 @@ class Layout:
         """The blocks of the shards ``low`` to ``high - 1``, with their positions in the message of these shards."""
 
         def table() -> np.ndarray:
-            table = self.table[self.first[low] : self.first[high]].copy()
+            table = self.table[self.order[self.first[low] : self.first[high]]]
             table[:, CODES] -= low * self.shard_bytes
             table[:, SCALE] -= np.where(table[:, SCALE] >= 0, low * self.shard_bytes, 0)
             return table
@@ -205,16 +209,6 @@ class Layout:
         part = self._parts[key]
         _keep_for_this_stream(part.blocks)
         return part
-
-
-def _in_order(table: np.ndarray) -> np.ndarray:
-    """The blocks in the order of their coordinates.
-
-    Processors fetch memory ahead where it is read in a row. Blocks of one owner after those of another would take up to
-    twice as long to encode where coordinates are not in a cache.
-    """
-    start = table[:, START]
-    return table if np.all(start[1:] >= start[:-1]) else table[np.argsort(start, kind="stable")]
 
 
 def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
@@ -276,19 +270,19 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
         scale_bytes: bytes of one block's scale in the message, 0 if scales do not travel in it.
         raw_bytes: bytes per uncompressed coordinate.
     """
-    raw = table[:, RAW] == 1
     record = _records(table, q, raw_bytes)
-    ends = np.cumsum(record + np.where(raw, 0, scale_bytes))
+    ends = np.cumsum(record + np.where(table[:, RAW] == 1, 0, scale_bytes))
     total = int(ends[-1]) if len(table) else 0
     inner = np.searchsorted(ends, [total * k / shards for k in range(1, shards)], side="left") + 1
     first = [0, *np.minimum(inner, len(table)).tolist(), len(table)]
-    return _placed(table, record, first, scale_bytes, q.block_size)
+    return _placed(table, np.arange(len(table)), first, record, scale_bytes, q.block_size)
 
 
 def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
     """As `place`, for a table of as many alike runs of blocks as there are shards: one run for each."""
     first = [len(table) // shards * shard for shard in range(shards + 1)]
-    return _placed(table, _records(table, q, raw_bytes), first, scale_bytes, q.block_size)
+    record = _records(table, q, raw_bytes)
+    return _placed(table, np.arange(len(table)), first, record, scale_bytes, q.block_size)
 
 
 def place_by_owner(
@@ -304,9 +298,9 @@ def place_by_owner(
         striped: see `owners`.
     """
     owner = owners(table, shards, striped=striped)
-    table = table[np.argsort(owner, kind="stable")]
+    order = np.argsort(owner, kind="stable")
     first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
-    return _placed(table, _records(table, q, raw_bytes), first, scale_bytes, q.block_size)
+    return _placed(table, order, first, _records(table, q, raw_bytes), scale_bytes, q.block_size)
 
 
 def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
@@ -348,12 +342,14 @@ def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
     return _align(np.where(table[:, RAW] == 1, length * raw_bytes, q.record_bytes(length, raw_bytes)))
 
 
-def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes: int, block_size: int) -> Layout:
-    """The table with positions: shard k has the blocks from ``first[k]`` to ``first[k + 1]``.
+def _placed(
+    table: np.ndarray, order: np.ndarray, first: list[int], record: np.ndarray, scale_bytes: int, block_size: int
+) -> Layout:
+    """The table with positions: shard k has the blocks ``order[first[k]:first[k + 1]]``.
 
     A shard's message has the scales, the codes and the uncompressed blocks, in this order.
     """
-    table, raw = table.copy(), table[:, RAW] == 1
+    table, record, raw = table.copy(), record[order], table[order, RAW] == 1
     shard = np.repeat(np.arange(len(first) - 1), np.diff(first))
     scales, scales_bytes = _positions(np.where(raw, 0, scale_bytes), first, shard)
     codes, codes_bytes = _positions(np.where(raw, 0, record), first, shard)
@@ -361,9 +357,9 @@ def _placed(table: np.ndarray, record: np.ndarray, first: list[int], scale_bytes
     before_codes = _align(scales_bytes)
     shard_bytes = int((before_codes + codes_bytes + raws_bytes).max())
     start = shard_bytes * shard
-    table[:, SCALE] = np.where(raw | (scale_bytes == 0), -1, start + scales)
-    table[:, CODES] = start + before_codes[shard] + np.where(raw, codes_bytes[shard] + raws, codes)
-    return Layout(table, tuple(first), shard_bytes, block_size)
+    table[order, SCALE] = np.where(raw | (scale_bytes == 0), -1, start + scales)
+    table[order, CODES] = start + before_codes[shard] + np.where(raw, codes_bytes[shard] + raws, codes)
+    return Layout(table, order, tuple(first), shard_bytes, block_size)
 
 
 def _positions(sizes: np.ndarray, first: list[int], shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.meta import codec_name
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import PieceSize, Segment, cut, place
+from lightning_gqsgd.layout import LENGTH, PieceSize, Segment, cut, place_by_owner
 from lightning_gqsgd.performance.costs import Gamma
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, Steps, new_store
@@ -48,9 +48,8 @@ def gamma_of(device: torch.device, bits: int, patience_s: float) -> Gamma:
     """Seconds of a codec's kernels for each coordinate."""
     numel = CODEC_NUMEL[device.type]
     codec = CodecCase(device, GQSGDConfig(bits=bits), numel, max(1, MODEL_NUMEL // numel))
-    encode_s, decode_s, mean_s = (
-        _seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode, codec.encode_mean)
-    )
+    encode_s, decode_s = (_seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode))
+    mean_s = _seconds(codec.encode_mean, device, patience_s) / codec.owned
     return Gamma(encode_s, decode_s, max(0.0, mean_s - encode_s) / _SOURCES)
 
 
@@ -66,6 +65,9 @@ def bf16_hook(device: torch.device, patience_s: float) -> Gamma:
 class CodecCase:
     """Tensors, messages of several sources, and what is done with them.
 
+    Attributes:
+        owned: coordinates of the shard of one owner, of as many as there are sources.
+
     Args:
         device: where they are.
         config: its codec and its block size count.
@@ -79,13 +81,16 @@ class CodecCase:
         self._pieces = cycle(x.repeat(pieces, 1))
         table = cut([Segment(0, numel, raw=False)], config.block_size)
         sizes = {"scale_bytes": form.nbytes, "raw_bytes": form.raw_bytes}
-        self._layout = place(table, self._q, shards=1, **sizes).on(device)
+        self._layout = place_by_owner(table, self._q, shards=_SOURCES, **sizes, striped=False).on(device)
+        self._shard = self._layout.shard(0)
+        self.owned = int(self._shard.table[:, LENGTH].sum())
         self._kernels = kernels_for(device)
         self._wires = torch.zeros(_SOURCES, self._layout.message_bytes, dtype=torch.uint8, device=device)
-        self._mean = torch.zeros_like(self._wires[0])
         self._keys = tuple((number, 2) for number in range(_SOURCES))
         for number in range(_SOURCES):
             self.encode(number)
+        self._received = self._wires[:, : self._layout.shard_bytes].contiguous()
+        self._mean = torch.zeros_like(self._received[0])
 
     def encode(self, source: int = 0) -> None:
         """Write the message of a source."""
@@ -96,10 +101,9 @@ class CodecCase:
         self._kernels.decode(self._wires[:1], self._layout.blocks, next(self._pieces), self._q, self._keys[:1])
 
     def encode_mean(self) -> None:
-        """Encode the mean of all sources, as the owner of a shard does: its own coordinates, and others' messages."""
-        own = Own(0, next(self._pieces))
-        blocks, out_key = self._layout.blocks, self._keys[0]
-        self._kernels.reduce(self._wires, blocks, self._mean, self._q, self._keys, out_key, own)
+        """Encode the mean of a shard, as its owner does: of its own coordinates, and of others' messages."""
+        own, blocks, out_key = Own(0, next(self._pieces)), self._shard.blocks, self._keys[0]
+        self._kernels.reduce(self._received, blocks, self._mean, self._q, self._keys, out_key, own)
 
 
 def stage_seconds(communicator: Communicator) -> float:

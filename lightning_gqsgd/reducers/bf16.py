@@ -32,7 +32,7 @@ class Bf16(Reducer):
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks
-        self.layout = Layout(table, (0, len(table)), 0, setting.config.block_size)
+        self.layout = Layout(table, np.arange(len(table)), (0, len(table)), 0, setting.config.block_size)
         self.message_bytes = int(table[:, LENGTH].sum()) * torch.bfloat16.itemsize
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
