@@ -121,8 +121,8 @@ def measure(options: argparse.Namespace) -> Report:
         f"Over {len(errors)} settings, the median of the absolute errors is {np.median(errors):.1f} %, the worst is "
         f"{errors.max():.1f} %, and {np.mean(errors <= 10):.0%} are within 10 %.",
         "measured = median over rounds of the slowest host's time. Each process measures the link, its kernels and its "
-        "share of the processors once, after the rounds that warm up, and when buckets are ready in a case of its own without "
-        "communication that runs in turns with the others. No step with communication enters the prediction.",
+        "share of the processors once, after the rounds that warm up, and when buckets are ready in a case of its own "
+        "without communication that runs in turns with the others. No step with communication enters the prediction.",
     )
     report.draw = partial(_draw, report)
     return report

@@ -118,9 +118,9 @@ class Layout:
     """Where the blocks of one piece lie, in the flat tensor and in the messages.
 
     Attributes:
-        table: int64 [number of blocks, COLUMNS], on the host, in the order of coordinates. Processors fetch memory ahead
-            where it is read in a row: blocks of one owner after those of another would take up to twice as long to
-            encode where coordinates are not in a cache.
+        table: int64 [number of blocks, COLUMNS], on the host, in the order of coordinates. Processors fetch memory
+            ahead where it is read in a row: blocks of one owner after those of another would take up to twice as long
+            to encode where coordinates are not in a cache.
         order: numbers of the blocks of each shard, one shard after the other, int64 [number of blocks].
         first: for each shard, where its blocks begin in ``order``, and where those of the last one end.
         shard_bytes: length of one shard's message in bytes.

@@ -1,4 +1,4 @@
-"""Measures what a device takes to compute: kernels of codecs, torch's bf16 hook, copies, and the stages of pieces.
+"""Measures what a device takes to compute: kernels of codecs, torch's bf16 hook, and copies.
 
 On a CPU, times are seconds of the thread's own processor time, so that other programs of the machine do not count.
 """
@@ -18,14 +18,8 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.meta import codec_name
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import LENGTH, PieceSize, Segment, cut, place_by_owner
+from lightning_gqsgd.layout import LENGTH, Segment, cut, place_by_owner
 from lightning_gqsgd.performance.costs import Gamma
-from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.reducers import Setting, Steps, new_store
-from lightning_gqsgd.telemetry import Telemetry
-from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.job import Job, Start
-from lightning_gqsgd.transport.pipeline import release, runner_for
 
 #: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.
 CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
@@ -33,8 +27,6 @@ CODEC_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}
 #: weights, activations and gradients are more than caches hold.
 MODEL_NUMEL = 1 << 24
 _SOURCES = 4
-#: Pieces that go through the pipeline while their stages are timed.
-_STAGED = 32
 
 
 def codec_of_bits(bits: int) -> str:
@@ -104,50 +96,6 @@ class CodecCase:
         """Encode the mean of a shard, as its owner does: of its own coordinates, and of others' messages."""
         own, blocks, out_key = Own(0, next(self._pieces)), self._shard.blocks, self._keys[0]
         self._kernels.reduce(self._received, blocks, self._mean, self._q, self._keys, out_key, own)
-
-
-def stage_seconds(communicator: Communicator) -> float:
-    """Processor-seconds of the sequencing thread for each stage of a piece, in which it encodes or decodes one block.
-
-    Pieces of one block go through the package's own pipeline, over one collective each. All ranks call this, over Gloo.
-    """
-    config = GQSGDConfig(reducer="gather", sample_every=0)
-    block = config.block_size
-    setting = Setting(config, communicator.size, torch.float32, PieceSize(block, block))
-    x = torch.zeros(_STAGED * block)
-    plan = Plan([Segment(number, block, raw=False) for number in range(_STAGED)], setting)
-    store = new_store(config, communicator.size, {}, torch.float32, x.device)
-    runner = runner_for(communicator)
-    try:
-        for step in (1, 2):  # the first one warms up
-            marks: list[float] = []
-            telemetry = Telemetry()
-            counters = telemetry.bucket(0)
-            starts = plan.starts(x, communicator.rank, step, store, counters, telemetry)
-            pieces = [_marked(start, marks) for start in starts]
-            job = Job(x, pieces, "probe", counters, telemetry, last_of_step=False)
-            runner.submit(communicator, job)
-            job.wait()
-    finally:
-        runner.close(communicator)
-        release(runner)
-    return (marks[-1] - marks[0]) / (len(marks) - 1)
-
-
-def _marked(start: Start, marks: list[float]) -> Start:
-    """A start whose steps note the thread's processor time at the beginning of each stage."""
-
-    def steps() -> Steps:
-        taken = start()
-        while True:
-            marks.append(time.thread_time())
-            try:
-                exchanges = next(taken)
-            except StopIteration as end:
-                return end.value
-            yield exchanges
-
-    return steps
 
 
 def copying(device: torch.device, patience_s: float) -> tuple[float, float]:

@@ -28,7 +28,8 @@ from torch import Tensor
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance import reading
 from lightning_gqsgd.performance.costs import BF16_HOOK, KINDS, Collective, Costs, Gamma
-from lightning_gqsgd.performance.device_times import bf16_hook, codec_of_bits, copying, gamma_of, stage_seconds
+from lightning_gqsgd.performance.device_times import bf16_hook, codec_of_bits, copying, gamma_of
+from lightning_gqsgd.performance.pipeline_times import PipelineTimes, pipeline_times
 from lightning_gqsgd.performance.profile import message_of
 from lightning_gqsgd.performance.timeline import Timeline
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
@@ -60,8 +61,9 @@ ROWS = (AT_ONCE, 32)
 COLLECTIVES_S, KERNELS_S = 10.0, 3.0
 #: The fewest seconds of one kind of collective, about: with less, messages would be too short to time a byte.
 LEAST_S = 0.4
-#: Seconds in which processors are counted, once for each kind of collective: other programs come and go.
-COUNTING_S = 0.1
+#: What a thread computes while processors are counted: so many hashes of 1 MiB, about 30 ms. They are counted once for
+#: each kind of collective, because other programs come and go.
+HASHES = 24
 #: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
 MOST_THREADS = 4
 
@@ -211,21 +213,28 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         gammas = {codec_of_bits(width): gamma_of(device, width, patience_s) for width in bits}
         gammas[BF16_HOOK] = bf16_hook(device, patience_s)
         touch_s, launch_s = copying(device, patience_s)
-        # A GPU's stages are issued while it computes; those of one over Gloo were not measured.
-        stage_s = max(0.0, stage_seconds(communicator) - launch_s) if device.type == "cpu" else 0.0
-        costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, stage_s, source="measured")
+        costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, source="measured")
+        if (
+            device.type == "cpu"
+        ):  # a GPU's stages are issued while it computes; those of one over Gloo were not measured
+            costs = _in_pipeline(costs, pipeline_times(communicator, costs, min(bits)))
     finally:
         communicator.close()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return Probe(costs, ranks, per_node, communicator.backend, name, time.perf_counter() - begun)
 
 
+def _in_pipeline(costs: Costs, times: PipelineTimes) -> Costs:
+    """The costs, with kernels of the codec as slow as they are in the pipeline."""
+    gammas = {name: gamma if name == BF16_HOOK else gamma.times(times.slowdown) for name, gamma in costs.gammas.items()}
+    return replace(costs, gammas=gammas, stage_s=max(0.0, times.stage_s - costs.launch_s))
+
+
 class _Stopwatch:
     """Times collectives; what ranks measure differently is as long as the slowest says.
 
     Attributes:
-        cores: processors that this rank got while all ranks wanted as many as they can have, the smallest of all ranks,
-            at several times.
+        cores: processors that a rank got while all ranks wanted as many as they can have, at several times.
         thread: the same while all ranks ran one thread.
 
     Args:
@@ -243,8 +252,8 @@ class _Stopwatch:
         """The constants of one kind of collective."""
         share_s = self._share()
         if len(self.cores) < len(KINDS):  # a second scope has the same processors
-            self.cores.append(_processors(self._communicator, min(MOST_THREADS, os.cpu_count() or 1)))
-            self.thread.append(_processors(self._communicator, 1))
+            self.cores.append(_processors(min(MOST_THREADS, os.cpu_count() or 1), self._communicator.device))
+            self.thread.append(_processors(1, self._communicator.device))
         patience_s, most_s = min(PATIENCE_S, share_s / 6), min(ROW_S, share_s / 5)
         members = len(scope.members(self._communicator.rank, self._communicator.size))
         alpha_s = self._repeat(kind, SHORT_BYTES, scope, patience_s)
@@ -350,23 +359,28 @@ def _sendable(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device if dist.get_backend() == "nccl" else "cpu")
 
 
-def _processors(communicator: Communicator, count: int) -> float:
-    """Processors that this rank gets while all ranks run so many busy threads: the smallest of all ranks."""
+def _processors(count: int, device: torch.device) -> float:
+    """Processors that a rank gets while all ranks do the same work on so many threads each, until the last is done.
+
+    Steps are like that: ranks begin together, and wait for the last one. Where all ranks share one machine, a processor
+    that is through takes over threads that wait for another one.
+    """
     data = bytes(1 << 20)
 
-    def work(deadline: float) -> None:
-        while time.perf_counter() < deadline:
+    def work() -> None:
+        for _ in range(HASHES):
             hashlib.blake2b(data).digest()  # lets other threads run
 
+    threads = [threading.Thread(target=work) for _ in range(count)]
     dist.barrier()
     cpu, begun = time.process_time(), time.perf_counter()
-    threads = [threading.Thread(target=work, args=(begun + COUNTING_S,)) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    mine = (time.process_time() - cpu) / (time.perf_counter() - begun)
-    return -float(slowest(torch.tensor([-mine], dtype=torch.float64), communicator.device)[0])
+    took = torch.tensor([time.process_time() - cpu, time.perf_counter() - begun], dtype=torch.float64)
+    busy_s, wall_s = slowest(took, device).tolist()
+    return busy_s / wall_s
 
 
 def to_rows(probe: Probe) -> list[dict[str, Any]]:
