@@ -1,6 +1,6 @@
 """Time of one bucket's reduction on links of a given rate, against the time that its bytes need on the link.
 
-    python -m benchmarks.reducers --hosts 2 4 --rate 1gbit --save
+    python -m benchmarks.reducers --hosts 2 4 --rate 1gbit 10gbit --save
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Cases run in turns: torch's all-reduce of fp32; torch's
 all-reduce of bf16 with both casts, as torch's compression hook does; each reducer; and each reducer's messages without
@@ -172,8 +172,8 @@ def measure(options: argparse.Namespace) -> Report:
             "it has above 1.05 is Gloo's. Gloo takes about 0.5 ms of processor per collective, and a rank cannot "
             "receive a message while it sends one of the same collective, so a bucket's first piece goes one way at a "
             "time. All hosts share this machine's cores: with more hosts than cores they wait for each other's "
-            "network stacks, and times differ between runs and machines (4 hosts on 2 cores, two_shot at 4 bits: 1.5 "
-            "to 2.9).",
+            "network stacks, and times differ between runs and machines (4 hosts on 2 cores, two_shot at 4 bits over 1 "
+            "Gbit/s: 1.5 to 2.9). Two cores carry less than 10 Gbit/s.",
         ),
     )
     in_labs(options, PROGRAM, report, partial(_add_rows, options))

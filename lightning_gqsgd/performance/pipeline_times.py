@@ -75,14 +75,14 @@ class PipelineTimes:
 
 
 def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> PipelineTimes:
-    """Time pieces that go through the pipeline over one collective or two each. All ranks call this, over Gloo.
+    """Time pieces that go through the pipeline in two shots. All ranks call this, over Gloo.
 
     Args:
         communicator: what collectives run on.
         costs: what kernels take alone.
         bits: of the codes of the default codec; their costs are given.
     """
-    config = resolve(GQSGDConfig(bits=bits, sample_every=0), communicator.size)
+    config = resolve(GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0), communicator.size)
     communicator.extend(stages(config, communicator.size))
     runner = runner_for(communicator)
     try:

@@ -42,6 +42,11 @@ def two_ranks(case: str) -> str:
     return cell("reducers_netlab_2_ranks_per_host", "time (ms)", case=case, hosts="2", rate="100mbit")
 
 
+def fast_link(case: str) -> str:
+    """Times faster than fp32 over 10 Gbit/s."""
+    return cell("reducers_netlab", "fp32 / time", case=case, hosts="2", rate="10gbit")
+
+
 def at_most(share: float) -> float:
     """How many times shorter a step can become that waits for this share of its time."""
     return 1 / (1 - share)
@@ -57,6 +62,10 @@ def of_layers(column: str) -> list[float]:
 
 
 SENTENCES: Sentences = {
+    (PAGE, r"8 bits have ([\d.]+) times the speed of fp32, and 4 bits ([\d.]+) times"): [
+        lambda: fast_link("two_shot, 8 bit"),
+        lambda: fast_link("two_shot, 4 bit"),
+    ],
     (PAGE, r"a ResNet takes the same (\d) bits, and a transformer from ([\d.]+) bits fewer to\s+([\d.]+) bits more"): [
         lambda: cell("noise_layers", "bits, a width each", task="ResNet", ranks="8", batch="64"),
         lambda: -min(of_layers("difference")),

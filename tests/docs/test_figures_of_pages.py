@@ -322,7 +322,8 @@ def bucket_row(row: tuple[str, ...]) -> list[str | None]:
     """One bucket on four hosts at 1 Gbit/s."""
     case = row[0].partition(" (")[0].replace("`", "")
     page = "exponential_sums" if case.startswith("tree") else "reducers_netlab"
-    return [None, *(cell(page, f"{than} / time", case=case, hosts="4") for than in ("fp32", "bf16"))]
+    where = {"hosts": "4", "rate": "1gbit"}
+    return [None, *(cell(page, f"{than} / time", case=case, **where) for than in ("fp32", "bf16"))]
 
 
 def networks_row(row: tuple[str, ...]) -> list[str | None]:
