@@ -283,10 +283,6 @@ SENTENCES: Sentences = {
     ("docs/performance.md", r"prediction_4_hosts\.md\)\); (\d+) are within 10 %"): [
         lambda: sum(abs(error) <= 10 for error in predicted("error (%)")),
     ],
-    ("docs/performance.md", r"they took (\d+) ms here and\s+\[(\d+) ms\]"): [
-        lambda: predicted("measured (ms)", model="mlp", case="gqsgd", rate="1gbit")[0],
-        lambda: cell("training_netlab_mlp", "step (ms)", case="gqsgd", hosts="4", rate="1gbit"),
-    ],
     ("docs/performance.md", r"(\d+) of these (\d+) steps are longer than predicted"): [
         lambda: sum(error < 0 for hosts in (2, 4) for error in predicted("error (%)", hosts=hosts)),
         lambda: sum(len(predicted("error (%)", hosts=hosts)) for hosts in (2, 4)),
