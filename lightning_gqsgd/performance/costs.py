@@ -264,11 +264,11 @@ ESTIMATES: dict[str, GPU | CPU] = {
     "h100": GPU(0.6 * 3.35e12, 10e-6, "h100: an estimate from memory bandwidth, not a measurement"),
     "a100": GPU(0.6 * 1.56e12, 10e-6, "a100: an estimate from memory bandwidth, not a measurement"),
     "cpu": CPU(
-        gamma=Gamma(0.80e-9, 0.70e-9, 0.32e-9),
+        gamma=Gamma(0.85e-9, 0.75e-9, 0.43e-9),
         hook=Gamma(2.1e-9, 0.5e-9, 0.0),
         touch_s=0.071e-9,
         launch_s=20e-6,
-        stage_s=80e-6,
+        stage_s=105e-6,
         cores=2.0,
         note="cpu: measured on one core of an Intel Xeon, an estimate for others",
     ),
