@@ -317,9 +317,8 @@ def claims_row(row: tuple[str, ...]) -> list[str | None]:
 def bucket_row(row: tuple[str, ...]) -> list[str | None]:
     """One bucket on four hosts at 1 Gbit/s."""
     case = row[0].partition(" (")[0].replace("`", "")
-    page = "exponential_sums" if case.startswith("tree") else "reducers_netlab"
-    where = {"hosts": "4", "rate": "1gbit"}
-    return [None, *(cell(page, f"{than} / time", case=case, **where) for than in ("fp32", "bf16"))]
+    page, where = ("exponential_sums", {}) if case.startswith("tree") else ("reducers_netlab", {"rate": "1gbit"})
+    return [None, *(cell(page, f"{than} / time", case=case, hosts="4", **where) for than in ("fp32", "bf16"))]
 
 
 def networks_row(row: tuple[str, ...]) -> list[str | None]:
