@@ -214,9 +214,8 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         gammas[BF16_HOOK] = bf16_hook(device, patience_s)
         touch_s, launch_s = copying(device, patience_s)
         costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, source="measured")
-        if (
-            device.type == "cpu"
-        ):  # a GPU's stages are issued while it computes; those of one over Gloo were not measured
+        # A GPU's stages are issued while it computes; those of one over Gloo were not measured.
+        if device.type == "cpu":
             costs = _in_pipeline(costs, pipeline_times(communicator, costs, min(bits)))
     finally:
         communicator.close()
