@@ -416,7 +416,8 @@ def test_the_strategys_signature_the_fields_and_their_description_agree() -> Non
             assert taken == {bool, dict[str, Any], Decision, type(None)}
         else:
             assert taken >= {*(typing.get_args(field) or (field,)), type(None)}
-    described = re.findall(r"^        (\w+): ", str(GQSGDConfig.__doc__), re.MULTILINE)
+    # Python 3.13 takes the indentation off a docstring, and `getdoc` does under all versions.
+    described = re.findall(r"^    (\w+): ", str(inspect.getdoc(GQSGDConfig)), re.MULTILINE)
     assert [name for name in described if name != "ConfigError"] == list(fields)
 
 
