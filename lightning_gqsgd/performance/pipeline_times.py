@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.performance.costs import Costs
 from lightning_gqsgd.performance.device_times import MODEL_NUMEL
+from lightning_gqsgd.performance.of_ranks import slowest
 from lightning_gqsgd.performance.profile import bucket_profiles
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
@@ -135,9 +135,8 @@ class _Case:
         for bucket in buckets:
             marks = self.reduce(bucket)
             spent.append(sum(marks.spent) - overhead_s * len(marks.spent))
-            passed = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-            dist.all_reduce(passed, op=dist.ReduceOp.MAX)  # ranks go on together
-            if len(spent) >= _FEWEST and float(passed) > _PATIENCE_S:
+            passed = slowest(torch.tensor([time.perf_counter() - begun], dtype=torch.float64), bucket.device)
+            if len(spent) >= _FEWEST and float(passed[0]) > _PATIENCE_S:  # ranks go on, and stop, together
                 break
         return max(1.0, median(spent[1:]) / expected_s)
 

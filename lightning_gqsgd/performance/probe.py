@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.performance import reading
 from lightning_gqsgd.performance.costs import BF16_HOOK, KINDS, Collective, Costs, Gamma
 from lightning_gqsgd.performance.device_times import bf16_hook, codec_of_bits, copying, gamma_of
+from lightning_gqsgd.performance.of_ranks import slowest
 from lightning_gqsgd.performance.pipeline_times import PipelineTimes, pipeline_times
 from lightning_gqsgd.performance.profile import message_of
 from lightning_gqsgd.performance.timeline import Timeline
@@ -187,12 +187,16 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
     Args:
         device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
         key: a name that no other probe of this process group has had.
-        bits: the widths of codes, of the default configuration's codec, whose kernels are timed.
+        bits: the widths of codes, of the default configuration's codec, whose kernels are timed; one at least.
         per_node: ranks of each node.
 
     Raises:
-        ConfigError: there is one rank only, or ranks do not make nodes of this size.
+        ConfigError: a width has no codes, or there is none; there is one rank only; or ranks do not make nodes of this
+            size.
     """
+    if not bits:
+        raise ConfigError(f"bits={bits!r} has no width whose kernels could be timed; give one at least, e.g. bits=(4,)")
+    codecs = {codec_of_bits(width): width for width in bits}
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
     if ranks < 2:
@@ -210,7 +214,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
         thread = 1.0 if on_streams else median(clock.thread)
         cores = 1.0 if on_streams else max(thread, median(clock.cores))
         patience_s = KERNELS_S / (3 * len(bits) + 4)
-        gammas = {codec_of_bits(width): gamma_of(device, width, patience_s) for width in bits}
+        gammas = {codec: gamma_of(device, width, patience_s) for codec, width in codecs.items()}
         gammas[BF16_HOOK] = bf16_hook(device, patience_s)
         touch_s, launch_s = copying(device, patience_s)
         costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, source="measured")
@@ -337,25 +341,6 @@ class _Stopwatch:
 
 def _between(limits: tuple[int, int], value: float) -> int:
     return min(limits[1], max(limits[0], int(min(value, limits[1]))))
-
-
-def slowest(values: Tensor, device: torch.device) -> Tensor:
-    """Element-wise maximum over the ranks of the default process group, on the host."""
-    moved = _sendable(values, device)
-    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
-    return moved.cpu()
-
-
-def of_all_ranks(values: Tensor, device: torch.device) -> Tensor:
-    """The values of each rank of the default process group, stacked, on the host."""
-    mine = _sendable(values, device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone).cpu()
-
-
-def _sendable(values: Tensor, device: torch.device) -> Tensor:
-    return values.to(device if dist.get_backend() == "nccl" else "cpu")
 
 
 def _processors(count: int, device: torch.device) -> float:

@@ -184,6 +184,11 @@ def message_of(exchange: Exchange, rank: int, ranks: int) -> Message:
 class _Traffic(TorchDispatchMode):
     """Notes the bytes that PyTorch's operations on tensors without data would read and write."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch from loading its compiler for this class, which takes a second. Nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

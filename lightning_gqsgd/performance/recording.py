@@ -14,7 +14,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
-from lightning_gqsgd.performance.probe import of_all_ranks, slowest
+from lightning_gqsgd.performance.of_ranks import of_all_ranks, slowest
 from lightning_gqsgd.performance.timeline import Bucket, Timeline
 
 

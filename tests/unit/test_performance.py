@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -30,6 +32,7 @@ from lightning_gqsgd.performance import (
 )
 from lightning_gqsgd.performance.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks
 from lightning_gqsgd.performance.paper import tree_gains, tree_seconds
+from lightning_gqsgd.performance.probe import measure
 from lightning_gqsgd.performance.profile import bucket_profiles
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import FIXED, make_config
@@ -287,3 +290,28 @@ def test_the_papers_closed_form() -> None:
     assert tree_gains(bytes_per_s=159e9, reduce_bytes_per_s=2e12, slowdown=79)
     assert not tree_gains(bytes_per_s=161e9, reduce_bytes_per_s=2e12, slowdown=79)
     assert tree_gains(bytes_per_s=1e15, reduce_bytes_per_s=2e12, slowdown=4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [((), r"bits=\(\) has no width"), ((4, 9), "bits=9 is out of range"), ((16,), "bits=16 has no codes")],
+)
+def test_widths_are_checked_before_anything_is_measured(bits: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):  # without a process group, of which nothing is asked yet
+        measure(torch.device("cpu"), "a probe", bits)
+
+
+@pytest.mark.slow
+def test_a_profile_does_not_load_torchs_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from lightning_gqsgd import GQSGDConfig\n"
+        "from lightning_gqsgd.layout import PieceSize, Segment\n"
+        "from lightning_gqsgd.performance.profile import bucket_profiles\n"
+        "from lightning_gqsgd.reducers import resolve\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "bucket_profiles(resolve(GQSGDConfig(), 2), [Segment(0, 1000, raw=False)], 2, torch.float32, PieceSize())\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
