@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,10 +29,10 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.copies import DetachedState, say_if_detached
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, PLANS_KEPT, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
-from lightning_gqsgd.freezing import TrainedParameters, average
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
-from lightning_gqsgd.parameters import digest, number_parameters, segments_of
+from lightning_gqsgd.parameters import Parameter, digest, number_parameters, segments_of
+from lightning_gqsgd.plan import check_parameters
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, new_store, resolve_each
 from lightning_gqsgd.report import report
@@ -48,14 +49,16 @@ from lightning_gqsgd.starting import (
     dtypes_of,
     facts_of,
 )
-from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.tracing import untraced
+from lightning_gqsgd.trained import TrainedParameters, average, start_alike
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import Communicator, check_timeout, parent_group, patience_of
 from lightning_gqsgd.transport.meeting import Meeting
 from lightning_gqsgd.tuning.decisions import Decision
-from lightning_gqsgd.tuning.plain import PlainPath, before_forward
+from lightning_gqsgd.tuning.plain import PlainPath
 from lightning_gqsgd.tuning.steering import Steering
+from lightning_gqsgd.unaveraged import BackwardWatch
 from lightning_gqsgd.unused import UnusedParameters
 
 _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
@@ -89,6 +92,8 @@ class GQSGDState:
         self._requested, self._post_local_sgd = config, post_local_sgd
         self._step, self._compares_first = 0, False
         self._plain: PlainPath | None = None
+        self._watch: BackwardWatch | None = None
+        self._is_in_step = False  # some buckets of a backward pass have come, and not the last one
         with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
             check_timeout(timeout)
             check_model(model)
@@ -114,8 +119,9 @@ class GQSGDState:
             dtypes = dtypes_of(model)
             self._engine.connect(*configs)
             tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
-            sizes = {entry.number: entry.numel for entry in numbered if not entry.raw}
-            self._store = new_store(self.config, world_size, sizes, dtypes[0], self._device)
+            self._configs = configs
+            self._dtype = dtypes[0]
+            self._store = new_store(self.config, world_size, _sizes(numbered), self._dtype, self._device)
             self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
             self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
             with start.preparing(COMPILE_PATIENCE_S):
@@ -191,37 +197,38 @@ class GQSGDState:
             ConfigError: ranks do not agree on the seed or the step, DDP does not reduce a parameter that requires a
                 gradient, or `Join` asks for another divisor.
         """
-        x, index, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
+        x = bucket.buffer()
         check_divisor(self._model())
+        is_first = bucket.index() == 0 or not self._is_in_step
+        self._is_in_step = True
+        # Told to skip unused parameters, DDP hands over no bucket without used ones, the last one included.
+        is_last = bucket.is_last() and not self._skips_buckets
         if is_last:
             self._trained.check()
         local = self._post_local_sgd
         if local is not None:
             if local.iter >= local.start_localSGD_iter:
+                if is_last:
+                    self._end_watched_step()
                 return post_localSGD_hook(local, bucket)
             local.maybe_increase_iter(bucket)
         step = self._step
-        self._step += is_last
-        stamp = self._begin_step(step) if index == 0 else None
+        stamp = self._begin_step(step) if is_first else None
         segments = self._segments_of(bucket.parameters())
         if self._unused is not None:
             self._unused.watch(x, segments)
-            if is_last:
-                self._unused.settle_after_backward()
         steering = self._steering
         # Rows of sparse gradients are not the same on all ranks.
         taken = None if steering is None or x.is_sparse else steering.take(x, segments, step)
-        if steering is not None and is_last:
-            steering.end_backward()
         request = Request(
-            name=f"bucket {index} of step {step}",
+            name=f"bucket {bucket.index()} of step {step}",
             config=self.config,
             others=self._others,
             segments=segments,
             step=step,
             store=self._store,
             agreement=stamp,
-            bucket=index,
+            bucket=bucket.index(),
             ends_step=is_last,
             compressed=step >= self.config.warmup_steps,
             direct=self._sparse is None and (steering is not None or not self._compresses),
@@ -229,28 +236,70 @@ class GQSGDState:
             watch=None if steering is None or taken is None else steering.sampler.watch(taken),
         )
         if is_last:
-            self._compares_first = False
-            if self._plain is not None:
-                self._plain.end_hook_step()
+            self._end_backward()
         if x.is_sparse and self._sparse is not None:
-            return self._sparse.reduce(x, request)
-        future = self._engine.reduce(x, request).future
-        if steering is not None and taken is not None:
-            steering.sampler.measure(taken)  # while messages are under way
+            future = self._sparse.reduce(x, request)
+        else:
+            future = self._engine.reduce(x, request).future
+            if steering is not None and taken is not None:
+                steering.sampler.measure(taken)  # while messages are under way
+        if self._skips_buckets:
+            self._latest_arrival = moment(x.device)
+            if is_first:
+                Variable._execution_engine.queue_callback(self._end_backward_late)
         return future
+
+    def _end_backward(self) -> None:
+        """Count a step: its last bucket has come."""
+        self._step += 1
+        self._compares_first = False
+        if self._unused is not None:
+            self._unused.settle_after_backward()
+        if self._steering is not None:
+            self._steering.end_backward()
+        if self._plain is not None:
+            self._plain.end_hook_step()
+        self._end_watched_step()
+
+    def _end_watched_step(self) -> None:
+        self._is_in_step = False
+        if self._watch is not None:
+            self._watch.end_reduction()
+
+    def _end_backward_late(self) -> None:
+        """Count a step at the end of its backward pass, because no bucket was known to be the last one as it came."""
+        self._trained.check()
+        self._end_backward()
+        # DDP has queued a callback that waits for all results; this one comes behind it.
+        Variable._execution_engine.queue_callback(self._count_step)
+
+    def _count_step(self) -> None:
+        self.telemetry.expose(self._latest_arrival, moment(self._device))
+        self.telemetry.end_step()
 
     @untraced
     def before_forward(self, model: DistributedDataParallel) -> None:
-        """Let plain DDP take the hook's place, or the hook its own again, where that is decided; see `tuning.plain`."""
-        plain = self._plain
-        if plain is None or not plain.is_due(model):
+        """Check that DDP reduces what is trained; let plain DDP take the hook's place, or the hook its own again, where
+        that is decided (see `tuning.plain`).
+
+        Raises:
+            ConfigError: DDP does not reduce a parameter that requires a gradient, or the backward pass before has not
+                reached DDP.
+        """
+        # Activations are computed again while a backward pass is under way.
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or self.is_closed:
             return
-        was_on = plain.is_on
-        if was_on:
+        plain = self._plain
+        if model.require_backward_grad_sync:
             self._trained.check()
-        plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
-        if was_on and not plain.is_on:
-            self.step = self.step  # counted by the hook again, and compared first
+            self._is_in_step = False  # of a backward pass that was broken off
+        if plain is not None and plain.is_due(model):
+            was_on = plain.is_on
+            plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
+            if was_on and not plain.is_on:
+                self.step = self.step  # counted by the hook again, and compared first
+        if self._watch is not None:
+            self._watch.before_forward(model, has_hook=plain is None or not plain.is_on)
 
     def _begin_step(self, step: int) -> Stamp | None:
         """Choose the step's configuration; returns what ranks compare in the step. None for the reducer "native", which
@@ -288,19 +337,20 @@ class GQSGDState:
         return self._trained.unfrozen, self._trained.frozen
 
     def rewrap(self, build: Callable[[nn.Module], DistributedDataParallel]) -> DistributedDataParallel:
-        """Go on with a new DDP model around the same module, because other parameters require a gradient now.
+        """Go on with a new DDP model around the same module, because other parameters require a gradient now, or the
+        module has other parameters.
 
-        A collective on the process group. Step, seed, counters and what is remembered of each parameter stay. Gradients
-        that frozen parameters have are averaged, because nobody would average them later. The old DDP model cannot be
-        trained any more: drop it.
+        A collective on the process group. Step, seed, counters and what is remembered of each parameter stay. A
+        parameter that is new in the module takes the values of the group's first rank, and nothing is remembered of it.
+        Gradients that frozen parameters have are averaged, because nobody would average them later. The old DDP model
+        cannot be trained any more: drop it. Tell the optimizer of new parameters.
 
         Args:
             build: makes the DDP model, as the old one was made, e.g. ``DistributedDataParallel``.
 
         Raises:
-            ConfigError: ranks do not agree on which parameters require a gradient, the module has other parameters than
-                before, some were frozen between a forward and a backward pass, or ``build`` gives a model of another
-                module or process group.
+            ConfigError: ranks do not agree on the parameters, a parameter cannot be reduced, some were frozen between a
+                forward and a backward pass, or ``build`` gives a model of another module or process group.
             RuntimeError: the hook was closed, or other ranks do not call this.
         """
         self._engine.check_open()
@@ -311,21 +361,34 @@ class GQSGDState:
         with self._meeting("rewrap") as meeting:
             named = dict(module.named_parameters())
             numbered = number_parameters(named, self.requested)
-            if numbered != list(self._parameters.values()):
+            if self._sparse is not None and numbered != list(self._parameters.values()):
                 raise ConfigError(
-                    "the module has other parameters than before; call register_gqsgd on a new model instead"
+                    "the module has other parameters than before, and tables with sparse gradients, which are known by "
+                    "number; call register_gqsgd on a new DistributedDataParallel model instead"
                 )
+            check_parameters({name: p for name, p in named.items() if p.requires_grad})
             trained = [entry for entry, p in zip(numbered, named.values(), strict=True) if p.requires_grad]
+            new = self._trained.new_in(module)
             left = self._trained.left_behind(old.reducer)
-            meeting.agree(
-                [{"parameters that require a gradient": digest(trained), "frozen with a gradient": digest(left)}]
-            )
+            dtypes = list(dict.fromkeys(p.dtype for p in named.values() if p.requires_grad))
+            facts = {
+                "parameters": digest(numbered),
+                "parameters that require a gradient": digest(trained),
+                "new parameters": digest(new),
+                "frozen with a gradient": digest(left),
+                "dtypes": ", ".join(map(str, dtypes)),
+            }
+            meeting.agree([facts])
+            with meeting.preparing(COMPILE_PATIENCE_S):
+                for config, dtype in product(self._configs, dtypes):
+                    self._engine.compile(config, dtype)
         average(left.values(), self._group)
+        start_alike(new.values(), self._group)
         del old
-        self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
-        self._segments.clear()
-        self._engine.plans.clear()
+        self._renumber(numbered, named, dtypes[0])
         self._ends_with.detach()
+        if self._watch is not None:
+            self._watch.remove()
         if self._plain is not None:
             self.step = self.step
             self._plain.remove()
@@ -338,6 +401,26 @@ class GQSGDState:
             raise
         self._install(model)
         return model
+
+    def _renumber(self, numbered: list[Parameter], named: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
+        """Give parameters their new numbers, and keep what is remembered of those that were there before."""
+        before = self._parameters
+        self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
+        self._segments.clear()
+        self._engine.plans.clear()
+        if numbered == list(before.values()) and self._parameters.keys() == before.keys() and dtype == self._dtype:
+            return
+        same = {entry.number: self._parameters[key].number for key, entry in before.items() if key in self._parameters}
+        store = new_store(self.config, self._engine.world_size, _sizes(numbered), dtype, self._device)
+        store.take_from(self._store, same)
+        self._store = store
+        self._dtype = dtype
+        self._remembered = {same[number] for number in self._remembered if number in same}
+        if self._steering is not None:
+            self._steering.sampler.drop()
+        facts = {**json.loads(self._facts), "parameters": digest(numbered)}
+        self._facts = json.dumps(facts, sort_keys=True)
+        self._digest = digest_of(self._facts)
 
     @property
     def is_closed(self) -> bool:
@@ -356,6 +439,7 @@ class GQSGDState:
         drops_results = model.find_unused_parameters and not model.static_graph
         watches = self.config.remembers and drops_results
         self._unused = UnusedParameters(model, self._store, numbers) if watches else None
+        self._skips_buckets = getattr(model, "skip_all_reduce_unused_params", False)
         if self._steering is not None:
             self._steering.watch(model)
         if model.find_unused_parameters:
@@ -364,7 +448,9 @@ class GQSGDState:
         if self._steering is not None and self._steering.trials is not None:
             needs = {"sparse gradients": self._sparse, "post-local SGD": self._post_local_sgd}
             self._plain = PlainPath.on(model, self._engine, self._steering, needs)
-            model.register_forward_pre_hook(before_forward)
+        if self._engine.world_size > 1:
+            self._watch = BackwardWatch(model, list(self._trained.reduced.values()))
+        model.register_forward_pre_hook(before_forward)
         model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
         self._ends_with = weakref.finalize(model, self.close)
@@ -456,11 +542,27 @@ class GQSGDState:
         """Stop using threads and process groups. The model cannot be trained by this hook any more."""
         if self._plain is not None:
             self._plain.forget()
+        if self._watch is not None:
+            self._watch.remove()
         self._trained.forget()
         self._engine.close()
 
     def _meeting(self, purpose: str) -> Meeting:
         return Meeting(purpose, [self._group], patience_of(self._timeout, self._group, self._device))
+
+
+def _sizes(parameters: list[Parameter]) -> dict[int, int]:
+    """Number of coordinates of each parameter that is compressed, by its number."""
+    return {entry.number: entry.numel for entry in parameters if not entry.raw}
+
+
+def before_forward(model: nn.Module, inputs: Any) -> None:
+    """Forward pre-hook of DDP models: calls `GQSGDState.before_forward`, unless the model is a copy."""
+    if torch.compiler.is_compiling():
+        return
+    for _, state in getattr(model, "_comm_hooks", ()):
+        if isinstance(state, GQSGDState) and isinstance(model, DistributedDataParallel) and state.is_on(model):
+            state.before_forward(model)
 
 
 def gqsgd_hook(state: GQSGDState, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings

@@ -280,6 +280,18 @@ class MemoryStore:
             for number, saved_rows in tensors.items():
                 self.row(Keeps(kind), number).copy_(saved_rows[rank])
 
+    def take_from(self, other: MemoryStore, numbers: Mapping[int, int]) -> None:
+        """Keep what another store keeps, of the parameters that this one has, too.
+
+        Args:
+            other: a store of the same configuration and as many ranks.
+            numbers: number of a parameter here, by its number there; of the same size.
+        """
+        for (kind, number), row in other._tensors.items():
+            here = numbers.get(number)
+            if here in self._sizes:
+                self.row(kind, here).copy_(row)
+
     def check(self, saved: Mapping[str, Mapping[int, Tensor]]) -> None:
         """Raise ConfigError for what `take` cannot keep."""
         for kind, tensors in saved.items():

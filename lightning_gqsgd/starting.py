@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.parameters import Parameter, digest
 from lightning_gqsgd.plan import check_parameters
@@ -80,6 +80,29 @@ def check_model(model: DistributedDataParallel) -> None:
             'set it to True or "ddp_optimizer"'
         )
     check_parameters(trained_by(model))
+    check_unchanged(model)
+
+
+def check_unchanged(model: DistributedDataParallel) -> None:
+    """Raise ConfigError if the module was changed since it was wrapped, so that DDP does not reduce all of it."""
+    trained = trained_by(model)
+    wrapped = set(map(id, getattr(model, "_module_parameters", trained.values())))
+    new = [name for name, p in trained.items() if id(p) not in wrapped]
+    built = model._get_ddp_logging_data()
+    number = built.get("num_parameter_tensors", len(trained))
+    nbytes = sum(p.numel() * p.element_size() for p in trained.values())
+    change = ""
+    if new:
+        change = f"parameter {listed(new)} was added to the module, or took the place of another one,"
+    elif len(trained) > number:
+        change = f"{counted(len(trained) - number, 'parameter')} of the module began to require a gradient"
+    elif len(trained) == number and nbytes != built.get("total_parameter_size_bytes", nbytes):
+        change = f"the module's parameters were cast to {listed(sorted({str(p.dtype) for p in trained.values()}))}"
+    if change:
+        raise ConfigError(
+            f"{change} after the model was wrapped in DistributedDataParallel, which would not reduce it; change the "
+            "module first, then wrap it, then register the hook"
+        )
 
 
 def check_divisor(model: DistributedDataParallel | None) -> None:

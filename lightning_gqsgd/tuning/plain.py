@@ -56,15 +56,6 @@ _BUILDER = ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "st
 Hook = tuple[Any, Callable[..., Any]]
 
 
-def before_forward(model: nn.Module, inputs: Any) -> None:
-    """Forward pre-hook of DDP models: calls `hook.GQSGDState.before_forward`, unless the model is a copy."""
-    if torch.compiler.is_compiling():
-        return
-    for _, state in getattr(model, "_comm_hooks", ()):
-        if hasattr(state, "before_forward") and state.is_on(model):
-            state.before_forward(model)
-
-
 def obstacle(model: DistributedDataParallel) -> str:
     """Why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
     missing = [name for name in _NEEDED if not hasattr(model, name)]
@@ -116,7 +107,7 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
     """`rebuild_reducer`, where all of the parameters require a gradient."""
     built = zip(*model._build_params_for_reducer(), strict=True)
     known = set(map(id, reduced))
-    # One that was unfrozen since is not reduced, which `freezing.TrainedParameters.check` refuses.
+    # One that was unfrozen since is not reduced, which `trained.TrainedParameters.check` refuses.
     kept = [(parameter, is_sparse) for parameter, is_sparse in built if id(parameter) in known]
     parameters, expects_sparse = [parameter for parameter, _ in kept], [is_sparse for _, is_sparse in kept]
     if list(map(id, parameters)) != list(map(id, reduced)):
@@ -228,10 +219,6 @@ class PlainPath:
         Under torch's `Join`, some ranks make no forward passes. So nothing is counted or changed there, nor afterwards,
         because torch keeps a model prepared for `Join` once it was used.
         """
-        if not torch.is_grad_enabled():
-            return False
-        if torch._C._current_graph_task_id() != -1:  # a backward pass is under way, which computes activations again
-            return False
         self._expectation.is_open = model.require_backward_grad_sync and not model._join_config.enable
         if not self._expectation.is_open or self._engine.is_closed:  # if it is closed, the backward pass raises that
             return False

@@ -1,0 +1,28 @@
+"""After random changes to a model, ranks have equal bits, or all of them have an error; 30 sequences.
+
+`tests/reliability/test_random_changes.py` makes 300.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.random_changes import FRAMEWORKS, sequences
+from tests.distributed.ranks import run
+from tests.integrations.changed_fits import fits
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_ranks_agree_whatever_is_changed(tmp_path: Path, framework: str) -> None:
+    first, second = run(sequences, 2, tmp_path, framework, range(9), initialise=framework == "ddp")
+    assert first == second
+    endings = [seen[-1] for seen in first]
+    assert not any(ending == "went around: silent" for ending in endings), endings
+    assert any(": ConfigError: " in seen for sequence in first for seen in sequence)
+
+
+def test_lightning_wraps_anew_whatever_is_changed(tmp_path: Path) -> None:
+    first, second = run(fits, 2, tmp_path, range(4), initialise=False)
+    assert first == second
