@@ -262,6 +262,20 @@ class GQSGDConfig:
                 what.append(f"{'shared ' if memory.shared else ''}memory{way}: {memories.described(memory)}")
         return f"{bits} {'bit' if bits == '1' else 'bits'} ({', '.join(what)})"
 
+    def describe_rows(self, *, raw: bool = False) -> str:
+        """What the touched rows of a table with sparse gradients are sent as.
+
+        Args:
+            raw: whether the table's gradient travels uncompressed, as ``exclude`` and ``min_numel`` say.
+        """
+        if self.sparse == "sketch":
+            return "sums of sketches in the compute dtype, uncompressed"
+        if self.reducer == "native" or (raw and self.num_bits != 16):
+            return "as they are, in the compute dtype"
+        if self.sparse == "logarithmic" and self.codec != "float":
+            return f"{self.num_bits} bits (signs and powers of two)"
+        return self.describe()
+
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         """Names of all fields, in order."""
