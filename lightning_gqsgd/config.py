@@ -260,7 +260,7 @@ class GQSGDConfig:
         for way, memory in (("", self.up), (" on the way back", self.down)):
             if memory is not None:
                 what.append(f"{'shared ' if memory.shared else ''}memory{way}: {memories.described(memory)}")
-        return f"{bits} {'bit' if bits == '1' else 'bits'} ({', '.join(what)})"
+        return f"{bits} bits ({', '.join(what)})"
 
     def describe_rows(self, *, raw: bool = False) -> str:
         """What the touched rows of a table with sparse gradients are sent as.
