@@ -47,7 +47,6 @@ SPARSE: dict[str, dict[str, Any]] = {
     "gather, eden": {"sparse": "gather", "codec": "eden"},
     "gather, native": {"sparse": "gather", "reducer": "native"},
     "gather, bf16": {"sparse": "gather", "bits": 16},
-    "logarithmic, native": {"sparse": "logarithmic", "reducer": "native"},
     "excluded": {"sparse": "logarithmic", "exclude": ("words.weight",)},
     "whole": {"sparse": "logarithmic", "sparse_limit": 0},
     "by name": {"sparse": "gather", "bits": {"*": 4, "words.weight": 8}},
