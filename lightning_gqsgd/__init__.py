@@ -7,6 +7,7 @@ Importing the package registers the strategies ``gqsgd``, ``gqsgd_4bit``, ... wi
 from __future__ import annotations
 
 import importlib
+import re
 from typing import TYPE_CHECKING, Any
 
 from lightning_gqsgd._autoload import flavour, install
@@ -51,14 +52,15 @@ _HOMES = {
     "simulate": "simulation",
 }
 
-#: The extra that brings a package.
-_EXTRAS = {
-    "accelerate": "accelerate",
-    "lightning": "lightning",
-    "lightning_fabric": "lightning",
-    "pytorch_lightning": "lightning",
-    "ray": "ray",
-    "transformers": "transformers",
+#: The packages that bring a module, as the extras of pyproject.toml have them (a test compares). PyPI does not have our
+#: own name and its extras.
+_BRINGS = {
+    "accelerate": "accelerate>=1.10",
+    "lightning": "lightning>=2.5,!=2.6.2,!=2.6.3",
+    "lightning_fabric": "lightning>=2.5,!=2.6.2,!=2.6.3",
+    "pytorch_lightning": "lightning>=2.5,!=2.6.2,!=2.6.3",
+    "ray": "ray[train]>=2.40",
+    "transformers": "transformers>=5.4",
 }
 
 __all__ = [
@@ -101,10 +103,11 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f"{__name__}.{home}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRAS:
+        if missing not in _BRINGS:
             raise
+        package = re.split(r"[^a-z]", _BRINGS[missing], maxsplit=1)[0]
         raise ImportError(
-            f"{name} needs {missing}, which is not installed: pip install 'lightning-gqsgd[{_EXTRAS[missing]}]'",
+            f"{name} needs {package}, which is not installed: pip install '{_BRINGS[missing]}'",
             name=error.name,
         ) from error
     return getattr(module, name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -99,7 +100,8 @@ def install() -> None:
 
 def flavour(first: str, second: str) -> str:
     """Our module for one of two packages: for the package that is imported; for the first if neither or both are."""
-    package = second if second in sys.modules and first not in sys.modules else first
+    has_first, has_second = (sys.modules.get(name) is not None for name in (first, second))
+    package = second if has_second and not has_first else first
     return _TARGETS[f"{package}.strategies"].home
 
 
@@ -116,6 +118,15 @@ def strategy_names() -> dict[str, dict[str, Any]]:
         for method, start_method in _START_METHODS.items()
         for unused, options in _UNUSED_PARAMETERS.items()
     }
+
+
+def bits_of_name(name: str) -> int | None:
+    """The number of bits that a name such as ``gqsgd_8bit`` or ``gqsgd16`` asks for; None: it is no such name, or the
+    preset's own."""
+    matched = re.fullmatch(r"gqsgd[-_]?(1|2|3|4|5|6|7|8|16|32)[-_]?(?:bits?)?", name)
+    if matched is None or f"gqsgd_{matched[1]}bit" in STRATEGY_PRESETS:
+        return None
+    return int(matched[1])
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -181,13 +192,14 @@ class _Names(list[str]):
             return super().__contains__(name)
         import difflib  # takes some milliseconds, which `import torch` should not
 
-        near = difflib.get_close_matches(name, self, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        bits = bits_of_name(name)
+        near = ["gqsgd"] if bits == 8 else difflib.get_close_matches(name, self, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near and bits in (None, 8) else ""
         raise ValueError(
             f"unknown strategy {name!r}; {hint}The presets are {', '.join((*LOCAL_PRESETS, *STRATEGY_PRESETS))}, each "
             f"also with {', '.join(suffix for suffix in _START_METHODS if suffix)}, and all but "
             f"{', '.join(LOCAL_PRESETS)} with _find_unused_parameters_true; any other "
-            "configuration is an object, e.g. strategy=lightning_gqsgd.GQSGDStrategy(bits=5)"
+            f"configuration is an object, e.g. strategy=lightning_gqsgd.GQSGDStrategy(bits={bits or 5})"
         )
 
 

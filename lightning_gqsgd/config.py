@@ -35,6 +35,8 @@ __all__ = ["ConfigError", "GQSGDConfig", "Memory"]
 CODERS = ("fixed", "elias")
 #: The numbers of bits that ``auto`` chooses among if it is not told.
 ALLOW = (32, 16, 8, 4)
+#: The numbers of bits of codes; each codec has some of them.
+CODE_BITS = tuple(range(1, 9))
 #: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
 MAX_SLOWDOWN = 0.05
 #: The codecs whose error is a bias and no variance.
@@ -257,10 +259,22 @@ class GQSGDConfig:
             what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
         for way, memory in (("", self.up), (" on the way back", self.down)):
             if memory is not None:
-                numbers = memories.plain(memory)
-                named = [f"{name} {numbers[name]:.3g}" for name in ("alpha", "beta", "rho") if numbers[name]]
-                what.append(f"{'shared ' if memory.shared else ''}memory{way}: {', '.join(named)}")
+                what.append(f"{'shared ' if memory.shared else ''}memory{way}: {memories.described(memory)}")
         return f"{bits} bits ({', '.join(what)})"
+
+    def describe_rows(self, *, raw: bool = False) -> str:
+        """What the touched rows of a table with sparse gradients are sent as.
+
+        Args:
+            raw: whether the table's gradient travels uncompressed, as ``exclude`` and ``min_numel`` say.
+        """
+        if self.sparse == "sketch":
+            return "sums of sketches in the compute dtype, uncompressed"
+        if self.reducer == "native" or (raw and self.num_bits != 16):
+            return "as they are, in the compute dtype"
+        if self.sparse == "logarithmic" and self.codec != "float":
+            return f"{self.num_bits} bits (signs and powers of two)"
+        return self.describe()
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -381,6 +395,11 @@ class GQSGDConfig:
             object.__setattr__(self, "bits", 16 if self.reducer == "bf16" else CODECS[self.codec].default_bits)
         elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
             raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
+        elif self.bits not in (*CODE_BITS, *REDUCER_OF_BITS):
+            widths = ", ".join(map(str, sorted(REDUCER_OF_BITS)))
+            raise ConfigError(
+                f"bits={self.bits} is out of range: {CODE_BITS[0]} to {CODE_BITS[-1]}, {widths}, or 'auto'"
+            )
         if self.codec == "float" and self.reducer == "auto":
             object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
 

@@ -521,12 +521,14 @@ class GQSGDState:
     def report(self) -> str:
         """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why; with
         ``auto`` or ``bits="auto"``, what is chosen among, the average of the bits so far, and the latest decision."""
-        ranks, trained = self._engine.world_size, self._trained.parameters
+        ranks, configs = self._engine.world_size, (self.config, *self._others)
+        tables = frozenset() if self._sparse is None else self._sparse.numbers
         if self._steering is not None and ranks > 1:
             text = self._steering.report(ranks)
         else:
-            text = report(self.requested, (self.config, *self._others), trained, ranks, self.step)
-        return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe()}"
+            dense = [parameter for parameter in self._trained.parameters if parameter.number not in tables]
+            text = report(self.requested, configs, dense, ranks, self.step, has_tables=bool(tables))
+        return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(configs)}"
 
     def announce(self, say: Callable[[str], None]) -> None:
         """Say what `report` says, and from now on whatever ``auto`` or ``bits="auto"`` decides, on rank 0.

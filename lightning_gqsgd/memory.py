@@ -148,6 +148,17 @@ def check(config: GQSGDConfig) -> None:
         )
 
 
+def described(memory: Memory) -> str:
+    """The numbers of a memory in words; those that follow from the codec's ω are formulas until they are resolved."""
+    numbers = {
+        "alpha": "1/(1 + ω)" if memory.alpha is None else memory.alpha,
+        "beta": memory.beta,
+        "rho": "1/(2 (1 + ω))" if memory.rho is None else memory.rho,
+    }
+    said = [f"{name} {value if isinstance(value, str) else f'{value:.3g}'}" for name, value in numbers.items() if value]
+    return ", ".join(said) or "of no effect"
+
+
 class Keeps(str, Enum):
     """The kinds of tensors that a rank keeps; the values are their names in checkpoints.
 

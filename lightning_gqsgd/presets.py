@@ -5,10 +5,11 @@ The table itself needs no torch: command lines check names against it before any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_gqsgd._autoload import bits_of_name
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -24,12 +25,14 @@ class Preset:
         paper: where the system comes from.
         what: the system in a few words.
         optimizer: what its paper trains with, if it matters; the configuration does not set it.
+        fixed: the fields that the system's name stands for, which cannot be replaced by other values.
     """
 
     fields: Mapping[str, Any]
     paper: str
     what: str
     optimizer: str = "any"
+    fixed: tuple[str, ...] = ()
 
     @property
     def config(self) -> GQSGDConfig:
@@ -68,10 +71,10 @@ PRESETS: dict[str, Preset] = {
     "gqsgd_auto": Preset({"auto": True}, _GLOBAL, "32, 16, 8 or 4 bits, whichever makes steps shortest"),
     "gqsgd_sum": Preset({"reducer": "sum"}, _GLOBAL, "shared scales, codes summed by the allreduce"),
     "gqsgd_exponential": Preset(
-        _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums"
+        _exponential(mantissa=3), _GLOBAL, "exponential levels with 3 mantissa bits, exact sums", fixed=("codec",)
     ),
     "gqsgd_exponential_tree": Preset(
-        _exponential(reducer="tree"), _GLOBAL, "powers of two, added in pairs along a tree"
+        _exponential(reducer="tree"), _GLOBAL, "powers of two, added in pairs along a tree", fixed=("codec",)
     ),
     "qsgd": Preset(_stochastic(bits=4, block_size=512, reducer="gather"), _QSGD, "stochastic levels, local scales"),
     "qsgd_elias": Preset(
@@ -81,16 +84,19 @@ PRESETS: dict[str, Preset] = {
         _stochastic(bits=2, clip=2.5, scale_per="parameter", scale="global", reducer="gather"),
         "Wen et al. 2017, arXiv 1705.07878",
         "three levels, shared scale per layer, clipped at 2.5 σ",
+        fixed=("codec", "bits", "levels"),
     ),
     "natural_compression": Preset(
         _exponential(norm="power_of_two", reducer="two_shot"),
         _NATURAL,
         "sign and exponent, both ways",
+        fixed=("codec", "mantissa"),
     ),
     "natural_dithering": Preset(
         _exponential(bits=5, levels=8, norm="l2", reducer="gather"),
         _NATURAL,
         "8 powers of two, l2 norm",
+        fixed=("codec", "mantissa"),
     ),
     "ecq_sgd": Preset(
         _stochastic(bits=4, levels=4, norm="l2", reducer="gather", memory="ecq"),
@@ -140,21 +146,25 @@ PRESETS: dict[str, Preset] = {
         {"codec": "eden", "bits": 1, "block_size": 4096, "reducer": "gather"},
         "Vargaftik et al. 2021, arXiv 2105.08339",
         "signs of turned coordinates, a scale without bias",
+        fixed=("codec", "bits"),
     ),
     "eden": Preset(
         {"codec": "eden", "bits": 2, "block_size": 4096, "reducer": "gather"},
         _EDEN,
         "turned coordinates at the best levels for Gaussian ones, a scale without bias",
+        fixed=("codec",),
     ),
     "signsgd_ef": Preset(
         _sign(reducer="two_shot", memory="ef", memory_down="ef"),
         "Zheng et al. 2019, arXiv 1905.10936",
         "signs, errors fed back both ways",
+        fixed=("codec",),
     ),
     "topk_ef": Preset(
         {"codec": "top_k", "density": 0.01, "block_size": 4096, "reducer": "gather", "memory": "ef"},
         "Stich et al. 2018, arXiv 1809.07599",
         "the largest 1 % of each block, errors fed back",
+        fixed=("codec",),
     ),
 }
 
@@ -171,7 +181,8 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
         **fields: fields of `GQSGDConfig` to replace.
 
     Raises:
-        ConfigError: an unknown preset or field, or a configuration that cannot work.
+        ConfigError: an unknown preset or field, a field that contradicts what the preset's name stands for, or a
+            configuration that cannot work.
     """
     from lightning_gqsgd.config import GQSGDConfig  # imports torch
 
@@ -194,9 +205,36 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
                 f"preset {name!r} is for local steps, which do without DistributedDataParallel: take "
                 f"LocalSteps(model, optimizer, preset={name!r}), or Trainer(strategy={name!r})"
             )
-        near = did_you_mean(name, (*PRESETS, *LOCAL_PRESETS))
+        near = did_you_mean_preset(name, (*PRESETS, *LOCAL_PRESETS))
         raise ConfigError(f"unknown preset {name!r}{near} (presets: {', '.join(PRESETS)})")
-    return GQSGDConfig(**{**PRESETS[name].fields, **fields})
+    config = GQSGDConfig(**{**PRESETS[name].fields, **fields})
+    if PRESETS[name].fixed:
+        _check_fixed(name, config, fields)
+    return config
+
+
+def did_you_mean_preset(name: str, choices: Iterable[str]) -> str:
+    """The preset that an unknown name was perhaps meant for, as the end of a sentence; empty where none is near.
+
+    A name such as ``gqsgd_8bit`` is not spelled wrong: it asks for a number of bits that has no preset of that name.
+    """
+    bits = bits_of_name(name)
+    if bits is None:
+        return did_you_mean(name, choices)
+    return f"; did you mean 'gqsgd'{', which has 8 bits' if bits == 8 else f' with bits={bits}'}?"
+
+
+def _check_fixed(name: str, config: GQSGDConfig, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for fields that contradict what the name of a preset stands for."""
+    preset = PRESETS[name]
+    usual = preset.config
+    for field in preset.fixed:
+        if field in fields and getattr(config, field) != getattr(usual, field):
+            own = ", ".join(f"{key}={value!r}" for key, value in {**preset.fields, field: fields[field]}.items())
+            raise ConfigError(
+                f"preset={name!r} ({preset.what}) stands for {field}={getattr(usual, field)!r}, not "
+                f"{field}={fields[field]!r}; leave {field} out, or give fields without the preset: {own}"
+            )
 
 
 def _as_fields(value: object) -> str:

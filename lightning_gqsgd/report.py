@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.parameters import Parameter
+from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import REDUCERS
 
 
@@ -17,6 +18,8 @@ def report(
     world_size: int,
     step: int,
     noun: str = "gradient value",
+    *,
+    has_tables: bool = False,
 ) -> str:
     """The line for a DDP model.
 
@@ -27,10 +30,13 @@ def report(
         world_size: number of ranks.
         step: number of steps so far.
         noun: what a compressed number is called, in the singular.
+        has_tables: whether tables with sparse gradients, which are not among ``trained``, are reduced as well.
     """
     if world_size == 1:
         return "gqsgd: one process, nothing to reduce"
     config = configs[0]
+    if has_tables and not trained:
+        return f"gqsgd: over {world_size} ranks"
     if not any(REDUCERS[one_width.reducer].compresses for one_width in configs):
         is_one_node = requested.reducer != config.reducer
         cause = f"all {world_size} ranks are on one node" if is_one_node else f"reducer={config.reducer!r}"
@@ -41,6 +47,8 @@ def report(
     for parameter in trained:
         own = config if parameter.bits is None else of_bits[parameter.bits]
         (raw if parameter.raw and own.codec != "float" else coded[own]).append(parameter)
+    if not any(coded.values()) and has_tables:
+        return f"gqsgd: over {world_size} ranks; uncompressed: {_raw(raw, config)}"
     if not any(coded.values()):
         return (
             f"gqsgd: NOTHING IS COMPRESSED over {world_size} ranks: {_raw(raw, config)}. Parameters of at least "
@@ -58,7 +66,19 @@ def report(
         text += f"; uncompressed: {_raw(raw, config)}"
     if config.warmup_steps > step:
         text += f"; uncompressed until step {config.warmup_steps}"
-    return text
+    return text + "".join(_other_codec(own) for own, parameters in coded.items() if parameters)
+
+
+def _other_codec(config: GQSGDConfig) -> str:
+    """A clause that says that the preset of the same number of bits is another codec; empty where it is not.
+
+    ``bits=2`` replaces the bits of the preset ``gqsgd``, whose codes are companded, while ``gqsgd_2bit`` is EDEN.
+    """
+    name = f"gqsgd_{config.num_bits}bit"
+    if config.codec != "companded" or name not in PRESETS or PRESETS[name].config.codec == config.codec:
+        return ""
+    other = PRESETS[name].config.codec
+    return f"; preset={name!r} is another codec, {other}, not {config.codec}"
 
 
 def _raw(raw: Sequence[Parameter], config: GQSGDConfig) -> str:

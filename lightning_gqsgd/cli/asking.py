@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from lightning_gqsgd._autoload import bits_of_name
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import PRESETS, did_you_mean_preset
 from lightning_gqsgd.systems import SYSTEMS
 
 #: The most ranks of which facts are told: each of them is an owner of a shard, which takes memory and time.
@@ -26,6 +27,8 @@ def check_name(name: str) -> None:
 
 def unknown(name: str) -> ConfigError:
     """The error for a name that is no preset."""
+    if bits_of_name(name) is not None:
+        return ConfigError(f"unknown preset {name!r}{did_you_mean_preset(name, ())} (presets: {', '.join(PRESETS)})")
     near = difflib.get_close_matches(name, (*PRESETS, *LOCAL_PRESETS, *SYSTEMS), n=3, cutoff=0.4)
     hint = f"; did you mean one of {', '.join(map(repr, near))}?" if near else ""
     return ConfigError(f"unknown preset {name!r}{hint} (presets: {', '.join(PRESETS)})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.protocol import Quantiser
 
 if TYPE_CHECKING:
@@ -113,3 +114,21 @@ class Codec(ABC):
     @abstractmethod
     def delta(self, dimension: int) -> float:
         """δ with E|C(x) - x|² <= (1-δ) |x|², for a biased codec C, or for C = Q/(1+ω)."""
+
+
+def check_code_bits(codec: str, bits: int, widths: range) -> None:
+    """Check the bits of a code where they are those of floating-point numbers, which have a codec of their own.
+
+    Args:
+        codec: name of the codec.
+        bits: the number of bits; a configuration has checked that it is one that any codec has.
+        widths: the numbers of bits that the codec has.
+
+    Raises:
+        ConfigError: the number is above that of any code.
+    """
+    if bits > 8:
+        raise ConfigError(
+            f"codec={codec!r} has codes of {widths[0]} to {widths[-1]} bits, not bits={bits}; leave codec out, for "
+            "floating-point numbers of so many bits"
+        )

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.base import Codec, check_code_bits
 from lightning_gqsgd.codecs.linear import are_stochastic, coordinates, levels_per_unit
 from lightning_gqsgd.codecs.variance import (
     mean_variance_companded,
@@ -45,7 +45,7 @@ from lightning_gqsgd.codecs.variance import (
     omega_linear,
     variance_companded,
 )
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 
@@ -182,7 +182,7 @@ class CompandedCodec(Codec):
             ConfigError: a number of bits or a dither that the codec cannot have.
         """
         bits: int = config.num_bits
-        check_integer("bits", bits, 1, 8)
+        check_code_bits(config.codec, bits, cls.widths)
         if bits < 2:
             raise ConfigError(
                 "codec='companded' needs two levels on each side of zero for its curve; take bits=2 to 8, not 1, or "

@@ -38,9 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.base import Codec, check_code_bits
 from lightning_gqsgd.codecs.variance import LLOYD_MAX, gaussian_distortion, omega_eden
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.dither import uniform, words
 from lightning_gqsgd.kernels.packing import code_bytes, pack, read_scales, unpack, write_scales
 from lightning_gqsgd.kernels.protocol import Kind
@@ -198,7 +198,7 @@ class EdenCodec(Codec):
             ConfigError: a number of bits, a block size or a rotation that does not go with it.
         """
         bits: int = config.num_bits
-        check_integer("bits", bits, 1, 8)
+        check_code_bits(config.codec, bits, cls.widths)
         if bits > max(LLOYD_MAX):
             raise ConfigError(
                 f"codec='eden' has levels for bits=1 to {max(LLOYD_MAX)}, not {bits}; take codec='companded', which "

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.base import Codec, check_code_bits
 from lightning_gqsgd.codecs.linear import check_levels
 from lightning_gqsgd.codecs.variance import omega_exponential, relative_variance, smallest_level
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, magnitudes
@@ -135,7 +135,7 @@ class ExponentialCodec(Codec):
             ConfigError: a number of bits or levels that the codec cannot have.
         """
         bits: int = config.num_bits
-        check_integer("bits", bits, 1, 8)
+        check_code_bits(config.codec, bits, cls.widths)
         if bits < 2:
             raise ConfigError(
                 "codec='exponential' needs a bit for the sign and one for the magnitude; take bits=2 or more"

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.base import Codec, check_code_bits
 from lightning_gqsgd.codecs.variance import omega_linear, omega_subtractive
-from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 
@@ -176,7 +176,7 @@ class LinearCodec(Codec):
             ConfigError: a number of bits or levels that the codec cannot have.
         """
         bits: int = config.num_bits
-        check_integer("bits", bits, 1, 8)
+        check_code_bits(config.codec, bits, cls.widths)
         if bits == 1 and config.dither == "stochastic":
             raise ConfigError(
                 "bits=1 cannot hold the three levels (-1, 0, 1) of stochastic rounding; take bits=2 or "

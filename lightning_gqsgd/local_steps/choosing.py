@@ -9,7 +9,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, Preset, make_config
+from lightning_gqsgd.presets import PRESETS, Preset, did_you_mean_preset, make_config
 
 
 def make_local(
@@ -48,7 +48,9 @@ def options_of(
     preset = "gqsgd_diloco" if preset is None else preset
     if isinstance(preset, str) and preset not in LOCAL_PRESETS and preset not in PRESETS:
         names = (*LOCAL_PRESETS, *PRESETS)
-        raise ConfigError(f"unknown preset {preset!r}{did_you_mean(preset, names)} (presets: {', '.join(names)})")
+        raise ConfigError(
+            f"unknown preset {preset!r}{did_you_mean_preset(preset, names)} (presets: {', '.join(names)})"
+        )
     chosen = {name: value for name, value in given.items() if value is not None}
     if isinstance(preset, str) and preset in LOCAL_PRESETS:
         chosen = {**LOCAL_PRESETS[preset].options, **chosen}

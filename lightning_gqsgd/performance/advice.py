@@ -268,8 +268,21 @@ def recommendation(choices: Sequence[Candidate]) -> str:
             "keep plain DDP."
         )
     name = "torch's bf16_compress_hook" if best.method == BF16 else best.keywords
-    saved = f"predicted to take {_ms(made.step_s)}, {plain.step_s / made.step_s:.2f} times faster"
+    saved = f"predicted to take {_ms(made.step_s)}, {_times(plain, made)} than DDP{_against_bf16(choices, best)}"
     return f"Take {name}, {saved}: {waits}, and {_what_is_left(best)}."
+
+
+def _against_bf16(choices: Sequence[Candidate], best: Candidate) -> str:
+    """How a candidate compares with what needs no package, torch's bf16 hook; empty where that is the candidate, or is
+    not predicted."""
+    hook = next((candidate for candidate in choices if candidate.method == BF16), None)
+    return "" if hook is None or best is hook else f", {_times(hook.prediction, best.prediction)} than its bf16 hook"
+
+
+def _times(other: Prediction, made: Prediction) -> str:
+    """How many times faster or slower a prediction is than another one."""
+    ratio = other.step_s / made.step_s
+    return f"{ratio:.2f} times faster" if ratio >= 1 else f"{1 / ratio:.2f} times slower"
 
 
 def _what_is_left(best: Candidate) -> str:

@@ -301,7 +301,7 @@ class DigitsMLP:
         try:
             datasets = importlib.import_module("sklearn.datasets")
         except ImportError as error:
-            raise ImportError("DigitsMLP needs scikit-learn: pip install 'lightning-gqsgd[recipes]'") from error
+            raise ImportError("DigitsMLP needs scikit-learn: pip install scikit-learn") from error
         digits = datasets.load_digits()
         order = torch.randperm(len(digits.target), generator=_generator(self.seed, 0))
         images = torch.from_numpy(digits.data).to(self.dtype)[order] / 16

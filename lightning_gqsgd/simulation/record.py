@@ -87,7 +87,7 @@ class Record:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("Record.plot needs matplotlib: pip install 'lightning-gqsgd[recipes]'") from error
+            raise ImportError("Record.plot needs matplotlib: pip install matplotlib") from error
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         by_step, by_bytes = figure.subplots(1, 2, sharey=True)

@@ -46,11 +46,12 @@ class SparseGradients:
     Args:
         engine: the engine that runs jobs. Making this object may be a collective: all ranks do it.
         configs: the configurations that steps may have, with their reducers chosen.
-        names: names of the tables, for the log.
+        tables: the tables, for the log and the report.
     """
 
-    def __init__(self, engine: Engine, configs: list[GQSGDConfig], names: dict[int, str]) -> None:
-        self._engine, self._names, self._method = engine, names, configs[0].sparse
+    def __init__(self, engine: Engine, configs: list[GQSGDConfig], tables: Sequence[Parameter]) -> None:
+        self._engine, self._method, self._limit = engine, configs[0].sparse, configs[0].sparse_limit
+        self._tables = {table.number: table for table in tables}
         self._said: set[int] = set()
         for config in configs:
             # Stage 1 gathers lengths, and the reducer's own stages come behind it where a table is reduced whole.
@@ -74,7 +75,7 @@ class SparseGradients:
         """
         if not tables or configs[0].sparse == "refuse":
             return None
-        made = cls(engine, configs, {table.number: table.name for table in tables})
+        made = cls(engine, configs, tables)
         for config in configs:
             made.compile(config, dtype)
         return made
@@ -83,9 +84,29 @@ class SparseGradients:
         """Compile the kernels for rows, which are encoded in the compute dtype of gradients of a dtype."""
         self._engine.compile(config, COMPUTE_DTYPES[dtype])
 
-    def describe(self) -> str:
-        """What is done with the tables, for the report."""
-        return f"of {counted(len(self._names), 'table')}, the touched rows only ({self._method})"
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The numbers of the tables of which rows are sent; with ``sparse_limit=0``, all travel as dense gradients."""
+        return frozenset(self._tables if self._limit else ())
+
+    def describe(self, configs: Sequence[GQSGDConfig]) -> str:
+        """What is sent of the tables, for the report.
+
+        Args:
+            configs: as for the report: the configuration, or that of each number of bits that is given by name.
+        """
+        if not self._limit:
+            return f"{counted(len(self._tables), 'table')} with sparse gradients, whole (sparse_limit=0)"
+        of_bits = {config.num_bits: config for config in configs}
+        ways: dict[str, int] = {}
+        for table in self._tables.values():
+            config = configs[0] if table.bits is None else of_bits[table.bits]
+            way = config.describe_rows(raw=table.raw)
+            ways[way] = ways.get(way, 0) + 1
+        said = [f"of {counted(n, 'table')}, the touched rows only ({self._method}: {way})" for way, n in ways.items()]
+        return "; ".join(
+            [*said, f"whole tables as dense gradients in steps with more rows than sparse_limit={self._limit:g}"]
+        )
 
     def reduce(self, gradient: Tensor, request: Request) -> torch.futures.Future[Tensor]:
         """Start to compute the mean of a table's sparse gradient over ranks.
@@ -158,7 +179,7 @@ class SparseGradients:
             logger.warning(
                 "gqsgd: the gradient of %r is reduced as a dense one in this step: ranks touch %d rows of %d, added "
                 "up, and sparse_limit=%s. This is said once; where it is usual, sparse=False is faster",
-                self._names.get(table.number, table.number),
+                self._tables[table.number].name if table.number in self._tables else table.number,
                 rows,
                 table.height,
                 config.sparse_limit,

@@ -32,8 +32,8 @@ def prepare_submission(arguments: Sequence[str], environment: MutableMapping[str
         return
     if not _installed(PLUGIN):
         raise SlurmError(
-            "hardware=slurm needs hydra-submitit-launcher; install the extra: pip install 'lightning-gqsgd[slurm]', "
-            "or uv sync --extra slurm"
+            "hardware=slurm needs hydra-submitit-launcher; install it: "
+            "uv sync --extra slurm, or pip install hydra-submitit-launcher"
         )
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if missing:

@@ -14,9 +14,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gqsgd.errors import did_you_mean
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import PRESETS, did_you_mean_preset
 from lightning_gqsgd.tuning.decisions import WIDTHS
 from recipes.errors import RecipeError
 
@@ -159,5 +158,5 @@ def _check(name: str) -> None:
     if not name:
         raise UnknownStrategyError(f"strategy= names no strategy; take e.g. {EXAMPLES} (all: {EVERYWHERE})")
     if name not in names:
-        hint = did_you_mean(name, names) or f"; take e.g. {EXAMPLES}"
+        hint = did_you_mean_preset(name, names) or f"; take e.g. {EXAMPLES}"
         raise UnknownStrategyError(f"strategy={name} is no strategy{hint} (all: {EVERYWHERE})")

@@ -289,7 +289,7 @@ def test_without_the_extra_or_the_cluster(monkeypatch: pytest.MonkeyPatch) -> No
     environment: dict[str, str] = {}
     arguments = ["-m", "hardware=slurm"]
     monkeypatch.setattr(slurm, "PLUGIN", "hydra_plugins.not_installed")
-    with pytest.raises(SlurmError, match=r"pip install 'lightning-gqsgd\[slurm\]', or uv sync --extra slurm"):
+    with pytest.raises(SlurmError, match=r"uv sync --extra slurm, or pip install hydra-submitit-launcher"):
         prepare_submission(arguments, environment)
     monkeypatch.setattr(slurm, "PLUGIN", "no_such_parent.not_installed")
     with pytest.raises(SlurmError, match="uv sync --extra slurm"):

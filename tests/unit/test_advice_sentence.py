@@ -44,6 +44,13 @@ def test_no_sentence_contradicts_its_numbers(codec: str) -> None:
             [plain.exposed_s, plain.step_s], rel=6e-3, abs=1e-12
         )
         assert "hide" not in said
+        hook = next(choice for choice in choices if choice.name == "bf16")
+        for other, words in ((choices[0], "than DDP"), (hook, "than its bf16 hook")):
+            ratio = re.search(rf"([\d.]+) times (faster|slower) {words}", said)
+            assert (ratio is None) == (best is choices[0] or best is other)
+            if ratio is not None:
+                shown = float(ratio[1]) if ratio[2] == "faster" else 1 / float(ratio[1])
+                assert shown == pytest.approx(other.prediction.step_s / made.step_s, rel=6e-3)
         kinds.add(best.name)
         if best is choices[0]:
             continue

@@ -1,0 +1,101 @@
+"""What errors and tables say of presets and their fields is what works."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import pytest
+
+from lightning_gqsgd._autoload import _Names, bits_of_name, strategy_names
+from lightning_gqsgd.cli.asking import unknown
+from lightning_gqsgd.codecs import CODECS
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.systems import SYSTEMS
+
+#: Another value for each field that a name may stand for; several, so that one differs from any preset's own.
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "codec": ("companded", "linear", "eden"),
+    "bits": (3, 4, 8),
+    "levels": (2, 3),
+    "mantissa": (1, 2),
+}
+FIXED_FIELDS = [(name, field) for name, preset in PRESETS.items() for field in preset.fixed]
+
+
+@pytest.mark.parametrize(("name", "field"), FIXED_FIELDS)
+def test_what_a_name_stands_for_cannot_be_replaced(name: str, field: str) -> None:
+    own = getattr(PRESETS[name].config, field)
+    assert make_config(name, **{field: own}) == PRESETS[name].config
+    others = [value for value in OTHERS[field] if value != own]
+    assert others
+    for value in others:
+        with pytest.raises(ConfigError):
+            make_config(name, **{field: value})
+
+
+def test_terngrad_of_more_levels_is_refused_with_the_fields_that_train_it() -> None:
+    with pytest.raises(ConfigError, match="stands for bits=2, not bits=4; leave bits out") as error:
+        make_config("terngrad", bits=4)
+    pairs = str(error.value).partition("without the preset: ")[2].split(", ")
+    fields = {name: ast.literal_eval(value) for name, value in (pair.split("=") for pair in pairs)}
+    assert GQSGDConfig(**fields) == PRESETS["terngrad"].config.replaced(bits=4)
+
+
+def _works(**fields: Any) -> bool:
+    try:
+        GQSGDConfig(**fields)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_the_error_of_bits_out_of_range_lists_what_works_and_nothing_else() -> None:
+    with pytest.raises(ConfigError) as error:
+        GQSGDConfig(bits=9)
+    listed = re.search(r"out of range: (\d+) to (\d+), (\d+), (\d+), or 'auto'$", str(error.value))
+    assert listed is not None
+    low, high, *floats = map(int, listed.groups())
+    said = {*range(low, high + 1), *floats}
+    assert {bits for bits in range(-2, 70) if _works(bits=bits)} == said
+    assert _works(bits="auto")
+
+
+@pytest.mark.parametrize("codec", ["linear", "companded", "exponential"])
+def test_the_error_of_a_codec_that_is_no_floating_point_number_says_what_it_has(codec: str) -> None:
+    widths = CODECS[codec].widths
+    with pytest.raises(
+        ConfigError, match=f"codec='{codec}' has codes of {widths[0]} to {widths[-1]} bits, not bits=16"
+    ):
+        GQSGDConfig(codec=codec, bits=16)
+    assert _works(bits=16)
+
+
+@pytest.mark.parametrize("name", ["gqsgd_8bit", "gqsgd-8bit", "gqsgd8bit", "gqsgd_5bit", "gqsgd_16bit"])
+def test_a_name_with_a_number_of_bits_that_is_no_preset_is_led_to_the_one_that_has_it(name: str) -> None:
+    bits = bits_of_name(name)
+    assert bits is not None
+    said = "did you mean 'gqsgd', which has 8 bits?" if bits == 8 else f"did you mean 'gqsgd' with bits={bits}?"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        make_config(name)
+    assert said in str(unknown(name))
+    if name.startswith("gqsgd_"):
+        with pytest.raises(ValueError, match=r"did you mean 'gqsgd'\?|GQSGDStrategy\(bits=(5|16)\)"):
+            name in _Names(strategy_names())  # noqa: B015
+
+
+def test_names_of_presets_ask_for_no_other_bits() -> None:
+    assert all(bits_of_name(name) is None for name in (*PRESETS, *LOCAL_PRESETS, *SYSTEMS, "gqsgd4bit", "gqsgd_4bitt"))
+
+
+def test_no_description_has_an_empty_word() -> None:
+    configs = [preset.config for preset in (*PRESETS.values(), *SYSTEMS.values())]
+    configs += [preset.compression.config for preset in LOCAL_PRESETS.values()]
+    for config in configs:
+        text = config.describe()
+        assert not re.search(r": [,)]|, ,|\( *[,)]|None", text), text
+    assert "memory: rho 1/(2 (1 + ω))" in PRESETS["diana"].config.describe()
+    assert "memory: alpha 1/(1 + ω), beta 1" in PRESETS["ecq_sgd"].config.describe()
