@@ -22,6 +22,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
+from lightning_gqsgd.starting import wrapped_otherwise
 
 logger = logging.getLogger(__name__)
 
@@ -190,11 +191,11 @@ def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
     """
     triples = _param_groups(model)
     if not triples:
-        raise ConfigError(f"no module of this {type(model).__name__} is sharded; apply fully_shard first")
+        remedy = wrapped_otherwise(model)
+        why = f" by fully_shard: {remedy}" if remedy else "; apply fully_shard first"
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded{why}")
     if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in triples):
-        raise ConfigError(
-            "replicate() shards nothing; wrap the model in DistributedDataParallel and use register_gqsgd"
-        )
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded: {wrapped_otherwise(model)}")
     if len({id(inner.mesh_info.shard_process_group) for _, _, inner in triples}) > 1:
         raise ConfigError(
             "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
