@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +15,6 @@ from lightning_gqsgd.integrations.fsdp_modules import ShardedGroup
 
 if TYPE_CHECKING:
     from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState
-
-
-class _AllReduce:
-    """What FSDP calls with a module's gradients, once they are reduce-scattered."""
-
-    def __init__(self, state: GQSGDFSDPState, group: ShardedGroup) -> None:
-        self.state, self._group = state, group
-
-    def __call__(self, reduced: Tensor) -> None:
-        """See `GQSGDFSDPState.average`."""
-        self.state.average(self._group, reduced)
 
 
 class _ReduceScatter:
@@ -56,7 +46,7 @@ def set_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], *, averages
     """
     for group in groups:
         if averages:
-            group.module.set_all_reduce_hook(_AllReduce(state, group))
+            group.module.set_all_reduce_hook(partial(state.average, group))
         if scatters:
             group.module.set_custom_reduce_scatter(_ReduceScatter(state, group))
 
@@ -65,7 +55,7 @@ def check_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], *, averag
     """Raise ConfigError if a module has lost a hook to a later one; the arguments are those of `set_hooks`."""
     for group in groups:
         all_reduce, reduce_scatter = group.hooks
-        if averages and getattr(all_reduce, "state", None) is not state:
+        if averages and getattr(getattr(all_reduce, "func", None), "__self__", None) is not state:
             raise ConfigError(_lost(group, "all-reduce hook", "set_all_reduce_hook"))
         if scatters and getattr(reduce_scatter, "state", None) is not state:
             raise ConfigError(_lost(group, "custom reduce-scatter", "set_custom_reduce_scatter"))
