@@ -134,6 +134,12 @@ def _refused(rank: int, folder: Path) -> list[str]:
     with pytest.raises(ConfigError, match="load what DCPState has saved") as error:
         DCPState(state).load_state_dict({"state": 1} if rank else {})
     texts.append(str(error.value))
+    dcp.save({"gqsgd": state}, checkpoint_id=folder / "plain")
+    if rank:  # the only rank that has the memory does not know of the others
+        with pytest.raises(Exception, match=r"give DCPState\(state\) to both save and load"):
+            dcp.load({"gqsgd": state}, checkpoint_id=folder / "plain")
+    else:
+        dcp.load({"gqsgd": state}, checkpoint_id=folder / "plain")
     with pytest.raises(ConfigError, match="DCPState takes what register_gqsgd"):
         DCPState(model)  # type: ignore[arg-type]
     train(wide, rank, range(2, 3))  # nothing was taken
