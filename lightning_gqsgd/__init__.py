@@ -14,6 +14,7 @@ from lightning_gqsgd._autoload import flavour, install
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig, Memory
+    from lightning_gqsgd.distributed_checkpoint import DCPState
     from lightning_gqsgd.errors import CollectiveError, ConfigError
     from lightning_gqsgd.functional import all_reduce
     from lightning_gqsgd.hook import GQSGDState, register_gqsgd
@@ -35,6 +36,7 @@ _HOMES = {
     "CMDAdagrad": "optim",
     "CollectiveError": "errors",
     "ConfigError": "errors",
+    "DCPState": "distributed_checkpoint",
     "GQSGDConfig": "config",
     "GQSGDFSDPState": "integrations.fsdp",
     "GQSGDKwargs": "integrations.accelerate",
@@ -68,6 +70,7 @@ __all__ = [
     "CMDAdagrad",
     "CollectiveError",
     "ConfigError",
+    "DCPState",
     "GQSGDConfig",
     "GQSGDFSDPState",
     "GQSGDFabricStrategy",

@@ -21,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 STATE_SCHEMA = 1
 
+#: Entries of states that `distributed_checkpoint` has read: a name for the memory of all ranks, of which each rank has
+#: its own only, and the `memory_of` what was saved.
+MEMORY_NAME = "memory_name"
+MEMORY_OF = "memory_of"
+
 #: Entries of every state.
 _ENTRIES = {"seed": int, "step": int, "config": Mapping}
 #: Entries that some states have.
@@ -122,18 +127,20 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
     """
     saved = state.get("memory")
     if "memory" in state and saved is None:
-        raise ConfigError("this gqsgd state has no memory because it is not rank 0's; load what rank 0 has saved")
+        raise ConfigError(
+            "this gqsgd state has no memory because it is not rank 0's; load what rank 0 has saved (with "
+            "torch.distributed.checkpoint, give DCPState(state) to both save and load)"
+        )
     if saved is not None:
-        _check_memory(saved)
-    counts = {rows.shape[0] for tensors in (saved or {}).values() for rows in tensors.values()}
-    kinds = [kind.value for kind in store.kinds]
-    if not saved or set(saved) != set(kinds) or counts != {world_size}:
+        check_memory(saved)
+    if saved is None or not fits(store, saved, world_size):
+        ranks, kinds = state.get(MEMORY_OF) or memory_of(saved or {})
         logger.warning(
             "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
-            ", ".join(map(str, counts)) or "no",
-            ", ".join(map(str, saved or {})) or "nothing",
+            ranks or "no",
+            kinds or "nothing",
             world_size,
-            ", ".join(kinds),
+            ", ".join(kind.value for kind in store.kinds),
         )
         store.forget()
         return None
@@ -141,8 +148,21 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
     return {number for tensors in saved.values() for number in tensors}
 
 
+def memory_of(saved: Mapping[str, Mapping[int, Tensor]]) -> tuple[str, str]:
+    """Of how many ranks a memory is, and of which kinds; empty texts for an empty memory."""
+    counts = {rows.shape[0] for tensors in saved.values() for rows in tensors.values()}
+    return ", ".join(map(str, sorted(counts))), ", ".join(map(str, saved))
+
+
+def fits(store: MemoryStore, saved: Mapping[str, Mapping[int, Tensor]], world_size: int) -> bool:
+    """Whether a memory is of as many ranks, and of the kinds that are kept here."""
+    return bool(saved) and set(saved) == {kind.value for kind in store.kinds} and memory_of(saved)[0] == str(world_size)
+
+
 def memory_digest(state: Mapping[str, Any]) -> str:
     """A digest of all ranks' memory in a state that `take_memory` has taken; the same for a state without memory."""
+    if MEMORY_NAME in state:
+        return str(state[MEMORY_NAME])
     hashed = hashlib.blake2b(digest_size=8)
     for kind, tensors in sorted((state.get("memory") or {}).items()):
         for number, rows in sorted(tensors.items()):
@@ -151,7 +171,7 @@ def memory_digest(state: Mapping[str, Any]) -> str:
     return hashed.hexdigest()
 
 
-def _check_memory(saved: object) -> None:
+def check_memory(saved: object) -> None:
     """Raise ConfigError for a memory that is not tensors [ranks, numel] by kind and parameter number, the same
     parameters in every kind."""
     kinds: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {"memory": saved}

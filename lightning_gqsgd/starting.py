@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,31 @@ from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.parameters import Parameter, digest
 from lightning_gqsgd.plan import check_parameters
 from lightning_gqsgd.tuning.plain import obstacle
+
+#: Classes that average gradients, and what to do with a model that has one.
+_WRAPPED = {
+    re.compile(kind): remedy
+    for kind, remedy in {
+        r"torch\.nn\.parallel\.distributed\.DistributedDataParallel": (
+            "is one: call register_gqsgd on that DistributedDataParallel model itself"
+        ),
+        r"torch\.nn\.parallel\.data_parallel\.DataParallel": (
+            "is torch's DataParallel, of one process: start a process for each GPU (torchrun), and wrap the module "
+            "inside of it instead: DistributedDataParallel(model.module)"
+        ),
+        r"torch\.distributed\._composable\.replicate\w*\.(DDP|ReplicateModule)": (
+            "averages its gradients by replicate() already, which takes no quantised hook: leave replicate() out, wrap "
+            "the module in DistributedDataParallel instead, and call register_gqsgd"
+        ),
+        r"torch\.distributed\.fsdp\.(\w+\.)*FullyShardedDataParallel": (
+            "is sharded by FullyShardedDataParallel (FSDP1) already, which takes no quantised hook: leave that wrapper "
+            "out, and use fully_shard (FSDP2) with register_gqsgd_fsdp, or DistributedDataParallel with register_gqsgd"
+        ),
+        r"torch\.distributed\.fsdp\.(\w+\.)*FSDPModule": (
+            "is sharded by fully_shard already: call register_gqsgd_fsdp instead, without DistributedDataParallel"
+        ),
+    }.items()
+}
 
 
 def facts_of(
@@ -55,10 +81,24 @@ def check_is_ddp(model: object) -> None:
     if isinstance(model, DistributedDataParallel):
         return
     inner = getattr(model, "_orig_mod", None)
-    remedy = "wrap it first: DistributedDataParallel(model)"
+    remedy = wrapped_otherwise(model) or "wrap it first: DistributedDataParallel(model)"
     if isinstance(inner, DistributedDataParallel):
         remedy = "register the hook on the DistributedDataParallel model before torch.compile (or on model._orig_mod)"
     raise ConfigError(f"{type(model).__name__} is not a DistributedDataParallel model; {remedy}")
+
+
+def wrapped_otherwise(model: object) -> str:
+    """What to do with a model of which something averages the gradients already; empty where nothing is known to.
+
+    Another wrapper around it would average them twice.
+    """
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else []:
+        # By name, because each of these is slow to import, or missing in some versions of torch.
+        kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+        remedy = next((text for kind, text in _WRAPPED.items() if any(map(kind.fullmatch, kinds))), None)
+        if remedy:
+            return f"{f'its module {name!r}' if name else 'it'} {remedy}"
+    return ""
 
 
 def check_model(model: DistributedDataParallel) -> None:

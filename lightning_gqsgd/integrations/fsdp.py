@@ -31,10 +31,11 @@ from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.integrations.fsdp_changes import ModelChanges
+from lightning_gqsgd.integrations.fsdp_hooks import check_hooks, set_hooks
 from lightning_gqsgd.integrations.fsdp_modules import (
     ShardedGroup,
     ShardedParameter,
-    check_that_all_have_hooks,
     parameter_bits,
     row,
     shard_group,
@@ -50,13 +51,18 @@ from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, resolve_each
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
+from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import check_timeout, patience_of
 from lightning_gqsgd.transport.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES = Messages(remedy="shard a new model and register the hooks there")
+_MESSAGES = Messages(
+    remedy="shard a new model and register the hooks there",
+    differ="A state was loaded, or parameters were frozen or unfrozen, on some ranks only: do the same on every rank, "
+    "and register the hooks on a new model",
+)
 
 
 @dataclass(eq=False)
@@ -143,8 +149,11 @@ class GQSGDFSDPState:
             self._reductions: defaultdict[str, int] = defaultdict(int)
             self._has_met: set[torch.dtype] = set()
             self._first_of_step: ShardedGroup | None = None
+            self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
+            self._trained = ""  # which parameters required a gradient in the latest step
+            self._changes = ModelChanges(model, self._groups, replicate is not None)
             self._agree(start, {}, {})
-            self._install()
+            self._install(model)
             undo.pop_all()
 
     @property
@@ -206,9 +215,10 @@ class GQSGDFSDPState:
         name = f"{collective.name} of {group.name}"
         step = self._reductions[name]
         is_first = self._count(group)
-        model = self._model()
-        if is_first and self._average is not None and model is not None:
-            check_that_all_have_hooks(model, self._groups)
+        before = self._trained
+        if is_first:
+            self._check_changes()
+            self._trained = " ".join(group.trained for group in self._groups)
         self._reductions[name] += 1
         begun = moment(x.device)
         parameters = group.reduced()
@@ -220,6 +230,8 @@ class GQSGDFSDPState:
             segments=segments,
             step=step,
             agreement=self._stamp(collective, step) if is_first else None,
+            # Messages of a rank where other parameters were frozen may have other sizes.
+            compares_first=before not in ("", self._trained),
             bucket=collective.first_bucket + group.index,
             compressed=has_all and step >= self.config.warmup_steps,
             plan=collective.plan,
@@ -253,7 +265,7 @@ class GQSGDFSDPState:
         if not any(REDUCERS[config.reducer].compresses for config in collective.configs):
             return None
         counts = json.dumps(self._reductions, sort_keys=True)
-        return Stamp(collective.configs[0].seed, step, digest_of(f"{self._digest} {counts}"))
+        return Stamp(collective.configs[0].seed, step, digest_of(f"{self._digest} {counts} {self._trained}"))
 
     def _count(self, group: ShardedGroup) -> bool:
         """End telemetry's step with the backward pass; where FSDP reduces outside of one, with the next round of
@@ -273,7 +285,7 @@ class GQSGDFSDPState:
 
     def _end_step(self) -> None:
         if self._first_of_step is not None:
-            self._first_of_step = None
+            self._first_of_step, self._is_checked = None, False
             self.telemetry.end_step()
 
     # --- agreement ---------------------------------------------------------------------------------------------------
@@ -376,35 +388,30 @@ class GQSGDFSDPState:
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained any more."""
+        self._checks.remove()
         if self._average is not None:
             self._average.engine.close()
         self._sharded.close()
 
-    def _install(self) -> None:
+    def _install(self, model: nn.Module) -> None:
         self._said: set[int] = set()  # groups about which users have been warned
-        for group in self._groups:
-            if self._average is not None:
-                group.module.set_all_reduce_hook(partial(self.average, group))
-            if self._scatter is not None:
-                group.module.set_custom_reduce_scatter(_ReduceScatter(self, group))
+        set_hooks(self, self._groups, averages=self._average is not None, scatters=self._scatter is not None)
+        # Reductions check the same, but there are none where all hooks were replaced.
+        self._checks = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
+    @untraced
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._is_checked = False
+            self._check_changes()
+            self._is_checked = True
 
-class _ReduceScatter:
-    """What FSDP calls instead of the backend's reduce-scatter: torch's `ReduceScatter` interface."""
-
-    def __init__(self, state: GQSGDFSDPState, group: ShardedGroup) -> None:
-        self._state, self._group = state, group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a flat tensor."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """See `GQSGDFSDPState.scatter`. FSDP never asks for ``async_op``."""
-        assert not async_op
-        self._state.scatter(self._group, output_tensor, input_tensor, op)
+    def _check_changes(self) -> None:
+        """Raise ConfigError if not all gradients would go through these hooks; see `check_hooks`, `ModelChanges`."""
+        check_hooks(self, self._groups, averages=self._average is not None, scatters=self._scatter is not None)
+        model = self._model()
+        if model is not None and not self._is_checked:  # not twice in a step
+            self._changes.check(model)
 
 
 def register_gqsgd_fsdp(

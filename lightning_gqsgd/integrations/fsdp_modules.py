@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.errors import ConfigError, counted, listed
+from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
+from lightning_gqsgd.starting import wrapped_otherwise
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +82,18 @@ class ShardedGroup:
     @property
     def has_hook(self) -> bool:
         """Whether somebody has set an all-reduce hook or a reduce-scatter already."""
-        comm = getattr(self.inner, "_reduce_scatter_comm", None)
-        return self.inner._all_reduce_hook is not None or type(comm).__name__ not in (
-            "DefaultReduceScatter",
-            "NoneType",
-        )
+        all_reduce, reduce_scatter = self.hooks
+        return all_reduce is not None or type(reduce_scatter).__name__ not in ("DefaultReduceScatter", "NoneType")
+
+    @property
+    def hooks(self) -> tuple[Any, Any]:
+        """The all-reduce hook and the reduce-scatter that FSDP calls now; torch before 2.9 has no reduce-scatter."""
+        return self.inner._all_reduce_hook, getattr(self.inner, "_reduce_scatter_comm", None)
+
+    @property
+    def trained(self) -> str:
+        """Which of the parameters require a gradient now: 1 or 0 for each."""
+        return "".join("1" if param.sharded_param.requires_grad else "0" for param in self.inner.fsdp_params)
 
     def reduced(self) -> list[ShardedParameter]:
         """The parameters that require a gradient now, in the order of FSDP's flat tensors."""
@@ -131,20 +139,26 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
     ]
 
 
-def check_that_all_have_hooks(model: nn.Module, groups: Sequence[ShardedGroup]) -> None:
-    """Check that no module was sharded since the groups were listed: replicas would never average its gradients.
-
-    Raises:
-        ConfigError: a module was.
-    """
+def later_groups(model: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
+    """Names of the modules that were sharded since the groups were listed."""
     known = {id(group._inner()) for group in groups}
-    later = [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in known]
-    if later:
-        raise ConfigError(
-            f"{counted(len(later), 'module')} ({listed(later)}) became sharded after register_gqsgd_fsdp, so replicas "
-            "would not average the gradients there; call register_gqsgd_fsdp after the last fully_shard, which is that "
-            "of the root"
-        )
+    return [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in known]
+
+
+def unreduced_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The parameters whose gradients FSDP does not reduce: name and object of their module, and their name there."""
+    reduced = {
+        (id(module), name)
+        for _, _, inner in _param_groups(model)
+        for param in inner.fsdp_params
+        for module, name in _owners(param)
+    }
+    return [
+        (name, module, parameter)
+        for name, module in model.named_modules()
+        for parameter, value in module._parameters.items()
+        if value is not None and (id(module), parameter) not in reduced
+    ]
 
 
 def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Mapping[int, int]) -> list[Segment]:
@@ -177,11 +191,11 @@ def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
     """
     triples = _param_groups(model)
     if not triples:
-        raise ConfigError(f"no module of this {type(model).__name__} is sharded; apply fully_shard first")
+        remedy = wrapped_otherwise(model)
+        why = f" by fully_shard: {remedy}" if remedy else "; apply fully_shard first"
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded{why}")
     if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in triples):
-        raise ConfigError(
-            "replicate() shards nothing; wrap the model in DistributedDataParallel and use register_gqsgd"
-        )
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded: {wrapped_otherwise(model)}")
     if len({id(inner.mesh_info.shard_process_group) for _, _, inner in triples}) > 1:
         raise ConfigError(
             "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
@@ -223,9 +237,7 @@ def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
     prefix = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     by_name, aliases = {}, set()
     for param in (param for inner in inners for param in inner.fsdp_params):
-        info = param._module_info
-        owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-        every = [prefix[id(module)] + name for module, name in owners]
+        every = [prefix[id(module)] + name for module, name in _owners(param)]
         by_name[every[0]] = param
         aliases.update(every)
     others = [name for name, p in model.named_parameters() if p.requires_grad and name not in aliases]
@@ -237,6 +249,12 @@ def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
         )
     order = {name: number for number, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
     return dict(sorted(by_name.items(), key=lambda entry: order[entry[0]]))
+
+
+def _owners(param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that have a parameter, and its names there; the first is FSDP's own choice."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _alive(reference: weakref.ref[Any]) -> Any:

@@ -223,6 +223,27 @@ class Communicator:
             raise self.describe(error, "gathering what ranks remember (every rank calls state_dict)") from error
         return everyone
 
+    def scatter(self, rows: Tensor | None, like: Tensor) -> Tensor:
+        """This rank's row of what rank 0 has. A collective, outside any job.
+
+        Args:
+            rows: on rank 0, a row for every rank, [ranks, numel]; None elsewhere.
+            like: a tensor of the size, dtype and device of a row, the same on all ranks.
+
+        Raises:
+            CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
+        """
+        source = like.new_empty(0) if rows is None else rows.to(like).contiguous().view(-1)
+        if self.size == 1 or not like.numel():
+            return source.view_as(like)
+        own, others = torch.empty_like(like), [0] * (self.size - 1)
+        sent = [0] * self.size if rows is None else [like.numel()] * self.size
+        try:
+            self.start(Exchange("all_to_all", own, source, ([like.numel(), *others], sent)), stage=0).wait()
+        except RuntimeError as error:
+            raise self.describe(error, "sending each rank what it remembers (every rank loads the state)") from error
+        return own
+
 
 def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself, or the default one.

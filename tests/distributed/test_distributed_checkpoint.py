@@ -1,0 +1,176 @@
+"""States of hooks in checkpoints of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp
+from torch import nn
+
+from lightning_gqsgd import DCPState
+from lightning_gqsgd.errors import ConfigError
+from tests.distributed.models import fingerprint, mlp, train, wrapped
+from tests.distributed.ranks import run
+from tests.integrations.fsdp_models import mesh, quantised, weight_bits
+
+#: What is remembered between steps: by each rank, by owners of stripes, by all, or nothing.
+HOOKS: list[dict[str, Any]] = [
+    {"bits": 2, "memory": "ef"},
+    {"bits": 4, "memory": "diana", "memory_down": "ef"},
+    {"bits": 4, "memory": "shared"},
+    {"bits": 4, "exclude": ("0.*",)},
+]
+
+
+def _save(folder: Path, model: nn.Module, state: Any, *, later: bool = False) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of one process and of what it deprecates
+        entries = {"model": model.state_dict(), "gqsgd": DCPState(state)}
+        if not later:
+            dcp.save(entries, checkpoint_id=folder)
+            return
+        future: Any = dcp.async_save(entries, checkpoint_id=folder)
+    train(model, 0, range(90, 92))  # what is saved is the state before
+    getattr(future, "upload_completion", future).result()
+
+
+def _load(folder: Path, model: nn.Module, state: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights = model.state_dict()
+        dcp.load({"model": weights, "gqsgd": DCPState(state)}, checkpoint_id=folder)
+    model.load_state_dict(weights)
+
+
+def _resumed(rank: int, folder: Path) -> list[list[str]]:
+    """Ends of undisturbed runs, and of runs that went on from checkpoints."""
+    pairs = []
+    for number, hook in enumerate(HOOKS):
+        ends = []
+        for later in (False, True):
+            model, state = wrapped({}, hook)
+            train(model, rank, range(3))
+            _save(folder / f"{number} {later}", model, state, later=later)
+            if not later:
+                train(model, rank, range(3, 6))
+                ends.append(fingerprint(model))
+            state.close()
+            model, state = wrapped({}, {**hook, "seed": 5})
+            train(model, rank, range(20, 22))  # something else is remembered
+            _load(folder / f"{number} {later}", model, state)
+            assert state.step == 3
+            train(model, rank, range(3, 6))
+            ends.append(fingerprint(model))
+            state.close()
+        pairs.append(ends)
+    return pairs
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    first, second = run(_resumed, 2, tmp_path, tmp_path / "checkpoints")
+    assert first == second
+    assert all(len(set(ends)) == 1 for ends in first)
+    assert len({ends[0] for ends in first}) > 1
+
+
+def _saved(rank: int, folder: Path) -> None:
+    for number, hook in enumerate(HOOKS[:2]):
+        model, state = wrapped({}, hook)
+        train(model, rank, range(3))
+        _save(folder / str(number), model, state)
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _loaded(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
+    records, ends = _Records(), []
+    logging.getLogger("lightning_gqsgd.checkpoint").addHandler(records)
+    for number, hook in enumerate(HOOKS[:2]):
+        model, state = wrapped({}, hook)
+        train(model, rank, range(20, 22))
+        records.texts.clear()
+        _load(folder / str(number), model, state)
+        assert state.step == 3
+        assert not any(bool(rows.any()) for rows in state._store._tensors.values())
+        train(model, rank, range(3, 5))
+        ends.append((fingerprint(model), list(records.texts)))
+    return ends
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 2), (2, 1), (1, 2)])
+def test_another_number_of_ranks_starts_with_an_empty_memory(tmp_path: Path, before: int, now: int) -> None:
+    run(_saved, before, tmp_path, tmp_path / "checkpoints")
+    ranks = run(_loaded, now, tmp_path, tmp_path / "checkpoints")
+    assert all(ends == ranks[0] for ends in ranks)
+    expected = (
+        f"the memory starts empty: the checkpoint has that of {before} ranks (up_error), this run has {now} ranks"
+    )
+    assert expected in ranks[0][0][1][0]
+
+
+def _refused(rank: int, folder: Path) -> list[str]:
+    """A checkpoint of another model, and one whose state was saved without DCPState."""
+    texts = []
+    model, state = wrapped({}, HOOKS[0])
+    train(model, rank, range(2))
+    _save(folder / "narrow", model, state)
+    wide, other = wrapped({}, HOOKS[0], mlp(width=160))
+    train(wide, rank, range(2))
+    with pytest.raises(Exception, match="of parameter") as error:
+        dcp.load({"gqsgd": DCPState(other)}, checkpoint_id=folder / "narrow")
+    texts.append(str(error.value))
+    with pytest.raises(ConfigError, match="load what DCPState has saved") as error:
+        DCPState(state).load_state_dict({"state": 1} if rank else {})
+    texts.append(str(error.value))
+    dcp.save({"gqsgd": state}, checkpoint_id=folder / "plain")
+    if rank:  # the only rank that has the memory does not know of the others
+        with pytest.raises(Exception, match=r"give DCPState\(state\) to both save and load"):
+            dcp.load({"gqsgd": state}, checkpoint_id=folder / "plain")
+    else:
+        dcp.load({"gqsgd": state}, checkpoint_id=folder / "plain")
+    with pytest.raises(ConfigError, match="DCPState takes what register_gqsgd"):
+        DCPState(model)  # type: ignore[arg-type]
+    train(wide, rank, range(2, 3))  # nothing was taken
+    return [*texts, fingerprint(wide)]
+
+
+def test_what_cannot_be_loaded_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run(_refused, 2, tmp_path, tmp_path / "checkpoints")
+    assert first[2] == second[2]
+
+
+def _sharded(rank: int, folder: Path) -> list[str]:
+    on, ends = mesh(2), []
+    model, state = quantised(on, {"bits": 4, "reduce_scatter": True})
+    train(model, rank, range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict(), "gqsgd": DCPState(state)}, checkpoint_id=folder)
+    train(model, rank, range(3, 6))
+    ends.append(weight_bits(model))
+    model, state = quantised(on, {"bits": 4, "reduce_scatter": True, "seed": 9})
+    _load(folder, model, state)
+    assert state.step == 3
+    train(model, rank, range(3, 6))
+    return [*ends, weight_bits(model)]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"), reason="torch before 2.9"
+)
+def test_a_sharded_model_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    first, second = run(_sharded, 2, tmp_path, tmp_path / "checkpoint")
+    assert first == second
+    assert first[0] == first[1]

@@ -1,0 +1,217 @@
+"""Models under FSDP2 that change after hooks were registered: equal bits on all ranks, or an error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+
+if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
+    pytest.skip("FSDP2 before torch 2.9 averages by what Gloo does not have", allow_module_level=True)
+
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.integrations.fsdp import register_gqsgd_fsdp
+from tests.distributed.models import mlp
+from tests.distributed.ranks import run
+from tests.integrations.fsdp_models import bits, loss_of, mesh, quantised, sharded
+
+Change = Callable[[nn.Module], Any]
+
+
+class _OtherReduceScatter:
+    """One that somebody else sets."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
+        return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group)
+
+
+def _set_on_all(model: nn.Module) -> None:
+    for layer in (model[0], model[2], model):
+        layer.set_all_reduce_hook(lambda gradients: None)
+
+
+def _replace_head(model: nn.Module) -> None:
+    model[4] = nn.Linear(128, 10)
+
+
+def _add_adapter(model: nn.Module) -> None:
+    model[2].register_module("adapter", nn.Linear(4, 4))
+    model[2].register_forward_hook(lambda _, inputs, output: output + model[2].adapter.weight.sum())
+
+
+def _add_parameter(model: nn.Module) -> None:
+    model[2].scale = nn.Parameter(torch.ones(128))
+    model[2].register_forward_hook(lambda _, inputs, output: output * model[2].scale)
+
+
+#: Changes with which ranks would train apart, and what the error says.
+APART: dict[str, tuple[Change, str]] = {
+    "a hook on one module": (lambda model: model[2].set_all_reduce_hook(lambda _: None), "module '2' no longer has"),
+    "a hook on all modules": (_set_on_all, "no longer has the all-reduce hook of register_gqsgd_fsdp"),
+    "the hook removed": (lambda model: model.set_all_reduce_hook(None), "module 'the root' no longer has"),
+    "another reduce-scatter": (
+        lambda model: model[0].set_custom_reduce_scatter(_OtherReduceScatter()),
+        "module '0' no longer has the custom reduce-scatter",
+    ),
+    "another head": (_replace_head, r"2 parameters \('4.weight', '4.bias'\) would be trained by each rank on its own"),
+    "an adapter": (_add_adapter, r"2 parameters \('2.adapter.weight', '2.adapter.bias'\) would be trained"),
+    "a parameter": (_add_parameter, r"1 parameter \('2.scale'\) would be trained"),
+    "an ignored parameter unfrozen": (
+        lambda model: model[3].bias.requires_grad_(True),
+        r"1 parameter \('3.bias'\) would be trained",
+    ),
+    "a module sharded": (
+        lambda model: model.append(fully_shard(nn.Linear(10, 10), mesh=mesh(2)["shard"])),
+        r"1 module \('5'\) became sharded after register_gqsgd_fsdp",
+    ),
+}
+
+#: Changes that FSDP takes in.
+TOGETHER: dict[str, Change] = {
+    "nothing": lambda model: None,
+    "frozen": lambda model: model[2].requires_grad_(False),
+    "unfrozen": lambda model: model[0].requires_grad_(True),
+    "cast and back": lambda model: model.double().float(),
+    "a module without parameters": lambda model: model.append(nn.ReLU()),
+    "a frozen module": lambda model: model.append(nn.Linear(10, 10).requires_grad_(False)),
+    "a module removed": lambda model: model.pop(3),
+    "loaded": lambda model: model.load_state_dict(model.state_dict(), assign=True),
+    "a parameter replaced, which FSDP puts back": lambda model: setattr(
+        model[2], "weight", nn.Parameter(torch.ones(128, 128))
+    ),
+}
+
+
+class _Biased(nn.Module):
+    """Adds a frozen parameter that FSDP does not manage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(128), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.bias).relu()
+
+
+def _model(hooks: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """Three sharded modules, of which the first is frozen, and a frozen parameter that is not sharded."""
+    on, model = mesh(2), mlp()
+    model[3] = _Biased()
+    model[0].requires_grad_(False)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=on["shard"])
+    fully_shard(model, mesh=on["shard"], ignored_params={model[3].bias})
+    return model, register_gqsgd_fsdp(model, replicate=on["replicate"], bits=4, **hooks)
+
+
+def _steps(model: nn.Module, rank: int, steps: range) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _apart(rank: int, names: list[str]) -> None:
+    for name in names:
+        change, text = APART[name]
+        model, state = _model({"reduce_scatter": True})
+        _steps(model, rank, range(2))
+        change(model)
+        with torch.no_grad():
+            if name != "a module sharded":  # whose first forward pass has to be the root's
+                loss_of(model, rank, 2)  # inference goes on
+        with pytest.raises(ConfigError, match=text):
+            loss_of(model, rank, 2).backward()
+        state.close()
+
+
+@pytest.mark.parametrize("names", [list(APART)[:4], list(APART)[4:]], ids=["hooks", "parameters"])
+def test_what_would_be_trained_apart_is_an_error_on_all_ranks(tmp_path: Path, names: list[str]) -> None:
+    run(_apart, 2, tmp_path, names)
+
+
+def _together(rank: int) -> list[str]:
+    ends = []
+    for change in TOGETHER.values():
+        model, state = _model({})
+        _steps(model, rank, range(2))
+        change(model)
+        _steps(model, rank, range(2, 4))
+        ends.append(bits(p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()))
+        state.close()
+    return ends
+
+
+def test_what_fsdp_takes_in_is_trained_together(tmp_path: Path) -> None:
+    first, second = run(_together, 2, tmp_path)
+    assert dict(zip(TOGETHER, first, strict=True)) == dict(zip(TOGETHER, second, strict=True))
+
+
+def _on_one_rank(rank: int) -> str:
+    model, _ = quantised(mesh(2), {"bits": 4})
+    _steps(model, rank, range(2))
+    if rank == 1:
+        model[2].set_all_reduce_hook(lambda _: None)
+    try:
+        _steps(model, rank, range(2, 4))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_a_hook_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    waits, has = run(_on_one_rank, 2, tmp_path, collective_timeout=10)
+    assert "module '2' no longer has the all-reduce hook" in has
+    assert "failed on rank 0 of 2" in waits
+
+
+def _frozen_apart(rank: int) -> list[str]:
+    texts = []
+    for frozen in ((4, 2), (2, 4), (2, None)):
+        model, _ = quantised(mesh(2), {"bits": 4})
+        _steps(model, rank, range(2))
+        if frozen[rank] is not None:
+            model[frozen[rank]].requires_grad_(False)
+        with pytest.raises(ConfigError) as error:
+            loss_of(model, rank, 2).backward()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_ranks_that_freeze_other_layers_all_raise(tmp_path: Path) -> None:
+    for texts in run(_frozen_apart, 2, tmp_path):
+        assert all("parameters were frozen or unfrozen, on some ranks only" in text for text in texts)
+
+
+def _others(rank: int) -> int:
+    """A hook of somebody else after `close`, and one that takes nothing from ours."""
+    model, state = quantised(mesh(2), {"bits": 4})
+    _steps(model, rank, range(1))
+    state.close()
+    calls = []
+    for layer in (model[0], model[2], model):
+        layer.set_all_reduce_hook(calls.append)
+    _steps(model, rank, range(1, 2))
+
+    model = sharded(mesh(2)["shard"])
+    register_gqsgd_fsdp(model, reduce_scatter=True, bits=4)
+    model.set_all_reduce_hook(lambda gradients: torch.distributed.all_reduce(gradients))
+    _steps(model, rank, range(1))
+    return len(calls)
+
+
+def test_other_hooks_after_close_and_beside_reduce_scatters_are_no_error(tmp_path: Path) -> None:
+    assert run(_others, 2, tmp_path) == [3, 3]
