@@ -236,7 +236,7 @@ def _watch_local_sgd() -> None:
         return
 
     @functools.wraps(begin)
-    def __enter__(self: LocalSGD) -> LocalSGD:  # noqa: N807  # LocalSGD's
+    def __enter__(self: LocalSGD) -> LocalSGD:
         model = getattr(self, "model", None)
         hook = model._get_ddp_logging_data().get("comm_hook") if isinstance(model, DistributedDataParallel) else None
         if self.enabled and hook == gqsgd_hook.__qualname__:
