@@ -23,6 +23,9 @@ class ScheduleFreeLike(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Move z by the gradient, and the parameter towards z."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
