@@ -448,7 +448,8 @@ def _schedule_free(rank: int) -> list[str]:
 
 def test_an_optimizer_that_keeps_weights_is_refused_or_averaged(tmp_path: Path) -> None:
     first, second = run(_schedule_free, 2, tmp_path, initialise=False)
-    assert first == second
-    assert "keeps weights in its state: 'z'" in first[0]
-    assert "inner_state='average'" in first[0]
+    for refused, _ in (first, second):
+        assert "keeps weights in its state: 'z'" in refused
+        assert "inner_state='average'" in refused
+    assert first[1] == second[1]
     assert "keeps weights" not in first[1]
