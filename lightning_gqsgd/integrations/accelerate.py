@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.integrations.distributed import destroy_at_exit
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
@@ -34,6 +35,12 @@ _WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORL
 
 #: What Accelerate trains with instead of DDP, where a handler of DDP's is not looked at.
 WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+#: How an Accelerator trains with local steps.
+_LOCAL_STEPS = (
+    "model = accelerator.prepare_model(model, evaluation_mode=True), then optimizer = accelerator.prepare("
+    "LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() at the end"
+)
 
 
 # The field `config` makes this class a dataclass of its own. So `dataclasses.replace` fails; otherwise it would make an
@@ -106,6 +113,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         """
         self._refuse_hooks()
         destroy_at_exit()
+        _watch_local_sgd()
         state = register_gqsgd(model, self.config)
         if self._loaded:
             state.load_state_dict(self._loaded.pop(0))
@@ -213,10 +221,35 @@ def _refuse_local_steps(preset: str | GQSGDConfig | None, fields: Mapping[str, A
     if asked:
         raise ConfigError(
             f"{', '.join(asked)} is for local steps, which train without DistributedDataParallel, and GQSGDKwargs is "
-            "its handler; leave GQSGDKwargs out: model = accelerator.prepare_model(model, evaluation_mode=True), then "
-            "optimizer = accelerator.prepare(LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() "
-            "at the end"
+            f"its handler; leave GQSGDKwargs out: {_LOCAL_STEPS}"
         )
+
+
+def _watch_local_sgd() -> None:
+    """Let Accelerate's LocalSGD warn where it begins with a model that has the hook.
+
+    It leaves all gradients on their ranks (``no_sync``) and averages whole parameters uncompressed by itself. The hook
+    never hears of it.
+    """
+    begin = LocalSGD.__enter__
+    if getattr(begin, "warns_of_hook", False):
+        return
+
+    @functools.wraps(begin)
+    def __enter__(self: LocalSGD) -> LocalSGD:
+        model = getattr(self, "model", None)
+        hook = model._get_ddp_logging_data().get("comm_hook") if isinstance(model, DistributedDataParallel) else None
+        if self.enabled and hook == gqsgd_hook.__qualname__:
+            warnings.warn(
+                "gqsgd: LocalSGD averages whole parameters uncompressed, and takes no gradient to gqsgd's hook, "
+                "whatever its report says. For compressed local steps, leave GQSGDKwargs, enable and LocalSGD out: "
+                f"{_LOCAL_STEPS}",
+                stacklevel=2,
+            )
+        return begin(self)
+
+    __enter__.warns_of_hook = True  # type: ignore[attr-defined]
+    LocalSGD.__enter__ = __enter__
 
 
 def say_that_there_is_one_process() -> None:

@@ -44,12 +44,13 @@ from lightning_gqsgd.local_steps.starting import (
     OwnBuffers,
     check_module,
     check_optimizers,
-    check_that_all_are_averaged,
     facts_of,
     numbered,
     take_from_first_rank,
     trained_parameters,
 )
+from lightning_gqsgd.local_steps.watching import WatchedModel
+from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.reducers import new_store, resolve
 from lightning_gqsgd.report import report
@@ -69,6 +70,11 @@ _MESSAGES = Messages(
     "Ranks have made different numbers of optimizer steps, or a state was loaded on some ranks only: give every rank "
     "the same number of steps, and load the same state on every rank",
 )
+
+
+#: The change of weights before the first step, relative to their norm, that is taken for rounding: what is left where
+#: weights were moved and moved back in fp32. An error of the codec is a fraction of the change, and so smaller still.
+_ROUNDING = 1e-5
 
 
 @dataclass(eq=False)
@@ -182,7 +188,8 @@ class LocalAverages(AveragingLoop[Average]):
         self._digest = digest_of(json.dumps(facts, sort_keys=True))
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
-        self._optimizers, self._inner = list(optimizers), InnerState(optimizers)
+        self._inner, self._weights_in_state = InnerState(optimizers), WeightsInState(optimizers)
+        self._watched = WatchedModel(model, optimizers, parameters)
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         self._has_started = False
         self._begin_at_anchors()
@@ -222,6 +229,8 @@ class LocalAverages(AveragingLoop[Average]):
             RuntimeError: this was closed.
         """
         self.check_open()
+        if not self.step:
+            self._check_state()  # where one step has been made, what looks like weights is nearest to them
         super().advance()
 
     @untraced
@@ -238,6 +247,7 @@ class LocalAverages(AveragingLoop[Average]):
             ConfigError, CollectiveError, RuntimeError: see `advance`.
         """
         self.check_open()
+        self._check_changes()
         self._notice_changes()
         super().finish()
 
@@ -254,10 +264,17 @@ class LocalAverages(AveragingLoop[Average]):
         if self._has_started or self.step:
             return
         self._has_started = True
-        if any(self._leaves_anchor(list(range(len(self.fragments))), buffers=False)):
+        self._watched.check()
+        self._buffers.take_back()
+        numbers = list(range(len(self.fragments)))
+        if any(self._leaves_anchor(numbers, buffers=False, tolerance=_ROUNDING)):
             raise ConfigError(
-                "the model's weights were changed after local steps began, and would travel quantised, as if they had "
-                "been learnt; load weights before LocalSteps is made (Fabric: by fabric.load; Trainer: before fit)"
+                f"the model's weights were changed by more than {_ROUNDING:g} of their norm after local steps began "
+                "and before the first step(), and would travel quantised, as if they had been learnt. If weights were "
+                "loaded since: load weights before LocalSteps is made (Fabric: by fabric.load; Trainer: before fit). "
+                "If sharpness-aware minimisation has moved them (SAM by hand): move them back before step(), in fp32, "
+                "or give LocalSteps an optimizer that makes both passes in its own step(closure). If the inner "
+                "optimizer's own step() was called: call step() of LocalSteps instead"
             )
 
     @torch.no_grad()
@@ -353,6 +370,19 @@ class LocalAverages(AveragingLoop[Average]):
         for fragment in self.fragments:
             fragment.set_tensors()
 
+    def _check_changes(self) -> None:
+        """Raise ConfigError if this rank has changed something since, so that an average would not make ranks equal.
+
+        The other ranks get the same error if they have done the same, and otherwise an error that names this rank.
+        """
+        self._watched.check()
+        self._check_state()
+
+    def _check_state(self) -> None:
+        """Raise ConfigError if the inner optimizers keep weights, of which every rank would keep its own."""
+        if self.options.inner_state == "keep" and self.world_size > 1:
+            self._weights_in_state.check(self.options.delay)
+
     def _notice_changes(self) -> None:
         """Find the fragments whose tensors left the anchor on some rank after the last average. A collective."""
         self._buffers.take_back()
@@ -370,14 +400,16 @@ class LocalAverages(AveragingLoop[Average]):
                 "the inner optimizer"
             )
 
-    def _leaves_anchor(self, numbers: list[int], buffers: bool = True) -> list[bool]:
+    def _leaves_anchor(self, numbers: list[int], buffers: bool = True, tolerance: float = 0.0) -> list[bool]:
         """Whether the tensors of each of some fragments have left the anchor on some rank. A collective.
 
         Args:
             numbers: of the fragments.
             buffers: whether buffers count.
+            tolerance: the change of a tensor that does not count, relative to its norm at the anchor.
         """
-        changed = [float(any(b.has_changed(buffers) for b in self.fragments[number].bundles)) for number in numbers]
+        parts = [self.fragments[number].bundles for number in numbers]
+        changed = [float(any(bundle.has_changed(buffers, tolerance) for bundle in bundles)) for bundles in parts]
         sums = torch.tensor(changed, device=self.device)
         # Other ranks may be in a step, where they average: so steps are compared before this is sent.
         request = replace(self._request((Segment(0, len(numbers), raw=True),), numbers[0]), varies=True)
@@ -401,8 +433,7 @@ class LocalAverages(AveragingLoop[Average]):
 
     def _start(self, number: int, delay: int) -> Average:
         """See `AveragingLoop`."""
-        entries = [entry for fragment in self.fragments for entry, _ in fragment.entries()]
-        check_that_all_are_averaged(self._optimizers, entries)
+        self._check_changes()
         self._buffers.take_back()
         fragment = self.fragments[number]
         average = Average(number, self.step + delay)

@@ -94,10 +94,19 @@ class Bundle:
                 part.masked_fill_(start == entry.tensor, 0.0)
         return flat
 
-    def has_changed(self, buffers: bool = True) -> bool:
-        """Whether a tensor, other than a buffer if ``buffers`` is False, has left its anchor. Waits for a GPU."""
-        parts = zip(self.entries, self.split(self.change()), strict=True)
-        return any(bool(part.any()) for entry, part in parts if buffers or not entry.is_buffer)
+    def has_changed(self, buffers: bool = True, tolerance: float = 0.0) -> bool:
+        """Whether a tensor has left its anchor. Waits for a GPU.
+
+        Args:
+            buffers: whether buffers count.
+            tolerance: the change of a tensor that does not count, relative to the norm of its anchor.
+        """
+        for (entry, anchor), part in zip(self._pairs(), self.split(self.change()), strict=True):
+            if (entry.is_buffer and not buffers) or not bool(part.any()):
+                continue
+            if not float(part.norm()) <= tolerance * float(anchor.norm()):  # also of NaN
+                return True
+        return False
 
     def set_gradients(self, change: Tensor, plain: bool = False) -> None:
         """Make a mean change the gradient of the parameters' anchors, and take it off the buffers' anchors.

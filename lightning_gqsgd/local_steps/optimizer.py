@@ -16,14 +16,12 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import LocalAverages, open_meeting
 from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
 from lightning_gqsgd.local_steps.choosing import make_local, split_fields
+from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
 from lightning_gqsgd.local_steps.options import Every
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.communicator import parent_group
-
-#: Where a state has what local steps need, beside the entries of the inner optimizer's state.
-STATE_KEY = "local_steps"
 
 
 class LocalSteps(Optimizer):
@@ -148,6 +146,8 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `LocalAverages.check_start` and `LocalAverages.advance`.
         """
+        if is_called_by_it():  # a step of zeros that makes the inner optimizer's state, perhaps on one rank only
+            return self._step_inner(closure)
         self.averages.check_start()
         result = self._step_inner(closure)
         self.averages.advance()
@@ -185,8 +185,12 @@ class LocalSteps(Optimizer):
 
         Not a collective; waits for averages under way. To continue with the same bits, each rank saves its own model
         and its own state. A state of another rank is the start from the anchor.
+
+        torch.distributed.checkpoint's ``get_state_dict`` and ``set_state_dict`` keep it, too; see
+        `distributed_checkpoint`.
         """
-        return {**self.inner.state_dict(), STATE_KEY: state_of(self.averages)}
+        inner, own = self.inner.state_dict(), state_of(self.averages)
+        return packed(inner, own) if is_called_by_it() else {**inner, STATE_KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict`. Not a collective; every rank does this, after its model has loaded its weights.
@@ -194,6 +198,7 @@ class LocalSteps(Optimizer):
         Raises:
             ConfigError: the state was written without local steps; or see `checkpoint.load_state`.
         """
+        state_dict = unpacked(state_dict)
         if STATE_KEY not in state_dict:
             raise ConfigError(
                 "the state was written without local steps, and has no anchor; load it into the inner optimizer, and "

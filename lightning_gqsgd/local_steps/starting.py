@@ -96,18 +96,6 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
     return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
-def check_that_all_are_averaged(optimizers: Iterable[Optimizer], averaged: Iterable[Entry]) -> None:
-    """Raise ConfigError if an optimizer trains a parameter that is not averaged."""
-    known = {id(entry.tensor) for entry in averaged}
-    others = [p for p in parameters_of(optimizers) if p.requires_grad and id(p) not in known]
-    if others:
-        raise ConfigError(
-            f"the optimizer trains {len(others)} parameters that were frozen, or not in the optimizer, when LocalSteps "
-            "was made, so each rank would train its own; freeze them again, call finish() and close(), then unfreeze "
-            "or add them, and make a new LocalSteps (with a strategy of Lightning: unfreeze them before `fit`)"
-        )
-
-
 def numbered(
     model: nn.Module, trained: Mapping[str, nn.Parameter], config: GQSGDConfig
 ) -> tuple[list[Parameter], list[Entry], list[Entry]]:
@@ -176,6 +164,17 @@ def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
+def place_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Shape, dtype and device."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def in_words(place: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    """What `place_of` gave, e.g. ``(8, 3) torch.float32 on cpu``."""
+    shape, dtype, device = place
+    return f"{tuple(shape)} {dtype} on {device}"
+
+
 class OwnBuffers:
     """The buffers of a model, which are averaged as the tensors that they were when this was made.
 
@@ -186,6 +185,7 @@ class OwnBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+        self._places = {name: place_of(buffer) for name, buffer in self._buffers.items()}
 
     def take_back(self) -> None:
         """Put the values of buffers that the model has assigned anew into the tensors that are averaged.
@@ -193,20 +193,22 @@ class OwnBuffers:
         A module may do so in ``forward``: ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)``.
 
         Raises:
-            ConfigError: a new tensor has another shape or dtype.
+            ConfigError: a buffer has another shape, dtype or device, because it was assigned anew or resized in place.
         """
         model = self._model()
         now = {} if model is None else dict(model.named_buffers())
         for name, buffer in self._buffers.items():
             new = now.get(name, buffer)
+            # A buffer that was resized in place is the same tensor as before.
+            if place_of(new) != self._places[name]:
+                raise ConfigError(
+                    f"buffer {name!r} was {in_words(self._places[name])} when LocalSteps was made, and is "
+                    f"{in_words(place_of(new))} now; make LocalSteps after the model has its shapes, dtype and device: "
+                    "a module that gives a buffer its shape in its first forward pass, such as an observer of "
+                    "quantisation-aware training, needs that pass before"
+                )
             if new is buffer:
                 continue
-            if (new.shape, new.dtype, new.device) != (buffer.shape, buffer.dtype, buffer.device):
-                raise ConfigError(
-                    f"buffer {name!r} was {tuple(buffer.shape)} {buffer.dtype} on {buffer.device} when LocalSteps was "
-                    f"made, and is {tuple(new.shape)} {new.dtype} on {new.device} now; make LocalSteps after the model "
-                    "has its shapes, dtype and device"
-                )
             buffer.copy_(new)
             module, _, own_name = name.rpartition(".")
             model.get_submodule(module)._buffers[own_name] = buffer  # type: ignore[union-attr]

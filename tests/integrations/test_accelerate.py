@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, debug_launcher
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
@@ -424,3 +425,27 @@ def test_one_process_is_told_that_nothing_is_reduced_and_the_example_trains(tmp_
 def test_local_steps_are_refused_with_the_way_that_works(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"is for local steps.*leave GQSGDKwargs out: .*LocalSteps\(model, optimizer"):
         GQSGDKwargs(**arguments)
+
+
+def _local_sgd(rank: int) -> list[Any]:
+    """Warnings of LocalSGD around a model with the hook, where it is off, and around a model without the hook."""
+    results = []
+    for route, enabled in (("enable", True), ("enable", False), ("plain", True)):
+        accelerator, _ = accelerator_of(route, {"bits": 4} if route == "enable" else {})
+        model = accelerator.prepare(mlp(16))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=enabled):
+                pass
+            with accelerator.no_sync(model):
+                pass
+        results.append([str(warning.message) for warning in caught if "LocalSGD" in str(warning.message)])
+    return results
+
+
+def test_local_sgd_around_a_model_with_the_hook_points_to_local_steps_on_each_rank(tmp_path: Path) -> None:
+    for with_hook, off, without_hook in run(_local_sgd, 2, tmp_path, initialise=False):
+        assert len(with_hook) == 1
+        assert "averages whole parameters uncompressed" in with_hook[0]
+        assert "LocalSteps(model, optimizer, every=32)" in with_hook[0]
+        assert off == without_hook == []

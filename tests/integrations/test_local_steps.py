@@ -19,6 +19,7 @@ from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import run
 from tests.integrations.loops import Classifier, Gan, bits_of, data
+from tests.unit.test_weights_in_state import ScheduleFreeLike
 
 #: Without a memory and with one; with everything at once and under way.
 WAYS: list[dict[str, Any]] = [
@@ -420,3 +421,35 @@ def test_weights_that_are_loaded_after_local_steps_began_are_an_error_on_all_ran
     first, second = run(_loaded_late, 2, tmp_path, initialise=False)
     assert first == second
     assert all("changed after local steps began" in text for text in first)
+
+
+class _ScheduleFree(Classifier):
+    """A module whose optimizer keeps weights of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return ScheduleFreeLike(self.parameters())
+
+
+def _schedule_free(rank: int) -> list[str]:
+    results = []
+    for inner_state in ("keep", "average"):
+        module = _ScheduleFree()
+        trainer = trainer_of({"preset": "gqsgd_diloco", "local_steps": 3, "inner_state": inner_state})
+        try:
+            trainer.fit(module, data(10))
+        except ConfigError as error:
+            results.append(str(error))
+            continue
+        optimizer = trainer.optimizers[0]
+        kept = torch.cat([optimizer.state[p]["z"].flatten() for p in module.parameters()])
+        results.append(f"{bits_of(module)} {kept.double().sum().item()!r} {kept.norm().item()!r}")
+    return results
+
+
+def test_an_optimizer_that_keeps_weights_is_refused_or_averaged(tmp_path: Path) -> None:
+    first, second = run(_schedule_free, 2, tmp_path, initialise=False)
+    for refused, _ in (first, second):
+        assert "keeps weights in its state: 'z'" in refused
+        assert "inner_state='average'" in refused
+    assert first[1] == second[1]
+    assert "keeps weights" not in first[1]

@@ -1,0 +1,166 @@
+"""Weights that an inner optimizer keeps in its state, and that an average of the parameters alone would miss.
+
+A schedule-free optimizer trains one sequence of weights and keeps a second one, and evaluates at a mixture of both
+(arXiv 2405.15682). Lookahead goes back to slow weights of its own (arXiv 1907.08610). A 16-bit training may keep its
+parameters in fp32. Such an optimizer overwrites the parameters with what its own rank has learnt, after all ranks have
+agreed on them.
+
+A state tensor is taken for weights if it has the parameters' pattern and scale, and moves. Three things look like
+weights and are none:
+
+* A gradient that is parallel to the parameters, such as that of an L2 penalty alone. It looks like the gradient, too.
+* A constant, such as Adagrad's sum at the start beside a LayerNorm's weights. Means are taken off first.
+* The parameters as they were at the start, which Prodigy and D-Adaptation keep. Those never move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_gqsgd.errors import ConfigError
+
+#: The largest distance between state and parameters, relative to the parameters, at which the state may be weights.
+#: Momentum and second moments are at 1 or beyond, because they have another pattern.
+_FAR = 0.5
+
+#: The least cosine between state and gradients at which the state is taken for gradients.
+_LIKE_GRADIENTS = 0.9
+
+
+class WeightsInState:
+    """Looks for weights in the state of inner optimizers.
+
+    Args:
+        optimizers: the inner optimizers.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._seen: dict[tuple[int, str], _Seen] = {}
+        self._others: set[tuple[int, str]] = set()
+
+    @torch.no_grad()
+    def check(self, delay: int) -> None:
+        """Look at the state as it is now. What is new since the call before is judged; what may be weights is watched.
+
+        Waits for a GPU. All ranks find the same, because they run the same optimizer from the same parameters.
+
+        Args:
+            delay: steps between the start of an average and its use, for the remedy.
+
+        Raises:
+            ConfigError: an optimizer keeps weights in its state.
+        """
+        for number, optimizer in enumerate(self._optimizers):
+            for name, kept in _tensors_by_name(optimizer).items():
+                key = (number, name)
+                if key in self._others:
+                    continue
+                if key not in self._seen:
+                    self._judge(key, kept)
+                elif self._seen[key].has_moved(kept):
+                    raise ConfigError(_refusal(optimizer, name, len(kept), self._seen[key].distance, delay))
+
+    def _judge(self, key: tuple[int, str], kept: list[tuple[Tensor, Tensor]]) -> None:
+        """Decide whether what was not there before may be weights; undecided where it looks like gradients as well."""
+        distance = _distance(kept)
+        if not distance <= _FAR:
+            self._others.add(key)
+        elif not _cosine_to_gradients(kept) >= _LIKE_GRADIENTS:
+            self._seen[key] = _Seen(kept, distance)
+
+
+class _Seen:
+    """State that may be weights, as it was when it was seen first.
+
+    Args:
+        kept: pairs of a parameter and its state.
+        distance: how far they were apart, relative to the parameters.
+    """
+
+    def __init__(self, kept: list[tuple[Tensor, Tensor]], distance: float) -> None:
+        self.distance = distance
+        self._sums = _sums(kept)
+
+    def has_moved(self, kept: list[tuple[Tensor, Tensor]]) -> bool:
+        """Whether a tensor that was there then has other values now."""
+        now = _sums(kept)
+        return any(now.get(parameter, sums) != sums for parameter, sums in self._sums.items())
+
+
+def _tensors_by_name(optimizer: Optimizer) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """What an optimizer keeps of parameters in their shape: pairs of a parameter and its state, by the state's name.
+
+    A tensor that shares the parameter's memory is averaged with the parameter.
+    """
+    tensors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if _is_beside(parameter, value):
+                    tensors.setdefault(str(name), []).append((parameter, value))
+    return tensors
+
+
+def _is_beside(parameter: Tensor, value: object) -> bool:
+    """Whether a value of the state has a parameter's shape, and memory of its own."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_sparse:
+        return False
+    return value.shape == parameter.shape and value.numel() > 0 and value.data_ptr() != parameter.data_ptr()
+
+
+def _distance(kept: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Distance between state and parameters, each less its mean, relative to the parameters.
+
+    Infinite or NaN if there is nothing to compare.
+    """
+    apart = scale = 0.0
+    for parameter, value in kept:
+        weights = _centred(parameter)
+        apart += float((_centred(value).to(weights.device) - weights).square().sum())
+        scale += float(weights.square().sum())
+    return (apart / scale) ** 0.5 if scale else torch.inf
+
+
+def _cosine_to_gradients(kept: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Cosine between state and gradients, each less its mean, of the parameters that have a gradient."""
+    product = ours = theirs = 0.0
+    for parameter, value in kept:
+        if parameter.grad is None or parameter.grad.is_sparse:
+            continue
+        gradient = _centred(parameter.grad)
+        state = _centred(value).to(gradient.device)
+        product += float((state * gradient).sum())
+        ours += float(state.square().sum())
+        theirs += float(gradient.square().sum())
+    return product / (ours * theirs) ** 0.5 if ours and theirs else 0.0
+
+
+def _centred(tensor: Tensor) -> Tensor:
+    wide = tensor.to(torch.float32) if tensor.element_size() < 4 else tensor
+    return wide - wide.mean()
+
+
+def _sums(kept: Iterable[tuple[Tensor, Tensor]]) -> dict[int, tuple[float, float]]:
+    """Two sums that change when values do, by the parameter's id."""
+    sums = {}
+    for parameter, value in kept:
+        wide = value.double()
+        sums[id(parameter)] = (float(wide.sum()), float(wide.square().sum()))
+    return sums
+
+
+def _refusal(optimizer: Optimizer, name: str, count: int, distance: float, delay: int) -> str:
+    remedy = "take inner_state='average', which averages it with the parameters"
+    if delay:
+        remedy += f", and delay=0 instead of delay={delay}, which inner_state='average' needs"
+    return (
+        f"the inner optimizer {type(optimizer).__name__} keeps weights in its state: {name!r} of {count} parameters "
+        f"was {100 * distance:.2g} % away from them when it was seen first (limit: {100 * _FAR:.0f} %), and has moved "
+        "since. With inner_state='keep' it would stay on its rank, and ranks would end with different models, e.g. "
+        f"after eval() of a schedule-free optimizer, or at Lookahead's next exchange; {remedy}"
+    )

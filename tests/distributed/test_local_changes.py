@@ -1,0 +1,240 @@
+"""Local steps between processes: what changes after they began. Ranks end with the same bits, or with an error each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from lightning_gqsgd import LocalSteps
+from lightning_gqsgd.errors import CollectiveError, ConfigError
+from tests.distributed.local_models import bits_of_model
+from tests.distributed.models import batch
+from tests.distributed.ranks import run
+
+Optimizer = torch.optim.Optimizer
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 10))
+    model[0].requires_grad_(False)
+    return model
+
+
+def _unfreeze(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    model[0].requires_grad_(True)
+
+
+def _replace(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    torch.manual_seed(rank)
+    model[4] = nn.Linear(24, 10)
+
+
+def _replace_and_train(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    _replace(model, inner, rank)
+    inner.add_param_group({"params": list(model[4].parameters())})
+
+
+def _assign(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    state = {name: value + rank for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _normalise(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    weight_norm(model[2])
+
+
+def _add(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    torch.manual_seed(rank)
+    model.append(nn.Linear(10, 10))
+
+
+def _add_and_train(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    _add(model, inner, rank)
+    inner.add_param_group({"params": list(model[5].parameters())})
+
+
+def _cast(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    model.to(torch.bfloat16)
+
+
+def _cast_and_back(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    model.double().float()
+
+
+def _freeze(model: nn.Sequential, inner: Optimizer, rank: int) -> None:
+    model[2].requires_grad_(False)
+
+
+#: What happens to the model, and a part of the error; None: ranks end with the same bits.
+CHANGES: dict[str, tuple[Callable[[nn.Sequential, Optimizer, int], None], str | None]] = {
+    "unfrozen": (_unfreeze, "the optimizer trains 2 parameters that were frozen"),
+    "replaced": (_replace, "no longer in the model: '4.weight', '4.bias'"),
+    "replaced and trained": (_replace_and_train, "trains 2 parameters that were frozen, or not in the optimizer"),
+    "assigned": (_assign, "no longer in the model: '2.weight', '2.bias', '4.weight' and 1 more"),
+    "normalised": (_normalise, "no longer in the model: '2.weight'"),
+    "added": (_add, "were added to the model after LocalSteps was made: '5.weight', '5.bias'"),
+    "added and trained": (_add_and_train, "trains 2 parameters that were frozen, or not in the optimizer"),
+    "cast": (_cast, "torch.float32 on cpu when LocalSteps was made, and is (24, 24) torch.bfloat16 on cpu now"),
+    "cast and back": (_cast_and_back, None),
+    "frozen": (_freeze, None),
+}
+
+#: Without a memory, with one, bits by name, and several fragments with a delay.
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"every": 3, "preset": "gqsgd_4bit"},
+    "ef": {"every": 3, "preset": "gqsgd_4bit", "memory": "ef"},
+    "by name": {"every": 3, "preset": "gqsgd", "bits": {"*": 4, "4.*": 8}},
+    "fragments": {"every": 3, "preset": "gqsgd_4bit", "fragments": 2, "delay": 1},
+}
+
+
+def _trained(rank: int, change: Callable[[nn.Sequential, Optimizer, int], None] | None, way: dict[str, Any]) -> str:
+    """Bits at the end, or the error, of a run in which the model changes after four steps, within a round."""
+    model = _model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = LocalSteps(model, inner, timeout=timedelta(seconds=20), min_numel=16, **way)
+    try:
+        for step in range(8):
+            if step == 4 and change is not None:
+                change(model, inner, rank)
+            x, y = batch(rank, step)
+            optimizer.zero_grad()
+            output = model(x.to(model[0].weight.dtype)).float()
+            nn.functional.cross_entropy(output, y).backward()
+            optimizer.step()
+        optimizer.finish()
+    except (ConfigError, CollectiveError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        optimizer.close()
+    return bits_of_model(model)
+
+
+def _table(rank: int, way: str) -> dict[str, str]:
+    return {name: _trained(rank, change, WAYS[way]) for name, (change, _) in CHANGES.items()}
+
+
+@pytest.mark.parametrize(
+    "way", [*list(WAYS)[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[2:])]
+)
+def test_after_a_change_ranks_have_the_same_bits_or_an_error(way: str, tmp_path: Path) -> None:
+    first, second = run(_table, 2, tmp_path, way)
+    for name, (_, text) in CHANGES.items():
+        if text is None:
+            assert first[name] == second[name], name
+            assert "Error" not in first[name], name
+        else:
+            assert text in first[name], name
+            assert text in second[name], name
+
+
+def _on_one_rank(rank: int) -> dict[str, str]:
+    return {
+        name: _trained(rank, change if rank == 1 else None, WAYS["none"])
+        for name, (change, text) in CHANGES.items()
+        if text is not None
+    }
+
+
+def test_a_change_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run(_on_one_rank, 2, tmp_path)
+    for name, text in second.items():
+        assert str(CHANGES[name][1]) in text, name
+        assert first[name].startswith(("CollectiveError", "ConfigError")), name
+
+
+class _Observer(nn.Module):
+    """Gives a buffer its shape in its first forward pass, in place or anew, as observers of quantisation do."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 10)
+        self.in_place = in_place
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        largest = y.detach().abs().amax(0)
+        if self.in_place:
+            self.scale.resize_(10).copy_(largest)
+        else:
+            self.scale = largest
+        return y
+
+
+def _observed(rank: int) -> list[str]:
+    results = []
+    for in_place in (True, False):
+        for passes_before in (0, 1):
+            model = _Observer(in_place)
+            for _ in range(passes_before):
+                model(torch.randn(4, 32))
+            optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+            try:
+                for step in range(4):
+                    model(batch(rank, step)[0]).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                optimizer.finish()
+                results.append(bits_of_model(model))
+            except ConfigError as error:
+                results.append(str(error))
+            optimizer.close()
+    return results
+
+
+def test_a_buffer_that_gets_another_shape_is_named_with_both_shapes_and_the_remedy(tmp_path: Path) -> None:
+    first, second = run(_observed, 2, tmp_path)
+    assert first == second
+    for resized, given_before in (first[:2], first[2:]):
+        assert "buffer 'scale' was (1,) torch.float32 on cpu" in resized
+        assert "is (10,) torch.float32 on cpu now" in resized
+        assert "needs that pass before" in resized
+        assert "buffer" not in given_before
+
+
+def _sharpness_aware(rank: int) -> list[str]:
+    """SAM by hand: weights are moved, a second gradient is taken, and they are moved back, or not."""
+    results = []
+    for moves_back in (True, False):
+        model = _model()
+        optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2, preset="gqsgd_4bit")
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        try:
+            for step in range(5):
+                x, y = batch(rank, step)
+                nn.functional.cross_entropy(model(x), y).backward()
+                norm = torch.stack([p.grad.norm() for p in trained]).norm()
+                moves = [0.05 * p.grad / norm for p in trained]
+                with torch.no_grad():
+                    torch._foreach_add_(trained, moves)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                if moves_back:
+                    with torch.no_grad():
+                        torch._foreach_sub_(trained, moves)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            results.append(bits_of_model(model))
+        except ConfigError as error:
+            results.append(str(error))
+        optimizer.close()
+    return results
+
+
+def test_sharpness_aware_minimisation_by_hand_works_and_is_named_where_weights_stay_moved(tmp_path: Path) -> None:
+    first, second = run(_sharpness_aware, 2, tmp_path)
+    assert first == second
+    assert "weights" not in first[0]
+    assert "SAM by hand" in first[1]
+    assert "move them back before step()" in first[1]
