@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,132 +20,14 @@ from lightning_gqsgd.codecs.variance import best_alpha, stability
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.layout import Run, stripe
+from lightning_gqsgd.spec.memories import Memory, described
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import AnyFields, Fields
 
 
 class StabilityWarning(UserWarning):
     """A memory that may amplify errors without bound; the message names the reason and the number that works."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What one direction of a reducer remembers, for each compressed coordinate.
-
-    With the input x, the error memory e and the reference h (both zero at first), and Q the codec there and back:
-
-        u = x + alpha e - h;   e <- beta e + (x - h - Q(u));   h <- h + rho Q(u);   the receiver takes Q(u) + h.
-
-    A shared reference is side information: all ranks have the same h, whose state is one number for each coordinate.
-    There is no error then, and with the reduced gradient m that all ranks end with:
-
-        u = x - h;   h <- beta h + rho m;   the receiver takes Q(u) + h.
-
-    Attributes:
-        alpha: weight of remembered error in what is sent; None: 1/(1 + ω), the best one (ECQ-SGD, arXiv 1806.08054).
-        beta: how much of the old error is kept, or of a shared reference.
-        rho: step of the reference; None: 1/(2 (1 + ω)) (DIANA; Artemis, arXiv 2006.14591). 0: there is none.
-        shared: whether the reference is one of all ranks, and not a rank's own.
-
-    Raises:
-        ConfigError: a number out of its range, or a shared reference beside an error.
-    """
-
-    alpha: float | None
-    beta: float
-    rho: float | None
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.shared, bool):
-            raise ConfigError(f"memory shared={self.shared!r} must be True or False")
-        if self.shared and self.alpha != 0:
-            raise ConfigError(f"memory shared=True keeps no error; give alpha=0, not {self.alpha!r}")
-        for name in ("alpha", "beta", "rho"):
-            value = getattr(self, name)
-            if value is None and name != "beta":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ConfigError(f"memory {name}={value!r} is out of range: 0 to 1")
-
-    @property
-    def keeps_error(self) -> bool:
-        """Whether there is an error memory."""
-        return self.alpha != 0
-
-    @property
-    def keeps_reference(self) -> bool:
-        """Whether there is a reference."""
-        return self.rho != 0
-
-
-#: A shared reference whose numbers are left out: a running mean of about 19 steps.
-_SHARED = Memory(0.0, 0.9, 0.1, shared=True)
-
-#: Names for usual memories: classic error feedback; ECQ-SGD; DIANA and Artemis; EF21, which is Markov compression; a
-#: running mean of the reduced gradients.
-MEMORIES: dict[str, Memory | None] = {
-    "none": None,
-    "ef": Memory(1.0, 1.0, 0.0),
-    "ecq": Memory(None, 1.0, 0.0),
-    "diana": Memory(0.0, 0.0, None),
-    "ef21": Memory(0.0, 0.0, 1.0),
-    "shared": _SHARED,
-}
-
-
-def parse(name: str, value: Any) -> str | Memory:
-    """A memory as a configuration holds it: the value itself, or a `Memory` made of a dictionary.
-
-    Raises:
-        ConfigError: the value is no memory; ``name`` is the field's name in the message.
-    """
-    if isinstance(value, Memory) or value == "auto" or (isinstance(value, str) and value in MEMORIES):
-        return value
-    if value is None:
-        return "none"
-    if isinstance(value, Mapping) and set(value) <= {"alpha", "beta", "rho", "shared"}:
-        usual = {"alpha": None, "beta": 1.0, "rho": 0.0}
-        return Memory(**{**(asdict(_SHARED) if value.get("shared") else usual), **value})
-    raise ConfigError(
-        f"{name}={value!r} is not one of 'auto', {', '.join(map(repr, MEMORIES))}, a Memory, or its numbers by name, "
-        "e.g. {'alpha': 0.2, 'beta': 1, 'rho': 0}"
-    )
-
-
-def plain(value: str | Memory) -> Any:
-    """A memory as a plain value, which `parse` reads."""
-    if isinstance(value, str):
-        return value
-    numbers = asdict(value)
-    return numbers if value.shared else {name: numbers[name] for name in ("alpha", "beta", "rho")}
-
-
-def named(value: str | Memory) -> Memory | None:
-    """The memory that a name stands for; "auto" stands for none, see `check`."""
-    if isinstance(value, Memory):
-        return value
-    return None if value == "auto" else MEMORIES[value]
-
-
-def check(config: GQSGDConfig) -> None:
-    """Check the memories of a configuration against its codec: a biased one needs them.
-
-    Raises:
-        ConfigError: a biased codec whose memory is left to "auto".
-    """
-    biased_by = codec_of(config).biased_by
-    if biased_by and config.memory == "auto":
-        raise ConfigError(
-            f"{biased_by} is biased, so training needs a memory of what was lost: memory='ef', or 'ef21'; "
-            "memory='none' if you mean to do without"
-        )
-    if config.down is not None and config.down.shared and config.down != config.up:
-        raise ConfigError(
-            f"memory_down={_described(config.down)} is the reference that ranks share on both ways, so it needs the "
-            "same memory; leave memory_down out, and give memory='shared'"
-        )
 
 
 class Keeps(str, Enum):
@@ -182,7 +64,7 @@ class Direction(NamedTuple):
     sent: Keeps
     received: Keeps
 
-    def memory_of(self, config: GQSGDConfig) -> Memory | None:
+    def memory_of(self, config: Fields) -> Memory | None:
         """The memory of this direction."""
         return config.up if self is UP else config.down
 
@@ -202,7 +84,7 @@ UP = Direction(Keeps.UP_ERROR, Keeps.UP_REFERENCE, Keeps.UP_MEAN)
 DOWN = Direction(Keeps.DOWN_ERROR, Keeps.DOWN_REFERENCE, Keeps.DOWN_REFERENCE)
 
 
-def kinds(config: GQSGDConfig) -> list[Keeps]:
+def kinds(config: Fields) -> list[Keeps]:
     """What a configuration keeps, in a fixed order."""
     every = [kind for direction in (UP, DOWN) for kind in direction.kinds(direction.memory_of(config))]
     return list(dict.fromkeys(every))
@@ -221,7 +103,7 @@ class MemoryStore:
     """
 
     def __init__(
-        self, config: GQSGDConfig, owners: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
+        self, config: Fields, owners: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.kinds = kinds(config)
         self._sizes, self._dtype, self._device = dict(sizes), COMPUTE_DTYPES[dtype], device
@@ -304,7 +186,7 @@ class MemoryStore:
         return self.row(kind, run.parameter)[start : start + run.numel]
 
 
-def resolve_memory(config: GQSGDConfig) -> GQSGDConfig:
+def resolve_memory(config: AnyFields) -> AnyFields:
     """The configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are None.
 
     Raises:
@@ -321,18 +203,19 @@ def resolve_memory(config: GQSGDConfig) -> GQSGDConfig:
     return replace(config, **given)
 
 
-def _resolved(config: GQSGDConfig, name: str, memory: Memory) -> Memory:
-    has_omega = not config.biased and config.scale_per == "block"
+def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
+    codec = codec_of(config)
+    has_omega = not codec.biased_by and config.scale_per == "block"
     if not has_omega:
         if memory.alpha is None or memory.rho is None:
             sizes = "with scale_per='parameter' it depends on the parameter"
-            why = f"codec={config.codec!r} is biased" if config.biased else sizes
+            why = f"codec={config.codec!r} is biased" if codec.biased_by else sizes
             raise ConfigError(
-                f"{name}={_described(memory)} takes its numbers from the variance ω of an unbiased codec, but {why}; "
+                f"{name}={described(memory)} takes its numbers from the variance ω of an unbiased codec, but {why}; "
                 "take 'ef' or 'ef21', or give the numbers"
             )
         return memory
-    omega = codec_of(config).omega(config.block_size)
+    omega = codec.omega(config.block_size)
     alpha = 1 / (1 + omega) if memory.alpha is None else memory.alpha
     rho = 1 / (2 * (1 + omega)) if memory.rho is None else memory.rho
     factor = stability(alpha, memory.beta, omega)
@@ -360,8 +243,3 @@ def _resolved(config: GQSGDConfig, name: str, memory: Memory) -> Memory:
             stacklevel=3,
         )
     return replace(memory, alpha=alpha, rho=rho)
-
-
-def _described(memory: Memory) -> str:
-    shared = ", shared=True" if memory.shared else ""
-    return f"(alpha={memory.alpha}, beta={memory.beta}, rho={memory.rho}{shared})"

@@ -19,7 +19,7 @@ from lightning_gqsgd.codecs.sign import SignCodec
 from lightning_gqsgd.codecs.top_k import TopKCodec
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 __all__ = [
     "CODECS",
@@ -45,7 +45,7 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 
-def codec_of(config: GQSGDConfig) -> Codec:
+def codec_of(config: Fields) -> Codec:
     """The codec that a configuration names.
 
     Raises:

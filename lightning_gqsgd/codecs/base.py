@@ -10,7 +10,7 @@ from lightning_gqsgd.kernels.protocol import Quantiser
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Codec(ABC):
@@ -42,7 +42,7 @@ class Codec(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, config: GQSGDConfig) -> Self:
+    def of(cls, config: Fields) -> Self:
         """The codec of a configuration.
 
         Raises:

@@ -50,7 +50,7 @@ from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 #: Slope s of the decoder at zero, before it is divided by 1 + s. A smaller slope suits heavier tails, and a larger one
 #: suits coordinates of one size. With this one, gradients of networks have at 3 and 4 bits an error within 3 % of that
@@ -175,7 +175,7 @@ class CompandedCodec(Codec):
     default_block_size: ClassVar[int] = 128
 
     @classmethod
-    def of(cls, config: GQSGDConfig) -> CompandedCodec:
+    def of(cls, config: Fields) -> CompandedCodec:
         """The codec of a configuration.
 
         Raises:

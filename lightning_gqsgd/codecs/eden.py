@@ -49,7 +49,7 @@ from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE, Key, ScaleF
 from lightning_gqsgd.layout import LENGTH
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class EdenCodec(Codec):
     unbiased_over: ClassVar[str] = "rotations"
 
     @classmethod
-    def of(cls, config: GQSGDConfig) -> EdenCodec:
+    def of(cls, config: Fields) -> EdenCodec:
         """The codec of a configuration.
 
         Raises:

@@ -31,7 +31,7 @@ from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, magnitudes
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 #: The largest number of mantissa bits: with more, the levels are nearly uniform.
 MAX_MANTISSA = 3
@@ -128,7 +128,7 @@ class ExponentialCodec(Codec):
     fields: ClassVar[frozenset[str]] = frozenset({"levels", "mantissa"})
 
     @classmethod
-    def of(cls, config: GQSGDConfig) -> ExponentialCodec:
+    def of(cls, config: Fields) -> ExponentialCodec:
         """The codec of a configuration.
 
         Raises:

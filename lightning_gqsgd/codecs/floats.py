@@ -33,7 +33,7 @@ from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 #: Bits per coordinate, and the reducer that each number of bits has.
 REDUCER_OF_BITS = {16: "bf16", 32: "native"}
@@ -90,7 +90,7 @@ class FloatCodec(Codec):
     takes_norm: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, config: GQSGDConfig) -> FloatCodec:
+    def of(cls, config: Fields) -> FloatCodec:
         """The codec of a configuration.
 
         Raises:

@@ -33,7 +33,7 @@ from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 DITHERS = ("adaptive", "subtractive", "stochastic", "nearest")
 
@@ -169,7 +169,7 @@ class LinearCodec(Codec):
     adds_as_integers: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, config: GQSGDConfig) -> LinearCodec:
+    def of(cls, config: Fields) -> LinearCodec:
         """The codec of a configuration.
 
         Raises:

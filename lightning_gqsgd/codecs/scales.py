@@ -13,46 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec, codec_of
-from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
+from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
 from lightning_gqsgd.layout import LENGTH, PARAMETER
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
-
-#: What a scale can be shared by: a block, or all blocks of a parameter.
-SCALE_PER = ("block", "parameter")
-#: Whose maximum a scale is: that of all ranks, each rank's own, or what the reducer needs.
-SCALES = ("auto", "global", "local")
+    from lightning_gqsgd.spec.fields import Fields
 
 
-def check(config: GQSGDConfig, codec: Codec) -> None:
-    """Check the fields of a configuration that are about scales.
-
-    Raises:
-        ConfigError: a value out of its range, or one that does not go with the codec.
-    """
-    check_one_of("norm", config.norm, NORMS)
-    check_one_of("scale", config.scale, SCALES)
-    check_one_of("scale_per", config.scale_per, SCALE_PER)
-    check_real("clip", config.clip, 0, 1e6)
-    if codec.takes_norm:
-        return
-    for name, usual in (("norm", "max"), ("clip", 0.0), ("scale_per", "block")):
-        if getattr(config, name) != usual:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not for codec={config.codec!r}, which has no such scale; "
-                "leave it out"
-            )
-    if config.scale == "global":
-        raise ConfigError(
-            f"codec={config.codec!r} has no scale that ranks could share; take reducer='two_shot' or 'gather'"
-        )
-
-
-def kernels_find_scales(config: GQSGDConfig) -> bool:
+def kernels_find_scales(config: Fields) -> bool:
     """Whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from the
     block's codes, or there are no scales."""
     codec = codec_of(config)
@@ -60,7 +30,7 @@ def kernels_find_scales(config: GQSGDConfig) -> bool:
     return not codec.has_scale or codec.quantiser_finds_scale or (codec.takes_norm and own_maximum)
 
 
-def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:
+def scales_of(x: Tensor, blocks: Tensor, config: Fields) -> Tensor:
     """The scale of every block, as bits of the compute dtype that are ordered like it: int32 or int64 [B].
 
     Args:
@@ -89,7 +59,7 @@ class _Norms:
     """Norms of the group of every block, [B], each computed when it is asked for: the maximum as bits of the compute
     type, the others fp64."""
 
-    def __init__(self, x: Tensor, blocks: Tensor, config: GQSGDConfig) -> None:
+    def __init__(self, x: Tensor, blocks: Tensor, config: Fields) -> None:
         self._x, self._blocks, self._kernels = x, blocks, kernels_for(x.device)
         self.dtype = COMPUTE_DTYPES[x.dtype]
         self.form = SCALE_FORMATS[self.dtype]

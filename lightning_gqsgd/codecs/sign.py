@@ -16,7 +16,7 @@ from lightning_gqsgd.codecs.linear import LinearQuantiser
 from lightning_gqsgd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SignCodec(Codec):
     takes_norm: ClassVar[bool] = False  # the scale is the mean magnitude
 
     @classmethod
-    def of(cls, config: GQSGDConfig) -> SignCodec:
+    def of(cls, config: Fields) -> SignCodec:
         """The codec of a configuration.
 
         Raises:

@@ -26,7 +26,7 @@ from lightning_gqsgd.kernels.wire import Key, magnitudes
 from lightning_gqsgd.layout import CODES, LENGTH
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 #: Bits of a kept coordinate that does not travel whole; see `coarse_top_k`.
 FEW_BITS = (2, 3, 4)
@@ -101,7 +101,7 @@ class TopKCodec(Codec):
     takes_norm: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, config: GQSGDConfig) -> TopKCodec:
+    def of(cls, config: Fields) -> TopKCodec:
         """The codec of a configuration.
 
         Raises:

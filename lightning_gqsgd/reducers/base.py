@@ -26,7 +26,7 @@ from lightning_gqsgd.layout import PieceSize
 from lightning_gqsgd.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Scope(NamedTuple):
@@ -83,7 +83,7 @@ class Setting:
         piece_size: how many coordinates a piece has; results do not depend on it.
     """
 
-    config: GQSGDConfig
+    config: Fields
     ranks: int
     dtype: torch.dtype
     piece_size: PieceSize = PieceSize()
@@ -115,7 +115,7 @@ def uncompressed(setting: Setting) -> Setting:
     if config.codec == "float":
         return replace(setting, config=type(config)(bits=32, seed=config.seed, sample_every=config.sample_every))
     kept = {name: getattr(config, name) for name in ("block_size", "seed", "sample_every")}
-    codec = "auto" if config.biased else config.codec
+    codec = "auto" if setting.codec.biased_by else config.codec
     return replace(setting, config=type(config)(reducer="two_shot", codec=codec, **kept))
 
 
@@ -129,7 +129,7 @@ class StepKeys:
         rotation: of the signs of rotations.
     """
 
-    config: GQSGDConfig
+    config: Fields
     step: int
     up: tuple[Key, ...]
     down: Key
@@ -137,7 +137,7 @@ class StepKeys:
 
     @classmethod
     @lru_cache(maxsize=8)  # all buckets of a step have the same
-    def of(cls, config: GQSGDConfig, step: int, ranks: int) -> StepKeys:
+    def of(cls, config: Fields, step: int, ranks: int) -> StepKeys:
         """Keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
         up = tuple(config.dither_key(step, rank + 1) for rank in range(ranks))
         return cls(config, step, up, config.dither_key(step, 0), config.dither_key(step, 2**64 - 1))
@@ -183,20 +183,20 @@ class Reducer(ABC):
         """Make ready for the blocks of a table, [blocks, COLUMNS]."""
 
     @staticmethod  # noqa: B027  # most reducers go with every codec
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(config: Fields, codec: Codec) -> None:
         """Raise ConfigError for a configuration that names this reducer and cannot work with it."""
 
     @staticmethod  # noqa: B027  # most reducers go with every device
-    def check_device(config: GQSGDConfig, device: torch.device) -> None:
+    def check_device(config: Fields, device: torch.device) -> None:
         """Raise ConfigError for a configuration that is not for tensors on a device."""
 
     @staticmethod
     @abstractmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """How often `steps` yields at most, which is the number of stages."""
 
     @classmethod
-    def scopes(cls, config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:
+    def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
         """Between whom the exchanges are, stage by stage; at least two stages, for what travels uncompressed."""
         return [(ALL,)] * max(2, cls.stages(config, ranks))
 

@@ -22,7 +22,7 @@ from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, 
 from lightning_gqsgd.reducers.link import Link
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Gather(Reducer):
@@ -42,7 +42,7 @@ class Gather(Reducer):
         self._count(self.layout.message_bytes)
 
     @staticmethod
-    def check_device(config: GQSGDConfig, device: torch.device) -> None:
+    def check_device(config: Fields, device: torch.device) -> None:
         """See `reducers.base.Reducer.check_device`: Elias codes have no fixed length, so a GPU cannot write them."""
         if config.coder == "elias" and device.type != "cpu":
             raise ConfigError(
@@ -51,7 +51,7 @@ class Gather(Reducer):
             )
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1 + (config.scale == "global") + (config.coder == "elias")
 

@@ -25,10 +25,10 @@ from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting
 from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import AnyFields, Fields
 
 
-def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
     """The configuration with a reducer of one level, where one level is enough.
 
     It is enough where each node has one rank, and where there is one node only. A configuration with another reducer is
@@ -55,7 +55,7 @@ def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     return config
 
 
-def between_nodes(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+def between_nodes(config: AnyFields, ranks: int) -> AnyFields:
     """The configuration for the ranks that have the same place on each node."""
     flat = replace(config, reducer="auto", node_size=0)
     return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
@@ -83,7 +83,7 @@ class Hierarchical(Reducer):
         self.sent_bytes = inside + max(reducer.sent_bytes for reducer in not_empty)
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(config: Fields, codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: whatever codec there is, parameters are divided."""
         if config.scale_per == "parameter":
             raise ConfigError(
@@ -92,13 +92,13 @@ class Hierarchical(Reducer):
             )
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         between, nodes = between_nodes(config, ranks), ranks // config.node_size
         return 2 + FLAT[between.reducer].stages(between, nodes)
 
     @classmethod
-    def scopes(cls, config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:
+    def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
         """See `reducers.base.Reducer.scopes`. The first stage also has what telemetry samples, between all ranks."""
         node, peers = Scope("node", config.node_size), Scope("peers", config.node_size)
         return [(ALL, node), *[(peers,)] * (cls.stages(config, ranks) - 2), (node,)]

@@ -19,10 +19,11 @@ from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
 from lightning_gqsgd.layout import Layout, Part
-from lightning_gqsgd.memory import UP, Direction, Keeps, Memory, MemoryStore
+from lightning_gqsgd.memory import UP, Direction, Keeps, MemoryStore
+from lightning_gqsgd.spec.memories import Memory
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Recursion(NamedTuple):
@@ -52,7 +53,7 @@ class Link:
     """
 
     def __init__(
-        self, config: GQSGDConfig, quantiser: Quantiser, direction: Direction, *, scales_travel: bool = True
+        self, config: Fields, quantiser: Quantiser, direction: Direction, *, scales_travel: bool = True
     ) -> None:
         self.config, self.quantiser, self.direction, self.scales_travel = config, quantiser, direction, scales_travel
         memory = direction.memory_of(config)

@@ -32,7 +32,7 @@ from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Sum(Reducer):
@@ -56,7 +56,7 @@ class Sum(Reducer):
         self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(config: Fields, codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: codes have to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
             others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
@@ -69,7 +69,7 @@ class Sum(Reducer):
             )
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 2
 

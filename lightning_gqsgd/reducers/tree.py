@@ -36,7 +36,7 @@ from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Hop(NamedTuple):
@@ -99,13 +99,13 @@ class Tree(Reducer):
         self.sent_bytes += codes_bytes if self.ranks > inner else 0
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(config: Fields, codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: codes have to be powers of two."""
         if not codec.adds_in_pairs:
             raise ConfigError("reducer='tree' adds powers of two: it needs codec='exponential' with mantissa=0")
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1 + len(hops_of(0, ranks))
 

@@ -25,7 +25,7 @@ from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, 
 from lightning_gqsgd.reducers.link import NO_TRACE, Link, Trace
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class TwoShot(Reducer):
@@ -45,7 +45,7 @@ class TwoShot(Reducer):
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(config: Fields, codec: Codec) -> None:
         """See `reducers.base.Reducer.check`."""
         if codec.biased_by and config.memory_down == "auto":
             raise ConfigError(
@@ -54,7 +54,7 @@ class TwoShot(Reducer):
             )
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 2
 

@@ -41,7 +41,7 @@ from typing import Any
 
 from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules, positive, width
+from lightning_gqsgd.spec.decisions import LAG, Decision, Rules, positive, width
 from lightning_gqsgd.tuning.prediction import Measured
 from lightning_gqsgd.tuning.turns import Challenge, Trial, standard_error
 

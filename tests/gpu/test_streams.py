@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import FIXED
-from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
+from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import CollectiveError, Communicator

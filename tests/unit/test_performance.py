@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.layout import PieceSize, Segment
@@ -36,7 +37,7 @@ from lightning_gqsgd.performance.probe import measure
 from lightning_gqsgd.performance.profile import bucket_profiles
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import FIXED, make_config
-from lightning_gqsgd.reducers import Setting, resolve
+from lightning_gqsgd.reducers import Setting
 
 RANKS = 4
 BETA = 1e-9

@@ -1,20 +1,18 @@
-"""What to compress and how: one frozen value, whose fields are validated by the parts that they belong to."""
+"""What to compress and how: one frozen value, whose fields can work together."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-from lightning_gqsgd import memory as memories
-from lightning_gqsgd.bits_by_name import BitsByName
-from lightning_gqsgd.codecs import CODECS, codec_of, scales
+from lightning_gqsgd.codecs import CODECS, codec_of
 from lightning_gqsgd.codecs.companded import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.exponential import MAX_MANTISSA
 from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.linear import DITHERS
+from lightning_gqsgd.config.combinations import check_memories, check_reducer, check_scales, check_sparse
 from lightning_gqsgd.errors import (
     ConfigError,
     check_integer,
@@ -23,18 +21,14 @@ from lightning_gqsgd.errors import (
     did_you_mean,
     plain_integer,
 )
-from lightning_gqsgd.memory import Memory
-from lightning_gqsgd.reducers import REDUCERS, check_reducer
-from lightning_gqsgd.sparse import options as sparse_options
-from lightning_gqsgd.tuning.decisions import Decision
-from lightning_gqsgd.tuning.pinning import pinned_bits
-
-__all__ = ["ConfigError", "GQSGDConfig", "Memory"]
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.spec import memories
+from lightning_gqsgd.spec.bits_by_name import BitsByName
+from lightning_gqsgd.spec.fields import ALLOW, Fields
+from lightning_gqsgd.spec.pinning import pinned_bits
 
 #: How codes are written: with a fixed width, or as Elias omega codes.
 CODERS = ("fixed", "elias")
-#: The numbers of bits that ``auto`` chooses among if it is not told.
-ALLOW = (32, 16, 8, 4)
 #: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
 MAX_SLOWDOWN = 0.05
 #: The codecs whose error is a bias and no variance.
@@ -47,7 +41,7 @@ _ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "spars
 
 
 @dataclass(frozen=True, kw_only=True)
-class GQSGDConfig:
+class GQSGDConfig(Fields):
     """Compression of a gradient allreduce.
 
     Attributes:
@@ -71,7 +65,7 @@ class GQSGDConfig:
             ``max_slowdown``; the field then holds the most bits of a code that are allowed.
             A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names, of which the
             last one that matches decides; DDP and FSDP2 only, and without a memory. All other fields hold for every
-            number of bits. The field then holds a `bits_by_name.BitsByName`.
+            number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
             many as fit.
         mantissa: bits between two powers of two of an exponential code, 0 to 3.
@@ -110,7 +104,7 @@ class GQSGDConfig:
         sample_every: measure the relative error on a sample of coordinates every this many steps; 0 switches it off.
         auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
             the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
-            A `tuning.decisions.Decision`, or its dictionary, as ``state.decisions`` and checkpoints have them: the bits
+            A `spec.decisions.Decision`, or its dictionary, as ``state.decisions`` and checkpoints have them: the bits
             that it has decided for. The field itself then holds False, and ``bits`` the number.
         allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be taken, at least two.
         max_slowdown: with ``bits="auto"``, the share by which rounding may lengthen a training, counted in steps: the
@@ -129,35 +123,6 @@ class GQSGDConfig:
         ConfigError: a value out of its range, or a combination that cannot work.
     """
 
-    codec: str = "auto"
-    bits: int | Literal["auto"] | Mapping[str, int] | None = None
-    levels: int | None = None
-    mantissa: int = 0
-    density: float = 0.01
-    block_size: int = 0
-    norm: str = "max"
-    clip: float = 0.0
-    scale: str = "auto"
-    scale_per: str = "block"
-    dither: str = "adaptive"
-    rotation: bool = False
-    coder: str = "fixed"
-    reducer: str = "auto"
-    node_size: int = 0
-    memory: str | Memory = "auto"
-    memory_down: str | Memory = "auto"
-    min_numel: int = 1024
-    exclude: tuple[str, ...] = ()
-    warmup_steps: int = 0
-    seed: int = 0
-    sample_every: int = 100
-    auto: bool | Decision | Mapping[str, Any] = False
-    allow: tuple[int, ...] = ALLOW
-    max_slowdown: float | None = None
-    sparse: str = "refuse"
-    sparse_limit: float = sparse_options.LIMIT
-    connections: int = 1
-
     def __post_init__(self) -> None:
         if not isinstance(self.auto, bool):
             self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow, ALLOW))
@@ -171,15 +136,10 @@ class GQSGDConfig:
         self._check_values()
         self._check_codec()
         check_reducer(self)
-        memories.check(self)
-        sparse_options.check(self)
+        check_memories(self)
+        check_sparse(self)
         if self.chooses_bits:
             self.candidates()
-
-    @property
-    def chooses_bits(self) -> bool:
-        """Whether bits are chosen while training, by the length of steps or by the noise of gradients."""
-        return bool(self.auto) or self.max_slowdown is not None
 
     def candidates(self) -> dict[int, GQSGDConfig]:
         """With ``auto`` or ``bits="auto"``, the configurations to choose among, by their bits, widest first.
@@ -194,11 +154,6 @@ class GQSGDConfig:
         fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
         return {bits: self._with_bits(bits, **fixed) for bits in self.allow}
 
-    @property
-    def bits_by_name(self) -> BitsByName | None:
-        """``bits`` by patterns of parameter names; None: all parameters have the same bits."""
-        return self.bits if isinstance(self.bits, BitsByName) else None
-
     def by_bits(self) -> dict[int, GQSGDConfig]:
         """The configurations of all parameters, by their bits: this one alone, unless ``bits`` are given by name.
 
@@ -210,31 +165,10 @@ class GQSGDConfig:
         return {bits: self._with_bits(bits) for bits in by_name.widths}
 
     @property
-    def num_bits(self) -> int:
-        """``bits`` as a number, which it is once the configuration is built, unless bits are given by name."""
-        assert isinstance(self.bits, int)
-        return self.bits
-
-    @property
     def biased(self) -> bool:
         """Whether the mean of what the codec decodes differs from its input, so that training needs a memory. (Clipping
         is a bias as well, but one that is asked for.)"""
         return bool(codec_of(self).biased_by)
-
-    @property
-    def up(self) -> Memory | None:
-        """The memory of what a rank sends."""
-        return memories.named(self.memory)
-
-    @property
-    def down(self) -> Memory | None:
-        """The memory of what the owner of a shard sends back."""
-        return memories.named(self.memory_down)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether there is a memory, in either direction."""
-        return self.up is not None or self.down is not None
 
     def describe(self) -> str:
         """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
@@ -263,11 +197,6 @@ class GQSGDConfig:
         return f"{bits} bits ({', '.join(what)})"
 
     @classmethod
-    def field_names(cls) -> tuple[str, ...]:
-        """Names of all fields, in order."""
-        return tuple(field.name for field in fields(cls))
-
-    @classmethod
     def check_names(cls, names: Any) -> None:
         """Raise ConfigError for a name that is no field, with the nearest one that is."""
         for name in names:
@@ -282,15 +211,6 @@ class GQSGDConfig:
         bits = self.bits if self.bits_by_name is None else self.bits_by_name.pairs()
         memory = {name: memories.plain(getattr(self, name)) for name in ("memory", "memory_down")}
         return {**asdict(self), **memory, "bits": bits, "exclude": list(self.exclude), "allow": list(self.allow)}
-
-    def dither_key(self, step: int, stream: int) -> tuple[int, int]:
-        """Two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
-
-        blake2b over (seed, step, stream): streams of neighbouring steps and ranks share no structure.
-        """
-        text = b"".join(value.to_bytes(8, "little") for value in (self.seed, step, stream))
-        digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
-        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
     def replaced(self, **fields: Any) -> GQSGDConfig:
         """The configuration with some fields replaced.
@@ -497,4 +417,4 @@ class GQSGDConfig:
         codec = codec_of(self)
         if self.rotation and self.block_size & (self.block_size - 1):
             raise ConfigError(f"rotation=True needs a block_size that is a power of two, not {self.block_size}")
-        scales.check(self, codec)
+        check_scales(self, codec)

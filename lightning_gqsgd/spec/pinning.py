@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.spec.decisions import Decision
 
 _REMEDY = "give a row of state.decisions, or its to_dict()"
 
