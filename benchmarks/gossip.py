@@ -24,7 +24,7 @@ from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_sec
 from benchmarks.report import Report
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import Setting

@@ -14,8 +14,8 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import VERSION
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.plan import check_gradient
 from lightning_gqsgd.presets import make_config

@@ -30,7 +30,7 @@ from lightning_gqsgd.copies import DetachedState, say_if_detached
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, PLANS_KEPT, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.freezing import TrainedParameters, average
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.parameters import digest, number_parameters, segments_of
 from lightning_gqsgd.presets import make_config

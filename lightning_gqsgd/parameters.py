@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.bits_by_name import check_matched
 
 

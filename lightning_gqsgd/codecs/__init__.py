@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_gqsgd.codecs.base import Codec
-from lightning_gqsgd.codecs.companded import CompandedCodec
-from lightning_gqsgd.codecs.eden import EdenCodec
-from lightning_gqsgd.codecs.exponential import ExponentialCodec
-from lightning_gqsgd.codecs.floats import FloatCodec
-from lightning_gqsgd.codecs.linear import LinearCodec
-from lightning_gqsgd.codecs.sign import SignCodec
-from lightning_gqsgd.codecs.top_k import TopKCodec
+from lightning_gqsgd.codecs.companded.codec import CompandedCodec
+from lightning_gqsgd.codecs.eden.codec import EdenCodec
+from lightning_gqsgd.codecs.exponential.codec import ExponentialCodec
+from lightning_gqsgd.codecs.floats.codec import FloatCodec
+from lightning_gqsgd.codecs.linear.codec import LinearCodec
+from lightning_gqsgd.codecs.sign.codec import SignCodec
+from lightning_gqsgd.codecs.top_k.codec import TopKCodec
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
-from lightning_gqsgd.layout import LENGTH, PARAMETER
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

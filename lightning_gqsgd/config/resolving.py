@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from lightning_gqsgd.config.configuration import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.memory import resolve_memory
 from lightning_gqsgd.reducers import REDUCERS, choose_reducer
 from lightning_gqsgd.reducers.hierarchical import level_or_levels
+from lightning_gqsgd.reducers.memory import resolve_memory
 
 
 def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:

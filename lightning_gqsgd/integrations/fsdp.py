@@ -42,8 +42,8 @@ from lightning_gqsgd.integrations.fsdp_modules import (
     sharded_groups,
 )
 from lightning_gqsgd.integrations.fsdp_starting import check_groups, check_replicas, check_request
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import VERSION
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.parameters import digest
 from lightning_gqsgd.plan import Plan, ScatterPlan

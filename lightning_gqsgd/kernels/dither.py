@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER
 from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2, Key
-from lightning_gqsgd.layout import INDEX, LENGTH, PARAMETER
 
 _MASK = 0xFFFFFFFF
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels.layout import CODES, LENGTH, SCALE
 from lightning_gqsgd.kernels.wire import ScaleFormat
-from lightning_gqsgd.layout import CODES, LENGTH, SCALE
 
 #: Widths of the bit planes.
 PLANES = (8, 4, 2, 1)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.dither import uniform
+from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.kernels.protocol import Lengths
 from lightning_gqsgd.kernels.wire import Key
-from lightning_gqsgd.layout import LENGTH
 
 #: The shortest block that `codecs.eden` turns; shorter ones get zeros. Coordinates of a shorter block that is turned
 #: are too far from Gaussian ones: at 64, gains differ by up to 1 % from coordinate to coordinate.

@@ -31,8 +31,8 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.inner_state import InnerState

@@ -18,7 +18,7 @@ import torch
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.performance.clock import Clock, Event, Resource
 from lightning_gqsgd.performance.costs import Costs
 from lightning_gqsgd.performance.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_gqsgd.kernels.layout import ALIGNMENT, BLOCKS, COLUMNS, INDEX, PARAMETER, Segment, cut, owners
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.layout import ALIGNMENT, BLOCKS, COLUMNS, INDEX, PARAMETER, Segment, cut, owners
 from lightning_gqsgd.reducers import REDUCERS, Setting, between_nodes
 from lightning_gqsgd.spec.fields import Fields
 

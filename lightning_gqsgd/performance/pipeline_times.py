@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.layout import PIECE_NUMEL, PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.performance.costs import Costs
 from lightning_gqsgd.performance.device_times import MODEL_NUMEL
 from lightning_gqsgd.performance.of_ranks import slowest

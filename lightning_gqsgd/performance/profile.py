@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.kernels.meta import Work, note, noting
-from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.performance.costs import BF16_HOOK
 from lightning_gqsgd.performance.pieces import Piece, can_be_alike, pieces_of
 from lightning_gqsgd.plan import Plan

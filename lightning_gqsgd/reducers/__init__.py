@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import (
     Exchange,
     Reducer,
@@ -24,6 +23,7 @@ from lightning_gqsgd.reducers.base import (
 )
 from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
 from lightning_gqsgd.reducers.hierarchical import Hierarchical, between_nodes
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.kernels.layout import PieceSize
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
-from lightning_gqsgd.layout import PieceSize
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

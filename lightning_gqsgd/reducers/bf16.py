@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import LENGTH, Layout
 from lightning_gqsgd.kernels.wire import in_finite_range
-from lightning_gqsgd.layout import LENGTH, Layout
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

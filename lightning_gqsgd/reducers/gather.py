@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import place
-from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.kernels.layout import place
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields
@@ -81,7 +81,7 @@ class Gather(Reducer):
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
         """The same through Elias codes, which are as long as the longest rank's on the wire."""
-        from lightning_gqsgd.kernels.cpu import elias  # Numba takes a second to import
+        from lightning_gqsgd.reducers.elias import streams as elias  # Numba takes a second to import
 
         blocks, q = self.layout.blocks, self.link.quantiser
         stream = elias.compress(sent, blocks, q)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import LENGTH, START
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import LENGTH, START
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced
 from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import AnyFields, Fields

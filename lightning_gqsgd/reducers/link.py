@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, rounded_up, scales_of
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
-from lightning_gqsgd.layout import Layout, Part
-from lightning_gqsgd.memory import UP, Direction, Keeps, MemoryStore
+from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
 from lightning_gqsgd.spec.memories import Memory
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.layout import LENGTH
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

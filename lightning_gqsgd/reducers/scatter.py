@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.layout import place_alike
-from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.kernels.layout import place_alike
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
 
 class Scatter:

@@ -20,8 +20,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.layout import RAW, Layout, place_by_owner
-from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.kernels.layout import RAW, Layout, place_by_owner
 from lightning_gqsgd.reducers.base import (
     Exchange,
     Reducer,
@@ -33,6 +32,7 @@ from lightning_gqsgd.reducers.base import (
     uncompressed,
 )
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP, MemoryStore
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Layout, place_by_owner
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Layout, place_by_owner
-from lightning_gqsgd.memory import DOWN, UP, MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.link import NO_TRACE, Link, Trace
+from lightning_gqsgd.reducers.memory import DOWN, UP, MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Part
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Part
-from lightning_gqsgd.memory import UP
 from lightning_gqsgd.reducers import Setting, StepKeys, new_store
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP
 from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
 from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows, place_rows, record_bytes
 

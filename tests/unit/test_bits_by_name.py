@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, resolve_each
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, new_store

@@ -15,7 +15,7 @@ from rich.console import Console
 from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.performance import Bucket, Timeline, advice, profile
 from lightning_gqsgd.performance.costs import ESTIMATES, Link
 from lightning_gqsgd.reducers import Setting

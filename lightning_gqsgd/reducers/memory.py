@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.codecs.variance import best_alpha, stability
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Run, stripe
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Run, stripe
 from lightning_gqsgd.spec.memories import Memory, described
 
 if TYPE_CHECKING:

@@ -25,12 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-import torch
-from torch import Tensor
-
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels import narrowing
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields
@@ -38,10 +36,6 @@ if TYPE_CHECKING:
 #: Bits per coordinate, and the reducer that each number of bits has.
 REDUCER_OF_BITS = {16: "bf16", 32: "native"}
 
-#: Bits of infinity, and of all numbers without their sign.
-_INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
-#: What makes the upper half of a NaN a NaN, whatever the lower half was.
-_QUIET = 0x40
 _MANTISSA = 7
 #: The exponent of 2 that sums of clipped numbers stay below: half of bf16's range, for the rounding of sums.
 _EXPONENT = 126
@@ -58,22 +52,6 @@ def largest(ranks: int) -> int:
     return exponent + 127 << 23
 
 
-def rounded(values: Tensor, random: Tensor, limit: int) -> Tensor:
-    """The bf16 numbers that fp32 numbers are rounded to.
-
-    Args:
-        values: fp32, any shape.
-        random: uniform integers from 0 to 2^16 - 1, int64, of the same shape.
-        limit: bits of the largest magnitude, see `largest`.
-    """
-    bits = values.view(torch.int32).long()
-    magnitude = bits & _MAGNITUDE
-    upper = (magnitude.clamp(max=limit) + random) >> 16
-    special = (magnitude >> 16) | torch.where(magnitude > _INFINITY, _QUIET, 0)
-    upper = torch.where(magnitude >= _INFINITY, special, upper) | ((bits >> 16) & 0x8000)
-    return upper.to(torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
 @dataclass(frozen=True)
 class FloatCodec(Codec):
     """Coordinates as floating-point numbers.
@@ -85,7 +63,7 @@ class FloatCodec(Codec):
     bits: int
 
     default_bits: ClassVar[int] = 32
-    default_block_size: ClassVar[int] = 1024
+    default_block_size: ClassVar[int] = narrowing.BLOCK
     has_scale: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False
 

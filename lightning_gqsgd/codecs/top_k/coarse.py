@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels.layout import CODES, LENGTH
 from lightning_gqsgd.kernels.packing import bytes_of
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
 from lightning_gqsgd.kernels.wire import Key, magnitudes
-from lightning_gqsgd.layout import CODES, LENGTH
 
 #: Bytes of a place in a block.
 PLACE_BYTES = 2

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_gqsgd.codecs.linear.cuda import coordinates, is_stochastic, levels_per_unit, middle_of
 from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, one_and, root
 from lightning_gqsgd.kernels.cuda.hashing import draws
-from lightning_gqsgd.kernels.cuda.linear import coordinates, is_stochastic, levels_per_unit, middle_of
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, DITHER_FIRST

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
-from lightning_gqsgd.codecs.coarse_top_k import PLACE_BYTES, CoarseTopKQuantiser
+from lightning_gqsgd.codecs.top_k.coarse import PLACE_BYTES, CoarseTopKQuantiser
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import CODES, LENGTH
 from lightning_gqsgd.kernels.packing import bytes_of, positions
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
 from lightning_gqsgd.kernels.wire import Key, magnitudes
-from lightning_gqsgd.layout import CODES, LENGTH
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

@@ -42,11 +42,11 @@ from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import LLOYD_MAX, gaussian_distortion, omega_eden
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.dither import uniform, words
+from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.kernels.packing import code_bytes, pack, read_scales, unpack, write_scales
 from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.rotation import SHORTEST, padded, transformed
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE, Key, ScaleFormat, magnitudes
-from lightning_gqsgd.layout import LENGTH
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
-from lightning_gqsgd.codecs.linear import check_levels
+from lightning_gqsgd.codecs.linear.codec import check_levels
 from lightning_gqsgd.codecs.variance import omega_exponential, relative_variance, smallest_level
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.packing import code_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_gqsgd.codecs.base import Codec
-from lightning_gqsgd.codecs.linear import LinearQuantiser
+from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
 from lightning_gqsgd.errors import ConfigError
 
 if TYPE_CHECKING:

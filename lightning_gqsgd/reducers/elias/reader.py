@@ -12,10 +12,10 @@ from __future__ import annotations
 from numba import int64, uint8, uint64
 
 from lightning_gqsgd.kernels.cpu.casts import part
-from lightning_gqsgd.kernels.cpu.elias_tables import HEAD
 from lightning_gqsgd.kernels.cpu.jit import called, inlined, kernel
 from lightning_gqsgd.kernels.cpu.packing import pack_planes
-from lightning_gqsgd.layout import CODES, LENGTH, RAW
+from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW
+from lightning_gqsgd.reducers.elias.tables import HEAD
 
 #: The most coordinates of a block: codes have at most 43 bits, and positions fit int32.
 MOST = 2**31 - 1

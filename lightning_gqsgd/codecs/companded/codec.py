@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
-from lightning_gqsgd.codecs.linear import are_stochastic, coordinates, levels_per_unit
+from lightning_gqsgd.codecs.linear.codec import are_stochastic, coordinates, levels_per_unit
 from lightning_gqsgd.codecs.variance import (
     mean_variance_companded,
     omega_companded,

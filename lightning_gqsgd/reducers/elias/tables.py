@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from lightning_gqsgd.kernels.elias import omega_code, sign_bit
 from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.reducers.elias.codewords import omega_code, sign_bit
 
 #: Integers below this have their code in a table. From here on, codes have 16 bits or more.
 SHORT = 256

@@ -13,10 +13,10 @@ from __future__ import annotations
 from numba import int64, uint8, uint32, uint64
 
 from lightning_gqsgd.kernels.cpu.casts import part
-from lightning_gqsgd.kernels.cpu.elias_tables import SHORT
 from lightning_gqsgd.kernels.cpu.jit import called, inlined, kernel, loop
 from lightning_gqsgd.kernels.cpu.packing import unpack_planes
-from lightning_gqsgd.layout import CODES, LENGTH, RAW
+from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW
+from lightning_gqsgd.reducers.elias.tables import SHORT
 
 #: What kernels return for a message with a code out of range.
 BAD_CODE = -1

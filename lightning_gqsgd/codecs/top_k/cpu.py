@@ -14,11 +14,11 @@ from lightning_gqsgd.kernels.cpu.casts import narrowed, numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import fill
 from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
+from lightning_gqsgd.kernels.layout import CODES
 from lightning_gqsgd.kernels.wire import Share
-from lightning_gqsgd.layout import CODES
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.codecs.top_k import TopKQuantiser
+    from lightning_gqsgd.codecs.top_k.codec import TopKQuantiser
 
 
 class TopK(NamedTuple):

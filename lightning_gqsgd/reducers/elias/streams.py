@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.cpu.elias_reader import MOST, REASONS, read_records
-from lightning_gqsgd.kernels.cpu.elias_tables import levels_of, tables_of
-from lightning_gqsgd.kernels.cpu.elias_writer import write_records
+from lightning_gqsgd.kernels.layout import ALIGNMENT, CODES, LENGTH, RAW
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.layout import ALIGNMENT, CODES, LENGTH, RAW
+from lightning_gqsgd.reducers.elias.reader import MOST, REASONS, read_records
+from lightning_gqsgd.reducers.elias.tables import levels_of, tables_of
+from lightning_gqsgd.reducers.elias.writer import write_records
 
 
 def compressed_bits(message: Tensor, blocks: Tensor, q: Quantiser) -> int:

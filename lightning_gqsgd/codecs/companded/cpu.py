@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numba import float32, int32, uint8
 
+from lightning_gqsgd.codecs.linear.cpu import dequantise, is_stochastic, levels_per_unit, quantise, step_of
 from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
 from lightning_gqsgd.kernels.cpu.casts import clamped, part, with_sign_of
 from lightning_gqsgd.kernels.cpu.dither import FIRST, dither
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
-from lightning_gqsgd.kernels.cpu.linear import dequantise, is_stochastic, levels_per_unit, quantise, step_of
 from lightning_gqsgd.kernels.cpu.loops import fill
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer
@@ -21,7 +21,7 @@ from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
 from lightning_gqsgd.kernels.wire import Share
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.codecs.companded import CompandedQuantiser
+    from lightning_gqsgd.codecs.companded.codec import CompandedQuantiser
 
 
 class Companded(NamedTuple):

@@ -17,12 +17,12 @@ from lightning_gqsgd.kernels.cpu.loops import fill, maximum
 from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.rotation import hadamard, roots_of
 from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, received, rounded_up, sent
+from lightning_gqsgd.kernels.layout import CODES, SCALE
 from lightning_gqsgd.kernels.rotation import SHORTEST
 from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, scale_format
-from lightning_gqsgd.layout import CODES, SCALE
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.codecs.eden import EdenQuantiser
+    from lightning_gqsgd.codecs.eden.codec import EdenQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
 

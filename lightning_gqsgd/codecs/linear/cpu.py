@@ -20,7 +20,7 @@ from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
 from lightning_gqsgd.kernels.wire import Share
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.codecs.linear import LinearQuantiser
+    from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
 
 
 class Linear(NamedTuple):
