@@ -7,43 +7,55 @@ the compute dtype. A NaN or infinity in a block, or in its parameter, makes the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import codec_of
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
 
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """Which number the scale of a block is, for codecs that take a norm.
+
+    Attributes:
+        norm: a name in `NORMS`.
+        clip: the scale is at most so many root mean squares; 0: no limit.
+        per_parameter: whether the norm is that of a whole parameter, not of each block.
+    """
+
+    norm: str = "max"
+    clip: float = 0.0
+    per_parameter: bool = False
 
 
-def kernels_find_scales(config: Fields) -> bool:
+def kernels_find_scales(codec: Codec, rule: ScaleRule) -> bool:
     """Whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from the
     block's codes, or there are no scales."""
-    codec = codec_of(config)
-    own_maximum = config.norm == "max" and not config.clip and config.scale_per == "block"
+    own_maximum = rule.norm == "max" and not rule.clip and not rule.per_parameter
     return not codec.has_scale or codec.quantiser_finds_scale or (codec.takes_norm and own_maximum)
 
 
-def scales_of(x: Tensor, blocks: Tensor, config: Fields) -> Tensor:
+def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tensor:
     """The scale of every block, as bits of the compute dtype that are ordered like it: int32 or int64 [B].
 
     Args:
         x: flat tensor, which the block table ``blocks`` counts from.
         blocks: block table, int64 [B, COLUMNS].
-        config: its codec, norm, clip and scale_per.
+        codec: the codec; one that takes no norm has the mean magnitude.
+        rule: the norm.
     """
-    codec, norms = codec_of(config), _Norms(x, blocks, config)
+    norms = _Norms(x, blocks, per_parameter=rule.per_parameter)
     if not codec.takes_norm:  # a codec with a scale of its own kind
         return norms.bits_above(norms.mean)
-    scales = NORMS[config.norm](norms)
-    if config.clip:
-        limit = norms.bits_above(norms.root_mean_square * config.clip)
+    scales = NORMS[rule.norm](norms)
+    if rule.clip:
+        limit = norms.bits_above(norms.root_mean_square * rule.clip)
         finite = norms.maximum < norms.form.infinity
         scales = torch.where(finite, torch.minimum(scales, limit), norms.maximum)
     return scales
@@ -59,12 +71,14 @@ class _Norms:
     """Norms of the group of every block, [B], each computed when it is asked for: the maximum as bits of the compute
     type, the others fp64."""
 
-    def __init__(self, x: Tensor, blocks: Tensor, config: Fields) -> None:
-        self._x, self._blocks, self._kernels = x, blocks, kernels_for(x.device)
+    def __init__(self, x: Tensor, blocks: Tensor, *, per_parameter: bool) -> None:
+        self._x = x
+        self._blocks = blocks
+        self._kernels = kernels_for(x.device)
         self.dtype = COMPUTE_DTYPES[x.dtype]
         self.form = SCALE_FORMATS[self.dtype]
         self._groups = torch.arange(len(blocks), device=blocks.device)
-        if config.scale_per == "parameter":
+        if per_parameter:
             self._groups = _numbers(blocks[:, PARAMETER])
 
     @cached_property

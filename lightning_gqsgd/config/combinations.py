@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.scales import NORMS
 from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
 from lightning_gqsgd.reducers import REDUCERS
@@ -43,6 +44,26 @@ def check_scales(config: Fields, codec: Codec) -> None:
         )
 
 
+def check_floats(config: Fields) -> None:
+    """Check that numbers of 16 or 32 bits are added up by the backend, and that all of 16 bits are rounded.
+
+    Raises:
+        ConfigError: another reducer, or parameters that are to be left as they are.
+    """
+    if config.codec != "float":
+        return
+    if config.reducer != REDUCER_OF_BITS[config.num_bits]:
+        raise ConfigError(
+            f"bits={config.num_bits} is averaged by the backend's own all-reduce, not by "
+            f"reducer={config.reducer!r}; leave reducer out, or take at most 8 bits"
+        )
+    if config.exclude and config.num_bits == 16:
+        raise ConfigError(
+            f"bits=16 rounds every parameter to bf16, so exclude={config.exclude} cannot be kept; leave exclude "
+            "out, or take bits=32 or at most 8 bits"
+        )
+
+
 def check_reducer(config: Fields) -> None:
     """Check what a configuration asks of its reducer, before the number of ranks is known.
 
@@ -61,7 +82,17 @@ def check_reducer(config: Fields) -> None:
     if name == "auto":
         return
     reducer = REDUCERS[name]
-    reducer.check(config, codec)
+    reducer.check(codec)
+    if codec.biased_by and "memory_down" in reducer.memories and config.memory_down == "auto":
+        raise ConfigError(
+            "a biased codec loses on the way back, too: give memory_down='ef' or 'ef21' ('none' if you mean to do "
+            "without), or reducer='gather', which has no way back"
+        )
+    if reducer.divides_parameters and config.scale_per == "parameter":
+        raise ConfigError(
+            f"reducer={name!r} divides parameters among the ranks of a node, so they cannot have one scale each: take "
+            "scale_per='block'"
+        )
     if reducer.scales and config.scale not in ("auto", *reducer.scales):
         others = [other for other, kind in FLAT.items() if config.scale in kind.scales]
         raise ConfigError(

@@ -12,7 +12,7 @@ from lightning_gqsgd.codecs.companded.codec import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.exponential.codec import MAX_MANTISSA
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.linear.codec import DITHERS
-from lightning_gqsgd.config.combinations import check_memories, check_reducer, check_scales, check_sparse
+from lightning_gqsgd.config.combinations import check_floats, check_memories, check_reducer, check_scales, check_sparse
 from lightning_gqsgd.errors import (
     ConfigError,
     check_integer,
@@ -415,6 +415,6 @@ class GQSGDConfig(Fields):
         if "dither" not in own and self.dither not in ("adaptive", "stochastic"):
             raise ConfigError(f"dither={self.dither!r} is for codec='linear'; leave it out with codec={self.codec!r}")
         codec = codec_of(self)
-        if self.rotation and self.block_size & (self.block_size - 1):
-            raise ConfigError(f"rotation=True needs a block_size that is a power of two, not {self.block_size}")
+        check_floats(self)
+        codec.check_blocks(self.block_size, rotation=self.rotation)
         check_scales(self, codec)

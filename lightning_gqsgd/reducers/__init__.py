@@ -23,7 +23,7 @@ from lightning_gqsgd.reducers.base import (
 )
 from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
 from lightning_gqsgd.reducers.hierarchical import Hierarchical, between_nodes
-from lightning_gqsgd.reducers.memory import MemoryStore
+from lightning_gqsgd.reducers.memory import MemoryStore, kinds
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields
@@ -64,4 +64,4 @@ def new_store(
 ) -> MemoryStore:
     """The empty memory of one rank, for a configuration with its reducer chosen; see `memory.MemoryStore`."""
     owners = ranks if REDUCERS[config.reducer].owns_shards else 1
-    return MemoryStore(config, owners, sizes, dtype, device)
+    return MemoryStore(kinds(config), config.block_size, owners, sizes, dtype, device)

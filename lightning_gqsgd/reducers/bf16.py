@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.codecs.floats.codec import largest
+from lightning_gqsgd.codecs.floats.codec import FloatCodec, largest
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import LENGTH, Layout
@@ -37,10 +37,10 @@ class Bf16(Reducer):
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
-    def check(config: Fields, codec: Codec) -> None:
+    def check(codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: the reducer adds no codes."""
-        if config.codec != "float":
-            raise ConfigError(f"reducer='bf16' is for bits=16, not bits={config.bits}; leave reducer out")
+        if not isinstance(codec, FloatCodec):
+            raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:

@@ -33,11 +33,12 @@ class Gather(Reducer):
     coders: ClassVar[tuple[str, ...]] = ("fixed", "elias")
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, self.ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size)
-        self.link = Link(config, q, UP)
+        self.ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size)
+        self.link = Link(setting, q, UP)
         self.needs_copy = self.link.needs_copy
-        self.shares_scales, self.compresses_codes = config.scale == "global", config.coder == "elias"
+        self.shares_scales = setting.shares_scales
+        self.compresses_codes = setting.config.coder == "elias"
         self.layout = place(table, q, shards=1, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes)
         self._count(self.layout.message_bytes)
 

@@ -65,6 +65,7 @@ class Hierarchical(Reducer):
     """See the module; `reducers.base.Reducer`. ``message_bytes`` are those between nodes, ``sent_bytes`` all."""
 
     scales: ClassVar[tuple[str, ...]] = ("local", "global")
+    divides_parameters: ClassVar[bool] = True
     stays_when_uncompressed: ClassVar[bool] = True
     needs_copy = False
 
@@ -81,15 +82,6 @@ class Hierarchical(Reducer):
         self.message_bytes = sum(reducer.message_bytes for reducer in not_empty)
         inside = 2 * (size - 1) * max(self.numels) * setting.dtype.itemsize
         self.sent_bytes = inside + max(reducer.sent_bytes for reducer in not_empty)
-
-    @staticmethod
-    def check(config: Fields, codec: Codec) -> None:
-        """See `reducers.base.Reducer.check`: whatever codec there is, parameters are divided."""
-        if config.scale_per == "parameter":
-            raise ConfigError(
-                "reducer='hierarchical' divides parameters among the ranks of a node, so they cannot have one scale "
-                "each: take scale_per='block'"
-            )
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:

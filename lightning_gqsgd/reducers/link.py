@@ -23,7 +23,7 @@ from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
 from lightning_gqsgd.spec.memories import Memory
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
+    from lightning_gqsgd.reducers.base import Setting
 
 
 class Recursion(NamedTuple):
@@ -46,20 +46,26 @@ class Link:
     """A direction of a reducer: to where messages are averaged, or from there.
 
     Args:
-        config: the configuration, with the numbers of its memories.
+        setting: codec, scales, rotation and memories, with the numbers of the latter.
         quantiser: of its codec.
         direction: which one.
         scales_travel: whether scales are part of the messages; if not, they are used as they are, not rounded.
     """
 
     def __init__(
-        self, config: Fields, quantiser: Quantiser, direction: Direction, *, scales_travel: bool = True
+        self, setting: Setting, quantiser: Quantiser, direction: Direction, *, scales_travel: bool = True
     ) -> None:
-        self.config, self.quantiser, self.direction, self.scales_travel = config, quantiser, direction, scales_travel
-        memory = direction.memory_of(config)
+        self.quantiser = quantiser
+        self.direction = direction
+        self.scales_travel = scales_travel
+        memory = setting.memory_of(direction)
         self.recursion = None if memory is None else Recursion.of(memory)
         self.sent, self.received = direction.references(memory)
-        self.kernels_find_scales = kernels_find_scales(config)
+        self.codec = setting.codec
+        self.scale_rule = setting.scale_rule
+        self.shares_scales = setting.shares_scales
+        self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
+        self.rotates = setting.config.rotation
 
     @property
     def plain(self) -> bool:
@@ -79,12 +85,12 @@ class Link:
     @property
     def fuses(self) -> bool:
         """Whether a rotation is part of encoding and decoding: where nothing else needs the turned coordinates."""
-        return self.config.rotation and self.plain and self.scales_travel and self.config.scale != "global"
+        return self.rotates and self.plain and self.scales_travel and not self.shares_scales
 
     @property
     def turns(self) -> bool:
         """Whether a rotation is a step of its own."""
-        return self.config.rotation and not self.fuses
+        return self.rotates and not self.fuses
 
     @property
     def needs_copy(self) -> bool:
@@ -160,8 +166,8 @@ class Link:
 
     def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
-        if self.config.rotation:
-            kernels_for(decoded.device).rotate(decoded, blocks, rotation, self.config.block_size, inverse=True)
+        if self.rotates:
+            kernels_for(decoded.device).rotate(decoded, blocks, rotation, self.quantiser.block_size, inverse=True)
 
 
 class Trace(Protocol):
@@ -186,10 +192,13 @@ class Outgoing:
     """What one sender sends in one step; see `Link.outgoing`."""
 
     def __init__(self, link: Link, x: Tensor, part: Part, rotation: Key) -> None:
-        self._link, self._input, self._part, self._rotation = link, x, part, rotation
+        self._link = link
+        self._input = x
+        self._part = part
+        self._rotation = rotation
         if link.turns:
-            kernels_for(x.device).rotate(x, part.blocks, rotation, link.config.block_size)
-        self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.config)
+            kernels_for(x.device).rotate(x, part.blocks, rotation, link.quantiser.block_size)
+        self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
         """The scales of the blocks, as bits that are not rounded for the wire; also those that kernels would find.
@@ -216,7 +225,9 @@ class _Remembering(Outgoing):
     def __init__(
         self, link: Link, recursion: Recursion, x: Tensor, part: Part, rotation: Key, store: MemoryStore
     ) -> None:
-        self.recursion, self.store, self.runs = recursion, store, part.runs
+        self.recursion = recursion
+        self.store = store
+        self.runs = part.runs
         self.target = x.clone()  # x - h
         self.reference = store.load(link.sent, part.runs, x) if recursion.rho else None
         self.error = store.load(link.direction.error, part.runs, x) if recursion.alpha else None

@@ -64,10 +64,6 @@ class Direction(NamedTuple):
     sent: Keeps
     received: Keeps
 
-    def memory_of(self, config: Fields) -> Memory | None:
-        """The memory of this direction."""
-        return config.up if self is UP else config.down
-
     def references(self, memory: Memory | None) -> tuple[Keeps, Keeps]:
         """Which reference a sender has, and which one is kept where messages arrive."""
         return (Keeps.SHARED, Keeps.SHARED) if memory is not None and memory.shared else (self.sent, self.received)
@@ -86,15 +82,15 @@ DOWN = Direction(Keeps.DOWN_ERROR, Keeps.DOWN_REFERENCE, Keeps.DOWN_REFERENCE)
 
 def kinds(config: Fields) -> list[Keeps]:
     """What a configuration keeps, in a fixed order."""
-    every = [kind for direction in (UP, DOWN) for kind in direction.kinds(direction.memory_of(config))]
-    return list(dict.fromkeys(every))
+    return list(dict.fromkeys([*UP.kinds(config.up), *DOWN.kinds(config.down)]))
 
 
 class MemoryStore:
     """What one rank keeps: a flat tensor of each kind for each parameter, zero at first; none without a memory.
 
     Args:
-        config: the configuration, with its reducer chosen.
+        kinds: what is kept.
+        block_size: the most coordinates of a block.
         owners: number of ranks among which the blocks are divided, each of which averages the messages of its own, and
             keeps what belongs to that (see `layout.place_by_owner`); 1 where every rank averages all messages.
         sizes: number of coordinates of each compressed parameter, by parameter number.
@@ -103,14 +99,22 @@ class MemoryStore:
     """
 
     def __init__(
-        self, config: Fields, owners: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
+        self,
+        kinds: Sequence[Keeps],
+        block_size: int,
+        owners: int,
+        sizes: Mapping[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.kinds = kinds(config)
-        self._sizes, self._dtype, self._device = dict(sizes), COMPUTE_DTYPES[dtype], device
+        self.kinds = list(kinds)
         self._owners = owners
+        self._sizes = dict(sizes)
+        self._dtype = COMPUTE_DTYPES[dtype]
+        self._device = device
         #: Consecutive coordinates of each parameter with the same owner.
         self._stripes = {
-            parameter: int(stripe(np.array(-(-size // config.block_size)), owners)) * config.block_size
+            parameter: int(stripe(np.array(-(-size // block_size)), owners)) * block_size
             for parameter, size in sizes.items()
         }
         self._tensors: dict[tuple[Keeps, int], Tensor] = {}

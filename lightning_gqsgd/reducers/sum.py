@@ -43,9 +43,9 @@ class Sum(Reducer):
     adds_codes: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size, summed=ranks)
-        self.link = Link(config, q, UP, scales_travel=False)
+        ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size, summed=ranks)
+        self.link = Link(setting, q, UP, scales_travel=False)
         self.needs_copy = self.link.needs_copy
         raw = table[:, RAW] == 1
         self.layout = place(table[~raw], q, shards=1, scale_bytes=0, raw_bytes=0)
@@ -56,12 +56,12 @@ class Sum(Reducer):
         self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
 
     @staticmethod
-    def check(config: Fields, codec: Codec) -> None:
+    def check(codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: codes have to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
             others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
             raise ConfigError(
-                f"reducer='sum' cannot add codes of codec={config.codec!r}; take codec='linear', or reducer={others}"
+                f"reducer='sum' cannot add codes of codec={codec.name!r}; take codec='linear', or reducer={others}"
             )
         if not codec.leaves_room_for_sums:
             raise ConfigError(

@@ -84,9 +84,9 @@ class Tree(Reducer):
     adds_codes: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, self.ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size, summed=self.ranks)
-        self.link = Link(config, q, UP, scales_travel=False)
+        self.ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size, summed=self.ranks)
+        self.link = Link(setting, q, UP, scales_travel=False)
         self.needs_copy = self.link.needs_copy
         raw, inner = table[:, RAW] == 1, 1 << (self.ranks.bit_length() - 1)
         # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
@@ -99,7 +99,7 @@ class Tree(Reducer):
         self.sent_bytes += codes_bytes if self.ranks > inner else 0
 
     @staticmethod
-    def check(config: Fields, codec: Codec) -> None:
+    def check(codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: codes have to be powers of two."""
         if not codec.adds_in_pairs:
             raise ConfigError("reducer='tree' adds powers of two: it needs codec='exponential' with mantissa=0")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, place_by_owner
 from lightning_gqsgd.kernels.protocol import Own
@@ -35,23 +34,17 @@ class TwoShot(Reducer):
     owns_shards: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, self.ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size)
-        self.up, self.down = Link(config, q, UP), Link(config, q, DOWN)
+        self.ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size)
+        self.up = Link(setting, q, UP)
+        self.down = Link(setting, q, DOWN)
         self.needs_copy = self.up.needs_copy or self.down.needs_copy
         sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
-        self.layout = place_by_owner(table, q, shards=self.ranks, **sizes, striped=config.remembers)
+        self.layout = place_by_owner(
+            table, q, shards=self.ranks, **sizes, striped=self.up.remembers or self.down.remembers
+        )
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
-
-    @staticmethod
-    def check(config: Fields, codec: Codec) -> None:
-        """See `reducers.base.Reducer.check`."""
-        if codec.biased_by and config.memory_down == "auto":
-            raise ConfigError(
-                "a biased codec loses on the way back, too: give memory_down='ef' or 'ef21' ('none' if you mean to do "
-                "without), or reducer='gather', which has no way back"
-            )
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:

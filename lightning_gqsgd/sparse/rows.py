@@ -105,9 +105,9 @@ class CodedRows:
 
     def __init__(self, table: Table, setting: Setting, keys: StepKeys) -> None:
         self._table, self._keys, self._dtype = table, keys, COMPUTE_DTYPES[setting.dtype]
-        self._quantiser = setting.codec.quantiser(setting.config.block_size)
+        self._quantiser = setting.codec.quantiser(setting.block_size)
         self._scale_bytes, self._raw_bytes = setting.scale_bytes, setting.raw_bytes
-        self._link = Link(setting.config, self._quantiser, UP)
+        self._link = Link(setting, self._quantiser, UP)
         self._store = new_store(setting.config, 1, {}, setting.dtype, torch.device("cpu"))
 
     def nbytes(self, count: int) -> int:

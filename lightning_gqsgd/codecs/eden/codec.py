@@ -32,7 +32,7 @@ in one order (`folded`), so that all kernels give the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -47,9 +47,6 @@ from lightning_gqsgd.kernels.packing import code_bytes, pack, read_scales, unpac
 from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.rotation import SHORTEST, padded, transformed
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE, Key, ScaleFormat, magnitudes
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -184,6 +181,7 @@ class EdenCodec(Codec):
 
     bits: int
 
+    name: ClassVar[str] = "eden"
     default_bits: ClassVar[int] = 2
     widths: ClassVar[range] = range(1, max(LLOYD_MAX) + 1)
     takes_norm: ClassVar[bool] = False
@@ -191,28 +189,32 @@ class EdenCodec(Codec):
     unbiased_over: ClassVar[str] = "rotations"
 
     @classmethod
-    def of(cls, config: Fields) -> EdenCodec:
-        """The codec of a configuration.
+    def of(cls, bits: int) -> EdenCodec:
+        """Returns the codec with so many bits.
+
+        Args:
+            bits: bits of a code, 1 to 4.
 
         Raises:
-            ConfigError: a number of bits, a block size or a rotation that does not go with it.
+            ConfigError: the codec has no levels for so many bits.
         """
-        bits: int = config.num_bits
         check_integer("bits", bits, 1, 8)
         if bits > max(LLOYD_MAX):
             raise ConfigError(
                 f"codec='eden' has levels for bits=1 to {max(LLOYD_MAX)}, not {bits}; take codec='companded', which "
                 "has as small an error from 4 bits on"
             )
-        if config.rotation:
+        return cls(bits)
+
+    def check_blocks(self, block_size: int, *, rotation: bool) -> None:
+        """See `Codec.check_blocks`: blocks are turned whole, and once."""
+        if rotation:
             raise ConfigError("codec='eden' turns every block itself; take rotation=False")
-        size = config.block_size
-        if size < SHORTEST or size & (size - 1):
+        if block_size < SHORTEST or block_size & (block_size - 1):
             raise ConfigError(
                 f"codec='eden' turns blocks whole, and needs a block_size that is a power of two of at least "
-                f"{SHORTEST}, not {size}; take e.g. block_size=256"
+                f"{SHORTEST}, not {block_size}; take e.g. block_size=256"
             )
-        return cls(bits)
 
     def describe(self) -> tuple[str, list[str]]:
         """Bits per coordinate, and what they are."""

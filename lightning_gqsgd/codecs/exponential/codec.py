@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, magnitudes
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 #: The largest number of mantissa bits: with more, the levels are nearly uniform.
 MAX_MANTISSA = 3
@@ -125,23 +122,28 @@ class ExponentialCodec(Codec):
     mantissa: int = 0
     most: int | None = None
 
+    name: ClassVar[str] = "exponential"
     fields: ClassVar[frozenset[str]] = frozenset({"levels", "mantissa"})
 
     @classmethod
-    def of(cls, config: Fields) -> ExponentialCodec:
-        """The codec of a configuration.
+    def of(cls, bits: int, *, levels: int | None = None, mantissa: int = 0) -> ExponentialCodec:
+        """Returns the codec with so many bits.
+
+        Args:
+            bits: bits of a code, 2 to 8.
+            levels: see ``most``.
+            mantissa: bits between two powers of two.
 
         Raises:
-            ConfigError: a number of bits or levels that the codec cannot have.
+            ConfigError: the codec cannot have such a number.
         """
-        bits: int = config.num_bits
         check_integer("bits", bits, 1, 8)
         if bits < 2:
             raise ConfigError(
                 "codec='exponential' needs a bit for the sign and one for the magnitude; take bits=2 or more"
             )
-        check_levels(config.levels, bits)
-        return cls(bits, config.mantissa, config.levels)
+        check_levels(levels, bits)
+        return cls(bits, mantissa, levels)
 
     @property
     def adds_in_pairs(self) -> bool:

@@ -23,15 +23,12 @@ nearest one, which is off by at most 2^-9 of the sum. There are n - 1 additions 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import narrowing
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 #: Bits per coordinate, and the reducer that each number of bits has.
 REDUCER_OF_BITS = {16: "bf16", 32: "native"}
@@ -62,33 +59,27 @@ class FloatCodec(Codec):
 
     bits: int
 
+    name: ClassVar[str] = "float"
     default_bits: ClassVar[int] = 32
     default_block_size: ClassVar[int] = narrowing.BLOCK
     has_scale: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, config: Fields) -> FloatCodec:
-        """The codec of a configuration.
+    def of(cls, bits: int) -> FloatCodec:
+        """Returns the codec of numbers with so many bits.
 
         Raises:
-            ConfigError: another number of bits, or a field for codes of fewer bits.
+            ConfigError: another number of bits than 16 and 32.
         """
-        if config.num_bits not in REDUCER_OF_BITS:
-            raise ConfigError(f"codec='float' has bits=16 or bits=32, not {config.num_bits}; leave codec out")
-        if config.reducer != REDUCER_OF_BITS[config.num_bits]:
-            raise ConfigError(
-                f"bits={config.num_bits} is averaged by the backend's own all-reduce, not by "
-                f"reducer={config.reducer!r}; leave reducer out, or take at most 8 bits"
-            )
-        if config.rotation:
-            raise ConfigError(f"rotation=True is for codes of 1 to 8 bits, not bits={config.num_bits}; leave it out")
-        if config.exclude and config.num_bits == 16:
-            raise ConfigError(
-                f"bits=16 rounds every parameter to bf16, so exclude={config.exclude} cannot be kept; leave exclude "
-                "out, or take bits=32 or at most 8 bits"
-            )
-        return cls(config.num_bits)
+        if bits not in REDUCER_OF_BITS:
+            raise ConfigError(f"codec='float' has bits=16 or bits=32, not {bits}; leave codec out")
+        return cls(bits)
+
+    def check_blocks(self, block_size: int, *, rotation: bool) -> None:
+        """See `Codec.check_blocks`: there are no blocks to turn."""
+        if rotation:
+            raise ConfigError(f"rotation=True is for codes of 1 to 8 bits, not bits={self.bits}; leave it out")
 
     def describe(self) -> tuple[str, list[str]]:
         """Bits per coordinate, and what they are."""

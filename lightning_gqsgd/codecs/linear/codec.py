@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from lightning_gqsgd.codecs.variance import omega_linear, omega_subtractive
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
 from lightning_gqsgd.kernels.protocol import Kind
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 DITHERS = ("adaptive", "subtractive", "stochastic", "nearest")
 
@@ -164,30 +161,35 @@ class LinearCodec(Codec):
     dither: str
     most: int | None = None
 
+    name: ClassVar[str] = "linear"
     fields: ClassVar[frozenset[str]] = frozenset({"levels", "dither"})
     widths: ClassVar[range] = range(1, 9)
     adds_as_integers: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, config: Fields) -> LinearCodec:
-        """The codec of a configuration.
+    def of(cls, bits: int, *, levels: int | None = None, dither: str = "adaptive") -> LinearCodec:
+        """Returns the codec with so many bits.
+
+        Args:
+            bits: bits of a code, 1 to 8.
+            levels: see ``most``.
+            dither: see the class.
 
         Raises:
-            ConfigError: a number of bits or levels that the codec cannot have.
+            ConfigError: the codec cannot have such a number.
         """
-        bits: int = config.num_bits
         check_integer("bits", bits, 1, 8)
-        if bits == 1 and config.dither == "stochastic":
+        if bits == 1 and dither == "stochastic":
             raise ConfigError(
                 "bits=1 cannot hold the three levels (-1, 0, 1) of stochastic rounding; take bits=2 or "
                 "dither='subtractive'"
             )
-        if config.levels is not None and config.dither != "stochastic":
+        if levels is not None and dither != "stochastic":
             raise ConfigError(
-                f"levels={config.levels} is for codec='exponential', or 'linear' with dither='stochastic'; leave it out"
+                f"levels={levels} is for codec='exponential', or 'linear' with dither='stochastic'; leave it out"
             )
-        check_levels(config.levels, bits)
-        return cls(bits, config.dither, config.levels)
+        check_levels(levels, bits)
+        return cls(bits, dither, levels)
 
     @property
     def biased_by(self) -> str:

@@ -9,33 +9,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
 from lightning_gqsgd.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 
 @dataclass(frozen=True)
 class SignCodec(Codec):
     """One bit per coordinate."""
 
+    name: ClassVar[str] = "sign"
     default_bits: ClassVar[int] = 1
     bits = 1
     takes_norm: ClassVar[bool] = False  # the scale is the mean magnitude
 
     @classmethod
-    def of(cls, config: Fields) -> SignCodec:
-        """The codec of a configuration.
+    def of(cls, bits: int) -> SignCodec:
+        """Returns the codec.
 
         Raises:
             ConfigError: a number of bits other than 1.
         """
-        if config.num_bits != 1:
-            raise ConfigError(f"codec='sign' has bits=1, not {config.num_bits}; leave bits out")
+        if bits != 1:
+            raise ConfigError(f"codec='sign' has bits=1, not {bits}; leave bits out")
         return cls()
 
     @property

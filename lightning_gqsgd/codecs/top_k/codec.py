@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from lightning_gqsgd.kernels.layout import CODES, LENGTH
 from lightning_gqsgd.kernels.packing import bytes_of, positions
 from lightning_gqsgd.kernels.protocol import Kind, Lengths
 from lightning_gqsgd.kernels.wire import Key, magnitudes
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 #: Bits of a kept coordinate that does not travel whole; see `coarse_top_k`.
 FEW_BITS = (2, 3, 4)
@@ -95,30 +92,38 @@ class TopKCodec(Codec):
     density: float
     bits: int = 32
 
+    name: ClassVar[str] = "top_k"
     fields: ClassVar[frozenset[str]] = frozenset({"density"})
     default_bits: ClassVar[int] = 32
     has_scale: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, config: Fields) -> TopKCodec:
-        """The codec of a configuration.
+    def of(cls, bits: int, *, density: float = 0.01) -> TopKCodec:
+        """Returns the codec that keeps a share of all coordinates.
+
+        Args:
+            bits: bits of a kept coordinate; 32: they are kept whole.
+            density: the share.
 
         Raises:
-            ConfigError: a number of bits, a density or a rotation that does not go with it.
+            ConfigError: another number of bits, or a share of nothing.
         """
-        if config.num_bits not in (32, *FEW_BITS):
+        if bits not in (32, *FEW_BITS):
             raise ConfigError(
-                f"codec='top_k' sends whole what it keeps, which is bits=32, or at few bits, not bits="
-                f"{config.num_bits}; take one of {', '.join(map(str, FEW_BITS))}, or leave bits out"
+                f"codec='top_k' sends whole what it keeps, which is bits=32, or at few bits, not bits={bits}; take one "
+                f"of {', '.join(map(str, FEW_BITS))}, or leave bits out"
             )
-        if not config.density:
+        if not density:
             raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
-        if config.rotation:
+        return cls(density, bits)
+
+    def check_blocks(self, block_size: int, *, rotation: bool) -> None:
+        """See `Codec.check_blocks`: a turned block has no large coordinates."""
+        if rotation:
             raise ConfigError(
                 "rotation=True leaves no large coordinates for codec='top_k' to keep; take rotation=False"
             )
-        return cls(config.density, config.num_bits)
 
     @property
     def biased_by(self) -> str:
