@@ -130,7 +130,7 @@ def uncompressed(setting: Setting) -> Setting:
     Where parameters would be rounded to bf16, the setting of `native`.
 
     No coordinate is quantised, so the fields about the codec are left at their defaults. The codec itself stays, so
-    that no other kernel has to be compiled; companded codes are in the place of a biased one, which would need a memory.
+    that no other kernel has to be compiled; companded codes take the place of a biased one, which would need a memory.
     """
     config = setting.config
     codec = CODECS["companded"] if setting.codec.biased_by else type(setting.codec)
