@@ -70,7 +70,8 @@ def check_reducer(config: Fields) -> None:
     Raises:
         ConfigError: the reducer does not go with the codec, or with the scales, memories or coder that are asked for.
     """
-    codec, name = codec_of(config), config.reducer
+    codec = codec_of(config)
+    name = config.reducer
     if config.scale == "global" and not codec.leaves_room_for_sums:
         raise ConfigError(
             f"bits={codec.bits} leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'"

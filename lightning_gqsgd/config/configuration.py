@@ -370,7 +370,8 @@ class GQSGDConfig(Fields):
         widths = CODECS[self.codec].widths
         others = [bits for bits in self.allow if bits not in widths and bits not in REDUCER_OF_BITS]
         if others:
-            least, most = min(widths), max(widths)
+            least = min(widths)
+            most = max(widths)
             raise ConfigError(
                 f"allow={self.allow} asks for bits={' or '.join(map(str, others))}, and codec={self.codec!r} has "
                 f"{least} to {most}; allow 32, 16 and {least} to {most}, e.g. allow={(32, most, most // 2)}"
@@ -403,7 +404,8 @@ class GQSGDConfig(Fields):
 
     def _check_codec(self) -> None:
         """Check what belongs to the codec and to its scales, and that nothing of another codec is set."""
-        own, usual = CODECS[self.codec].fields, {"levels": None, "mantissa": 0, "density": 0.01}
+        own = CODECS[self.codec].fields
+        usual = {"levels": None, "mantissa": 0, "density": 0.01}
         for name, value in usual.items():
             if name not in own and getattr(self, name) != value:
                 others = [codec for codec, kind in CODECS.items() if name in kind.fields]

@@ -18,10 +18,10 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
 
     Raises:
         ConfigError: bits are to be chosen while training, or given by name (see `resolve_each`); see also
-            `reducers.choose_reducer`, `reducers.hierarchical.level_or_levels` and `memory.resolve_memory`.
+            `reducers.choose_reducer`, `reducers.hierarchical.level_or_levels` and `reducers.memory.resolve_memory`.
 
     Warns:
-        StabilityWarning: see `memory.resolve_memory`.
+        StabilityWarning: see `reducers.memory.resolve_memory`.
     """
     if config.chooses_bits:
         allowed = ", ".join(map(str, config.allow))

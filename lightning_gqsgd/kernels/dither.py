@@ -31,7 +31,8 @@ def words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
     Args:
         places: numbers that are hashed with the block, int64 [width] or [B, width].
     """
-    parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
+    parameter = blocks[:, PARAMETER]
+    index = blocks[:, INDEX]
     a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
     b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
     return _finish(_start((a[:, None] + places) & _MASK) ^ b[:, None])

@@ -233,7 +233,9 @@ def runs(table: np.ndarray, block_size: int) -> list[Run]:
     """The longest runs of blocks that are not raw, whatever the order of the blocks."""
     table = table[table[:, RAW] == 0]
     table = table[np.argsort(table[:, START], kind="stable")]
-    start, parameter, numel = table[:, START], table[:, PARAMETER], table[:, LENGTH]
+    start = table[:, START]
+    parameter = table[:, PARAMETER]
+    numel = table[:, LENGTH]
     offset = table[:, INDEX] * block_size
     goes_on = parameter[1:] == parameter[:-1]
     for at in (start, offset):
@@ -349,7 +351,9 @@ def _placed(
 
     A shard's message has the scales, the codes and the uncompressed blocks, in this order.
     """
-    table, record, raw = table.copy(), record[order], table[order, RAW] == 1
+    raw = table[order, RAW] == 1
+    record = record[order]
+    table = table.copy()
     shard = np.repeat(np.arange(len(first) - 1), np.diff(first))
     scales, scales_bytes = _positions(np.where(raw, 0, scale_bytes), first, shard)
     codes, codes_bytes = _positions(np.where(raw, 0, record), first, shard)

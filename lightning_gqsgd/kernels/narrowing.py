@@ -9,7 +9,8 @@ from torch import Tensor
 BLOCK = 1024
 
 #: Bits of infinity, and of all numbers without their sign.
-_INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
 #: What makes the upper half of a NaN a NaN, whatever the lower half was.
 _QUIET = 0x40
 

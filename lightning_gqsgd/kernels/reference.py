@@ -153,7 +153,8 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
     """Write the records of all blocks; ``values``: their coordinates, [B, block_size]."""
     raw = blocks[:, RAW] == 1
     pack_raw(values[raw], blocks[raw], wire)
-    coded, values = blocks[~raw], values[~raw]
+    coded = blocks[~raw]
+    values = values[~raw]
     if not len(coded):
         return
     if q.is_whole:

@@ -41,7 +41,8 @@ def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -
 
 def transformed(values: Tensor, blocks: Tensor) -> Tensor:
     """The orthonormal Hadamard transforms of the coordinates of blocks, [B, width], in parts of powers of two."""
-    width, values = values.shape[1], values.clone()
+    width = values.shape[1]
+    values = values.clone()
     start = torch.zeros_like(blocks[:, LENGTH])
     for power in (1 << k for k in reversed(range(width.bit_length()))):
         has_part = (blocks[:, LENGTH] & power) != 0

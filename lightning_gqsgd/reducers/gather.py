@@ -84,7 +84,8 @@ class Gather(Reducer):
         """The same through Elias codes, which are as long as the longest rank's on the wire."""
         from lightning_gqsgd.reducers.elias import streams as elias  # Numba takes a second to import
 
-        blocks, q = self.layout.blocks, self.link.quantiser
+        blocks = self.layout.blocks
+        q = self.link.quantiser
         stream = elias.compress(sent, blocks, q)
         lengths = torch.empty(self.ranks, 1, dtype=torch.int64, device="cpu")
         yield (Exchange("all_gather", lengths, torch.tensor([len(stream)], device="cpu")),)

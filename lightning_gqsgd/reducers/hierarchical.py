@@ -70,9 +70,11 @@ class Hierarchical(Reducer):
     needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        size, nodes = setting.config.node_size, setting.ranks // setting.config.node_size
+        size = setting.config.node_size
+        nodes = setting.ranks // setting.config.node_size
         config = between_nodes(setting.config, setting.ranks)
-        self.node, self.peers = Scope("node", size), Scope("peers", size)
+        self.node = Scope("node", size)
+        self.peers = Scope("peers", size)
         self.peer_stages = FLAT[config.reducer].stages(config, nodes)
         tables = _divided(table, size)
         self.numels = [int(part[:, LENGTH].sum()) for part in tables]
@@ -86,13 +88,15 @@ class Hierarchical(Reducer):
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
-        between, nodes = between_nodes(config, ranks), ranks // config.node_size
+        between = between_nodes(config, ranks)
+        nodes = ranks // config.node_size
         return 2 + FLAT[between.reducer].stages(between, nodes)
 
     @classmethod
     def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
         """See `reducers.base.Reducer.scopes`. The first stage also has what telemetry samples, between all ranks."""
-        node, peers = Scope("node", config.node_size), Scope("peers", config.node_size)
+        node = Scope("node", config.node_size)
+        peers = Scope("peers", config.node_size)
         return [(ALL, node), *[(peers,)] * (cls.stages(config, ranks) - 2), (node,)]
 
     @staticmethod
@@ -102,8 +106,10 @@ class Hierarchical(Reducer):
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        size, nodes = self.node.node_size, len(keys.up) // self.node.node_size
-        place, node = rank % size, rank // size
+        size = self.node.node_size
+        nodes = len(keys.up) // self.node.node_size
+        place = rank % size
+        node = rank // size
         mine = self.numels[place]
         parts = torch.empty(size, mine, dtype=x.dtype, device=x.device)
         yield (Exchange("all_to_all", parts.view(-1), x, ([mine] * size, self.numels), self.node),)
@@ -120,7 +126,8 @@ class Hierarchical(Reducer):
 
     def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Average a shard over nodes, in the same number of stages at every place: they share the groups' order."""
-        between, stages = self.between[place], self.peer_stages
+        between = self.between[place]
+        stages = self.peer_stages
         bad: Count = 0
         if between is not None:
             steps = reduced(between, shard, node, keys, store)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Recursion(NamedTuple):
-    """The numbers of a direction's memory; see `memory.Memory`."""
+    """The numbers of a direction's memory; see `spec.memories.Memory`."""
 
     alpha: float
     beta: float
@@ -211,7 +211,8 @@ class Outgoing:
 
     def encode(self, wire: Tensor, key: Key) -> Trace:
         """Write the message, uint8 [bytes], with dither from ``key``."""
-        link, scales = self._link, self._scales
+        link = self._link
+        scales = self._scales
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
@@ -243,7 +244,9 @@ class _Remembering(Outgoing):
         super().encode(wire, key)
         if self.recursion.shared:
             return _Result(self) if self._link.direction is UP else NO_TRACE
-        link, blocks, decoded = self._link, self._part.blocks, torch.zeros_like(self._input)
+        link = self._link
+        blocks = self._part.blocks
+        decoded = torch.zeros_like(self._input)
         kernels = kernels_for(wire.device)
         if link.quantiser.summable:
             kernels.decode_sum(wire, self.find_scales(), blocks, decoded, link.quantiser, (key,))
@@ -282,11 +285,15 @@ class _Lost:
     """
 
     def __init__(self, sender: _Remembering, direction: Direction, decoded: Tensor) -> None:
-        self._sender, self._direction, self._decoded = sender, direction, decoded
+        self._sender = sender
+        self._direction = direction
+        self._decoded = decoded
 
     def commit(self, result: Tensor) -> None:
         """See `Trace.commit`."""
-        sender, kinds, finite = self._sender, self._direction, result.isfinite()
+        sender = self._sender
+        kinds = self._direction
+        finite = result.isfinite()
         if sender.error is not None:
             error = (sender.error * sender.recursion.beta).add_(sender.target).sub_(self._decoded)
             sender.store.store(kinds.error, sender.runs, torch.where(finite, error, sender.error))

@@ -135,7 +135,8 @@ class MemoryStore:
         """What this rank keeps of a parameter: zeros if there is nothing yet; of the same length on every rank."""
         key = (kind, parameter)
         if key not in self._tensors:
-            size, owned = self._sizes[parameter], self._stripes[parameter]
+            size = self._sizes[parameter]
+            owned = self._stripes[parameter]
             share = -(-size // (owned * self._owners_of(kind))) * owned
             with torch.inference_mode(False):  # a state may be saved there, and training changes the tensor later
                 self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)

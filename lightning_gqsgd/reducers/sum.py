@@ -83,7 +83,9 @@ class Sum(Reducer):
         return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
 
     def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.link.quantiser
+        kernels = kernels_for(x.device)
+        layout = self.layout.on(x.device)
+        q = self.link.quantiser
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)

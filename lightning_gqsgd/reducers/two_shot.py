@@ -88,7 +88,8 @@ class TwoShot(Reducer):
         store: MemoryStore,
     ) -> Trace:
         """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from."""
-        part, q = layout.shard(rank), self.up.quantiser
+        part = layout.shard(rank)
+        q = self.up.quantiser
         if self.up.plain and self.down.plain:
             own = Own(rank, x, keys.rotation if self.up.fuses else None)
             kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, own)

@@ -61,7 +61,7 @@ class VirtualRanks:
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def errors(self) -> Tensor:
-        """What each rank remembers of the errors of its own messages, e of `memory.Memory`: [ranks, d].
+        """What each rank remembers of the errors of its own messages, e of `spec.memories.Memory`: [ranks, d].
 
         Raises:
             ConfigError: the configuration has no error memory.

@@ -89,7 +89,8 @@ class Curve:
     def of(cls, levels: int) -> Curve:
         """The numbers for K = ``levels`` levels."""
         middle = (levels - 1) / 2
-        slope, stretch = SLOPE * middle, (1 + SLOPE) * middle
+        slope = SLOPE * middle
+        stretch = (1 + SLOPE) * middle
         return cls(middle, slope, 1 / stretch, stretch, slope / 2, slope * slope / 4)
 
 
@@ -130,7 +131,8 @@ class CompandedQuantiser:
         """See `kernels.protocol.ScaledQuantiser.encode`; a block's flag says that it is rounded stochastically."""
         stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
-        middle, zero = ((levels - 1) / 2).to(scales.dtype), levels // 2
+        middle = ((levels - 1) / 2).to(scales.dtype)
+        zero = levels // 2
         y = values * levels_per_unit(scales, middle)[:, None]
         y = torch.where(stochastic[:, None], y, self._compressed(y)).clamp(-middle[:, None], middle[:, None])
         shifted = y + (uniform.to(y.dtype) - (zero - middle)[:, None])
@@ -146,13 +148,15 @@ class CompandedQuantiser:
     def _compressed(self, x: Tensor) -> Tensor:
         """The inverse of g; ``x``: coordinates in units of M/m."""
         curve = self.curve
-        root_squared, stretch = x.new_tensor(curve.root_squared), x.new_tensor(curve.stretch)
+        root_squared = x.new_tensor(curve.root_squared)
+        stretch = x.new_tensor(curve.stretch)
         y = (x.abs() * stretch + root_squared).sqrt() - x.new_tensor(curve.root)
         return torch.copysign(y, x)
 
     def _expanded(self, z: Tensor) -> Tensor:
         """The decoder d: coordinates in units of M/m."""
-        curve, r = self.curve, (z + 0.5).floor()
+        curve = self.curve
+        r = (z + 0.5).floor()
         return (z * z.new_tensor(curve.slope) + r.abs() * (z + (z - r))) * z.new_tensor(curve.shrink)
 
 

@@ -62,7 +62,9 @@ class Companded(NamedTuple):
 @lru_cache
 def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Companded:
     """The constants of a quantiser, for messages of so many sources."""
-    share, real, curve = Share.of(sources), float_type(dtype), q.curve
+    share = Share.of(sources)
+    real = float_type(dtype)
+    curve = q.curve
     return Companded(
         form=form_of(dtype),
         bits=q.bits,

@@ -85,7 +85,8 @@ class EdenQuantiser:
 
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
         """See `kernels.protocol.WholeQuantiser.write`."""
-        form, whole = SCALE_FORMATS[values.dtype], self._whole(blocks)
+        form = SCALE_FORMATS[values.dtype]
+        whole = self._whole(blocks)
         largest = form.rounded_up(magnitudes(values).amax(dim=1).long())
         finite = largest < form.infinity
         down, up = powers_of_two(largest, form)
@@ -111,7 +112,8 @@ class EdenQuantiser:
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
         """See `kernels.protocol.WholeQuantiser.read`. A block whose scale is not finite is NaN everywhere."""
-        form, whole = SCALE_FORMATS[dtype], self._whole(blocks)
+        form = SCALE_FORMATS[dtype]
+        whole = self._whole(blocks)
         bits, _ = form.received(read_scales(wire, blocks, form))
         scales, finite = form.scales(bits)
         codes = unpack(wire, whole, self.bits, self.block_size, summable=False)

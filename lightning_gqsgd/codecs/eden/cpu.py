@@ -54,7 +54,8 @@ class Eden(NamedTuple):
 @lru_cache
 def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
     """The constants of a quantiser, for messages of so many sources."""
-    share, real = Share.of(sources), float_type(dtype)
+    share = Share.of(sources)
+    real = float_type(dtype)
     magnitudes = np.array(q.magnitudes).astype(real)
     return Eden(
         form=form_of(dtype),

@@ -77,7 +77,8 @@ class ExponentialQuantiser:
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
         """See `kernels.protocol.ScaledQuantiser.decode`: levels need no dither."""
         cut, bits_of_one = self._cut(scales.dtype)
-        magnitude, sign = codes & ((1 << (self.bits - 1)) - 1), codes >> (self.bits - 1)
+        magnitude = codes & ((1 << (self.bits - 1)) - 1)
+        sign = codes >> (self.bits - 1)
         y = SCALE_FORMATS[scales.dtype].floats((magnitude + (bits_of_one - self.magnitudes)) << cut)
         limit = torch.finfo(scales.dtype).max
         return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
@@ -89,10 +90,13 @@ class ExponentialQuantiser:
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
         """See `kernels.protocol.PairwiseQuantiser.combine`; the module has the rule, for codes without mantissa."""
-        mask, sign = (1 << (self.bits - 1)) - 1, 1 << (self.bits - 1)
+        mask = (1 << (self.bits - 1)) - 1
+        sign = 1 << (self.bits - 1)
         swap = (others & mask) > (codes & mask)
-        large, small = torch.where(swap, others, codes), torch.where(swap, codes, others)
-        a, b = large & mask, small & mask
+        large = torch.where(swap, others, codes)
+        small = torch.where(swap, codes, others)
+        a = large & mask
+        b = small & mask
         opposite = ((large ^ small) & sign) != 0
         distance = a - b - opposite.long()
         fires = words < (1 << (32 - distance.clamp(0, 32)))

@@ -67,7 +67,9 @@ class Exponential(NamedTuple):
 @lru_cache
 def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Exponential:
     """The constants of a quantiser, for messages or sums of so many sources."""
-    share, real, wide = Share.of(sources), float_type(dtype), integer_type(dtype)
+    share = Share.of(sources)
+    real = float_type(dtype)
+    wide = integer_type(dtype)
     cut = np.finfo(real).nmant - q.mantissa
     offset = ((1 << (np.finfo(real).nexp - 1)) - 1 << q.mantissa) - q.magnitudes
     smallest = wide((offset + 1) << cut).view(real)

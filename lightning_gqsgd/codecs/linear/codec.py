@@ -75,7 +75,8 @@ class LinearQuantiser:
         """See `kernels.protocol.ScaledQuantiser.encode`; a block's flag says that it is rounded stochastically."""
         stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
-        middle, zero = ((levels - 1) / 2).to(scales.dtype), levels // 2
+        middle = ((levels - 1) / 2).to(scales.dtype)
+        zero = levels // 2
         y = (values * levels_per_unit(scales, middle)[:, None]).clamp(-middle[:, None], middle[:, None])
         if self.nearest:  # were zeros always rounded to the same side, the errors of all ranks would add up
             uniform = torch.where(values == 0, uniform, 0.5)

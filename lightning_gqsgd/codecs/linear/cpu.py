@@ -57,7 +57,8 @@ class Linear(NamedTuple):
 @lru_cache
 def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
     """The constants of a quantiser, for messages of so many sources."""
-    share, real = Share.of(sources), float_type(dtype)
+    share = Share.of(sources)
+    real = float_type(dtype)
     return Linear(
         form=form_of(dtype),
         bits=q.bits,

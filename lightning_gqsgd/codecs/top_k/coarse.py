@@ -97,7 +97,8 @@ class CoarseTopKQuantiser:
         places = magnitudes(values).topk(count, dim=1).indices.sort(dim=1).values
         kept = values.gather(1, places)
         size = kept.double().abs()
-        low, high = size.amin(dim=1, keepdim=True), size.amax(dim=1, keepdim=True)
+        low = size.amin(dim=1, keepdim=True)
+        high = size.amax(dim=1, keepdim=True)
         share = torch.where(high > low, (size - low) / (high - low), 0.0)
         cell = (share.nan_to_num() * self.cells).long().clamp(max=self.cells - 1)
         total = torch.zeros(len(values), self.cells, dtype=torch.float64, device=values.device)

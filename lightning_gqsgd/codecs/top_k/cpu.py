@@ -41,7 +41,8 @@ class TopK(NamedTuple):
 @lru_cache
 def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
     """The constants of a quantiser, for messages of so many sources."""
-    share, real = Share.of(sources), float_type(dtype)
+    share = Share.of(sources)
+    real = float_type(dtype)
     return TopK(form_of(dtype), real(share.each), real(share.rest), q.kept, np.dtype(real).itemsize)
 
 

@@ -55,7 +55,8 @@ def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
     """See `protocol.Kernels.narrow`."""
-    values, bits = x.detach().numpy(), out.view(torch.int16).numpy().view(np.uint16)
+    values = x.detach().numpy()
+    bits = out.view(torch.int16).numpy().view(np.uint16)
     keys = np.array(key, dtype=np.uint32)
     round_blocks(values, blocks.numpy(), keys, np.float32(factor), np.uint32(limit), bits)
 
@@ -91,7 +92,8 @@ def reduce(
     if cpu_family(q.kind) is None:
         reference.reduce(wires, blocks, out, q, keys, out_key, own)
         return
-    received, sent = _received(wires, keys, own.source), _sent(out, out_key, own.x.dtype)
+    received = _received(wires, keys, own.source)
+    sent = _sent(out, out_key, own.x.dtype)
     with _widened(own.x, blocks) as (values, table):
         _run(values, table, q, own.x.dtype, received=received, sent=sent, rotation=own.rotation)
 
@@ -114,7 +116,8 @@ def decode(
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
     """See `protocol.Kernels.decode_sum`."""
-    family, scratch = _family_of(q), _scratch(q.block_size, x.dtype)
+    family = _family_of(q)
+    scratch = _scratch(q.block_size, x.dtype)
     constants = family.constants(q, x.dtype, len(keys))
     with _widened(x, blocks, write=True) as (values, table):
         return family.summed(q)(wire.numpy(), scales.numpy(), table, values, _keys(keys), constants, scratch)
@@ -137,7 +140,8 @@ def _run(
         received = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
     turn = None if rotation is None else Turn.of(rotation, q.block_size, dtype)
     sent = sent or _sent(torch.empty(0, dtype=torch.uint8, device="cpu"), (0, 0), dtype)
-    constants, scratch = family.constants(q, dtype, sources), _scratch(q.block_size, dtype)
+    constants = family.constants(q, dtype, sources)
+    scratch = _scratch(q.block_size, dtype)
     return family.codec(q)(values, table, received, sent, turn, constants, scratch)
 
 
@@ -158,7 +162,8 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
         write: whether to put the coordinates back into ``x`` afterwards. What lies between the blocks comes back as it
             was.
     """
-    compute, x = COMPUTE_DTYPES[x.dtype], x.detach()
+    compute = COMPUTE_DTYPES[x.dtype]
+    x = x.detach()
     if not len(blocks):
         yield np.empty(0, float_type(x.dtype)), blocks.numpy()
         return

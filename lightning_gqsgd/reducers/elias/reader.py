@@ -3,7 +3,7 @@
 ``at`` is a position in bits. It passes ``end`` by at most one code before that is noticed. Nothing is read at a
 position beyond ``end``.
 
-Common arguments: ``words``, the stream, uint64, with two more words at its end; ``t``, `elias_tables.Tables`;
+Common arguments: ``words``, the stream, uint64, with two more words at its end; ``t``, `tables.Tables`;
 ``codes``, the codes of one block, uint8.
 """
 

@@ -1,6 +1,6 @@
 """QSGD's entropy coder for messages: codes of a fixed width into Elias omega codes, and back, without loss.
 
-`kernels.elias` has the codes of one block, and their sources. A stream has these parts, one after the other:
+`codewords` has the codes of one block, and their sources. A stream has these parts, one after the other:
 
 1. The bytes of the message that belong to no code record: scales, raw records and padding, unchanged, in their order.
 2. The records of all coded blocks, in the order of the table, bit after bit without alignment. The first bit is the
@@ -11,7 +11,7 @@ No lengths are sent, because both sides have the table. Streams come from the ne
 them.
 
 Common arguments: ``message`` uint8 [bytes], one shard's, on the CPU; ``blocks`` its block table, int64 [B, COLUMNS]
-(see `layout`), with positions counted from the start of ``message``; ``q`` the quantiser, of which ``bits`` and
+(see `kernels.layout`), with positions counted from the start of ``message``; ``q`` the quantiser, of which ``bits`` and
 ``odd_levels``, K, matter, and whose codes must be linear and not summable.
 """
 
@@ -91,7 +91,8 @@ def _parts(message: Tensor, blocks: Tensor, q: Quantiser) -> tuple[list[np.ndarr
     Raises:
         ValueError: as `compress`.
     """
-    tables, table = tables_of(levels_of(q)), blocks.numpy()
+    tables = tables_of(levels_of(q))
+    table = blocks.numpy()
     rest = _rest(table, message.numel(), q.bits)
     codes, positions = _scratch(table)
     coded = table[table[:, RAW] != 1, LENGTH]

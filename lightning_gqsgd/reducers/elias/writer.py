@@ -4,7 +4,7 @@ Bits are collected in the 64-bit integer ``bits``. The lowest ``fill`` < 32 of i
 full. They go to ``words``, of 32 bits, at position ``at``. The caller of a kernel puts bytes in order at the end, all
 at once.
 
-Common arguments: ``t``, `elias_tables.Tables`; ``codes``, the codes of one block, uint8; ``positions``, the positions
+Common arguments: ``t``, `tables.Tables`; ``codes``, the codes of one block, uint8; ``positions``, the positions
 of its non-zeros, int32.
 """
 
