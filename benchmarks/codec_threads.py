@@ -25,10 +25,11 @@ from benchmarks.report import Report, present
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import PieceSize, Segment
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.performance.turns import Spread, in_turns, ratio
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.reducers import Setting, new_store, resolve
+from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import Communicator

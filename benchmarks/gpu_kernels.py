@@ -25,8 +25,8 @@ from benchmarks.report import Report, gpu_machine, slug
 from benchmarks.roofline import Fact, save_figure
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place_by_owner
 from lightning_gqsgd.kernels.protocol import Own
-from lightning_gqsgd.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place_by_owner
 from lightning_gqsgd.performance.turns import Case, Clock, EventClock, Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, StepKeys
 from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL

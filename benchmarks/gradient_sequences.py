@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from workloads.characters import CharacterTransformer, load_texts, windows
 from workloads.digits import load_digits
 from workloads.image_files import decode

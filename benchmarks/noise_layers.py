@@ -21,8 +21,8 @@ from torch import Tensor
 from benchmarks.gradient_sequences import TASKS, gradients, segments_of
 from benchmarks.report import Report, present
 from lightning_gqsgd.config import MAX_SLOWDOWN, GQSGDConfig
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseRules, NoiseSums, Way
 from lightning_gqsgd.tuning.sampling import GradientSampler
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from benchmarks.gradient_sequences import TASKS, changes, gradients, images, segments_of
 from benchmarks.report import Report, present
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import MEMORIES, StabilityWarning
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.spec.memories import MEMORIES
 from workloads.characters import load_texts
 
 #: Columns: the fields of a configuration. The last one is DIANA's reference with the same step: one for each rank.

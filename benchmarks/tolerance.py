@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from benchmarks import presets
 from benchmarks.report import Report, present
-from lightning_gqsgd.codecs.companded import CompandedCodec
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.codecs.companded.codec import CompandedCodec
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation import VirtualRanks, relative_error
 
 LIMIT, SMALLEST = 0.04, 1e-7

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Report, present
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation import simulate
 from lightning_gqsgd.simulation.problems import DigitsMLP
 from lightning_gqsgd.simulation.record import Record

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lightning_gqsgd.integrations.ray import RayGQSGDStrategy
     from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.local_steps.optimizer import LocalSteps
-    from lightning_gqsgd.memory import StabilityWarning
     from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad
     from lightning_gqsgd.presets import PRESETS
+    from lightning_gqsgd.reducers.memory import StabilityWarning
     from lightning_gqsgd.simulation import simulate
 
 __version__ = "0.1.0"
@@ -42,11 +42,11 @@ _HOMES = {
     "GQSGDKwargs": "integrations.accelerate",
     "GQSGDState": "hook",
     "LocalSteps": "local_steps.optimizer",
-    "Memory": "memory",
+    "Memory": "spec.memories",
     "PRESETS": "presets",
     "RDAAdagrad": "optim",
     "RayGQSGDStrategy": "integrations.ray",
-    "StabilityWarning": "memory",
+    "StabilityWarning": "reducers.memory",
     "all_reduce": "functional",
     "enable": "integrations.enable",
     "register_gqsgd": "hook",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, describe_difference, listed
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.parameters import Parameter
+from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.transport.communicator import Communicator
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import REDUCERS, Setting, between_nodes, new_store, setting_for
 

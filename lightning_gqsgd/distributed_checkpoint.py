@@ -16,7 +16,7 @@ import torch
 from lightning_gqsgd import checkpoint
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.hook import GQSGDState
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.transport.communicator import Communicator
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.reducers import REDUCERS, Setting, Steps, new_store, setting_for, stages
+from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.transport.agreement import STATE_DIFFERS, Agreed, Card, Stamp, StampCheck, compared
 from lightning_gqsgd.transport.communicator import Communicator

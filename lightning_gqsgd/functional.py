@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import VERSION
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.plan import check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.agreement import Card

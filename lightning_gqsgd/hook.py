@@ -26,19 +26,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import checkpoint
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve_each
 from lightning_gqsgd.copies import DetachedState, say_if_detached
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, MAX_STEP, PLANS_KEPT, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.parameters import Parameter, digest, number_parameters, segments_of
 from lightning_gqsgd.plan import check_parameters
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, new_store, resolve_each
+from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.report import report
 from lightning_gqsgd.sparse.gradients import SparseGradients
 from lightning_gqsgd.sparse.missing import fill_missing_gradients
 from lightning_gqsgd.sparse.options import check_tables, tables_of
+from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.starting import (
     check_divisor,
     check_group,
@@ -55,7 +57,6 @@ from lightning_gqsgd.trained import TrainedParameters, average, start_alike
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
 from lightning_gqsgd.transport.communicator import Communicator, check_timeout, parent_group, patience_of
 from lightning_gqsgd.transport.meeting import Meeting
-from lightning_gqsgd.tuning.decisions import Decision
 from lightning_gqsgd.tuning.plain import PlainPath
 from lightning_gqsgd.tuning.steering import Steering
 from lightning_gqsgd.unaveraged import BackwardWatch
@@ -74,7 +75,7 @@ class GQSGDState:
         config: the configuration, with its reducer chosen; with ``auto`` or ``bits="auto"``, that of the latest step;
             with bits by name, that of the first pattern.
         step: number of reduced backward passes; numbers the dither.
-        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `tuning.decisions.Decision`), in order:
+        decisions: with ``auto`` or ``bits="auto"``, all changes of bits (see `spec.decisions.Decision`), in order:
             what was predicted and measured, and why.
         telemetry: counters of this process.
     """

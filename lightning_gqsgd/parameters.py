@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_gqsgd.bits_by_name import check_matched
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.spec.bits_by_name import check_matched
 
 
 class Parameter(NamedTuple):
@@ -36,7 +36,7 @@ def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> 
     """The parameters of a model, by name and in order, as a configuration sees them.
 
     Raises:
-        ConfigError: a pattern of ``exclude`` matches no parameter; see also `bits_by_name.BitsByName.check`.
+        ConfigError: a pattern of ``exclude`` matches no parameter; see also `spec.bits_by_name.BitsByName.check`.
     """
     check_matched("exclude", config.exclude, list(parameters))
     numbered = [

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import LENGTH, START, Segment, cut, pieces
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import LENGTH, START, Segment, cut, pieces
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, Steps, reduced, run_virtual
 from lightning_gqsgd.reducers.base import HasSteps
+from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.scatter import Scatter
 from lightning_gqsgd.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import Keeps, MemoryStore
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
 
 
 class UnusedParameters:

@@ -46,7 +46,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/integrations/test_lightning": ("lightning_gqsgd/_autoload", "lightning_gqsgd/integrations/"),
     "tests/integrations/test_fabric.py": ("lightning_gqsgd/integrations/fabric",),
     "tests/integrations/test_accelerate.py": ("lightning_gqsgd/integrations/accelerate",),
-    "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/", "lightning_gqsgd/memory.py"),
+    "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/"),
     "tests/unit/test_cuda_kernels": ("lightning_gqsgd/kernels/",),
     "tests/unit/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/kernels/"),
 }

@@ -112,7 +112,7 @@ def _average(device: torch.device) -> None:
     """Average two gradients with the default configuration, once."""
     from lightning_gqsgd.compiling import compile_kernels
     from lightning_gqsgd.config import GQSGDConfig
-    from lightning_gqsgd.reducers import resolve
+    from lightning_gqsgd.config.resolving import resolve
 
     compile_kernels(resolve(GQSGDConfig(), 2), torch.float32, device, 2)
 

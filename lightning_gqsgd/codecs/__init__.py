@@ -1,8 +1,8 @@
 """Codecs: the maths of one direction, from coordinates to integer codes and back.
 
-A family is one file with two classes. The codec has what follows from a configuration: how many levels, which ω, what
-it can be combined with. Its quantiser has the numbers that kernels need, and the readable encoding and decoding. A new
-family is a file, and a line in `CODECS`; fast kernels for it can follow (see `kernels`).
+A family is a folder. Its codec has the numbers of the paper: how many levels, which ω, what it can be combined with.
+Its quantiser has the numbers that kernels need, and the readable encoding and decoding. A new family is a folder, and a
+line in `_ALL`; fast kernels for it can follow (see `kernels.families`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_gqsgd.codecs.base import Codec
-from lightning_gqsgd.codecs.companded import CompandedCodec
-from lightning_gqsgd.codecs.eden import EdenCodec
-from lightning_gqsgd.codecs.exponential import ExponentialCodec
-from lightning_gqsgd.codecs.floats import FloatCodec
-from lightning_gqsgd.codecs.linear import LinearCodec
-from lightning_gqsgd.codecs.sign import SignCodec
-from lightning_gqsgd.codecs.top_k import TopKCodec
+from lightning_gqsgd.codecs.companded.codec import CompandedCodec
+from lightning_gqsgd.codecs.eden.codec import EdenCodec
+from lightning_gqsgd.codecs.exponential.codec import ExponentialCodec
+from lightning_gqsgd.codecs.floats.codec import FloatCodec
+from lightning_gqsgd.codecs.linear.codec import LinearCodec
+from lightning_gqsgd.codecs.sign.codec import SignCodec
+from lightning_gqsgd.codecs.top_k.codec import TopKCodec
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 __all__ = [
     "CODECS",
@@ -34,21 +34,23 @@ __all__ = [
     "codec_of",
 ]
 
-CODECS: dict[str, type[Codec]] = {
-    "linear": LinearCodec,
-    "companded": CompandedCodec,
-    "eden": EdenCodec,
-    "exponential": ExponentialCodec,
-    "sign": SignCodec,
-    "top_k": TopKCodec,
-    "float": FloatCodec,
-}
+_ALL: tuple[type[Codec], ...] = (
+    LinearCodec,
+    CompandedCodec,
+    EdenCodec,
+    ExponentialCodec,
+    SignCodec,
+    TopKCodec,
+    FloatCodec,
+)
+CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in _ALL}
 
 
-def codec_of(config: GQSGDConfig) -> Codec:
-    """The codec that a configuration names.
+def codec_of(config: Fields) -> Codec:
+    """Returns the codec that a configuration names.
 
     Raises:
         ConfigError: see `Codec.of`.
     """
-    return CODECS[config.codec].of(config)
+    kind = CODECS[config.codec]
+    return kind.of(config.num_bits, **{name: getattr(config, name) for name in kind.fields})

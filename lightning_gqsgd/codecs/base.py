@@ -11,13 +11,12 @@ from lightning_gqsgd.kernels.protocol import Quantiser
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from lightning_gqsgd.config import GQSGDConfig
-
 
 class Codec(ABC):
     """A codec: stateless, frozen, and equal to another if its numbers are.
 
     Attributes:
+        name: what a configuration calls it.
         fields: the fields of a configuration that are this codec's own affair; other codecs leave them alone.
         default_bits: ``bits`` of a configuration that leaves it out.
         widths: the numbers of bits that its codes can have, at most.
@@ -30,6 +29,7 @@ class Codec(ABC):
         bits: bits of one code on the wire.
     """
 
+    name: ClassVar[str]
     fields: ClassVar[frozenset[str]] = frozenset()
     default_bits: ClassVar[int] = 8
     widths: ClassVar[range] = range(2, 9)
@@ -43,12 +43,21 @@ class Codec(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, config: GQSGDConfig) -> Self:
-        """The codec of a configuration.
+    def of(cls, bits: int) -> Self:
+        """Returns the codec with so many bits; codecs with `fields` of their own take those by name.
 
         Raises:
-            ConfigError: a field of the codec's own has a value that cannot work.
+            ConfigError: the codec cannot have such a number.
         """
+
+    def check_blocks(self, block_size: int, *, rotation: bool) -> None:
+        """Checks that the codec goes with blocks of a size, and with a rotation of them if there is one.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if rotation and block_size & (block_size - 1):
+            raise ConfigError(f"rotation=True needs a block_size that is a power of two, not {block_size}")
 
     @property
     def biased_by(self) -> str:

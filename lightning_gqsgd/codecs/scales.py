@@ -7,73 +7,55 @@ the compute dtype. A NaN or infinity in a block, or in its parameter, makes the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec, codec_of
-from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
-from lightning_gqsgd.layout import LENGTH, PARAMETER
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
-
-#: What a scale can be shared by: a block, or all blocks of a parameter.
-SCALE_PER = ("block", "parameter")
-#: Whose maximum a scale is: that of all ranks, each rank's own, or what the reducer needs.
-SCALES = ("auto", "global", "local")
 
 
-def check(config: GQSGDConfig, codec: Codec) -> None:
-    """Check the fields of a configuration that are about scales.
+@dataclass(frozen=True)
+class ScaleRule:
+    """Which number the scale of a block is, for codecs that take a norm.
 
-    Raises:
-        ConfigError: a value out of its range, or one that does not go with the codec.
+    Attributes:
+        norm: a name in `NORMS`.
+        clip: the scale is at most so many root mean squares; 0: no limit.
+        per_parameter: whether the norm is that of a whole parameter, not of each block.
     """
-    check_one_of("norm", config.norm, NORMS)
-    check_one_of("scale", config.scale, SCALES)
-    check_one_of("scale_per", config.scale_per, SCALE_PER)
-    check_real("clip", config.clip, 0, 1e6)
-    if codec.takes_norm:
-        return
-    for name, usual in (("norm", "max"), ("clip", 0.0), ("scale_per", "block")):
-        if getattr(config, name) != usual:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not for codec={config.codec!r}, which has no such scale; "
-                "leave it out"
-            )
-    if config.scale == "global":
-        raise ConfigError(
-            f"codec={config.codec!r} has no scale that ranks could share; take reducer='two_shot' or 'gather'"
-        )
+
+    norm: str = "max"
+    clip: float = 0.0
+    per_parameter: bool = False
 
 
-def kernels_find_scales(config: GQSGDConfig) -> bool:
+def kernels_find_scales(codec: Codec, rule: ScaleRule) -> bool:
     """Whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from the
     block's codes, or there are no scales."""
-    codec = codec_of(config)
-    own_maximum = config.norm == "max" and not config.clip and config.scale_per == "block"
+    own_maximum = rule.norm == "max" and not rule.clip and not rule.per_parameter
     return not codec.has_scale or codec.quantiser_finds_scale or (codec.takes_norm and own_maximum)
 
 
-def scales_of(x: Tensor, blocks: Tensor, config: GQSGDConfig) -> Tensor:
+def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tensor:
     """The scale of every block, as bits of the compute dtype that are ordered like it: int32 or int64 [B].
 
     Args:
         x: flat tensor, which the block table ``blocks`` counts from.
         blocks: block table, int64 [B, COLUMNS].
-        config: its codec, norm, clip and scale_per.
+        codec: the codec; one that takes no norm has the mean magnitude.
+        rule: the norm.
     """
-    codec, norms = codec_of(config), _Norms(x, blocks, config)
+    norms = _Norms(x, blocks, per_parameter=rule.per_parameter)
     if not codec.takes_norm:  # a codec with a scale of its own kind
         return norms.bits_above(norms.mean)
-    scales = NORMS[config.norm](norms)
-    if config.clip:
-        limit = norms.bits_above(norms.root_mean_square * config.clip)
+    scales = NORMS[rule.norm](norms)
+    if rule.clip:
+        limit = norms.bits_above(norms.root_mean_square * rule.clip)
         finite = norms.maximum < norms.form.infinity
         scales = torch.where(finite, torch.minimum(scales, limit), norms.maximum)
     return scales
@@ -89,12 +71,14 @@ class _Norms:
     """Norms of the group of every block, [B], each computed when it is asked for: the maximum as bits of the compute
     type, the others fp64."""
 
-    def __init__(self, x: Tensor, blocks: Tensor, config: GQSGDConfig) -> None:
-        self._x, self._blocks, self._kernels = x, blocks, kernels_for(x.device)
+    def __init__(self, x: Tensor, blocks: Tensor, *, per_parameter: bool) -> None:
+        self._x = x
+        self._blocks = blocks
+        self._kernels = kernels_for(x.device)
         self.dtype = COMPUTE_DTYPES[x.dtype]
         self.form = SCALE_FORMATS[self.dtype]
         self._groups = torch.arange(len(blocks), device=blocks.device)
-        if config.scale_per == "parameter":
+        if per_parameter:
             self._groups = _numbers(blocks[:, PARAMETER])
 
     @cached_property

@@ -98,7 +98,9 @@ def variance_companded(magnitude: float, levels: int, slope: float) -> float:
     middle = (levels - 1) / 2
     y = middle * (math.sqrt(slope * slope / 4 + (1 + slope) * magnitude) - slope / 2)
     nearest = math.floor(y + 0.5)
-    f, sign, p = abs(y - nearest), math.copysign(1, y - nearest), slope + 2 * nearest / middle
+    f = abs(y - nearest)
+    sign = math.copysign(1, y - nearest)
+    p = slope + 2 * nearest / middle
     squared = p * p / 12 + sign * p * f * f * (1 - 2 * f / 3) / middle + f**3 * (4 / 3 - f) / middle**2
     return squared / (middle * (1 + slope)) ** 2
 
@@ -240,7 +242,8 @@ def gaussian_distortion(bits: int) -> float:
         ConfigError: another number of bits.
     """
     check_count(1, max(LLOYD_MAX), bits=bits)
-    levels, normal = LLOYD_MAX[bits], NormalDist()
+    levels = LLOYD_MAX[bits]
+    normal = NormalDist()
     ends = [0.5, *(normal.cdf((below + above) / 2) for below, above in zip(levels[:-1], levels[1:], strict=True)), 1.0]
     shares = (2 * (end - start) for start, end in zip(ends[:-1], ends[1:], strict=True))
     return 1 - sum(share * level * level for share, level in zip(shares, levels, strict=True))

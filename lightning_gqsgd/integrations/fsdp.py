@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_gqsgd import __version__
 from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve_each
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.integrations.fsdp_changes import ModelChanges
@@ -42,13 +43,13 @@ from lightning_gqsgd.integrations.fsdp_modules import (
     sharded_groups,
 )
 from lightning_gqsgd.integrations.fsdp_starting import check_groups, check_replicas, check_request
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import VERSION
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.parameters import digest
 from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, resolve_each
+from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.tracing import untraced

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
 from lightning_gqsgd.starting import wrapped_otherwise
 

@@ -18,8 +18,8 @@ from lightning_gqsgd.integrations.distributed import CHECKPOINT_KEY, after_setup
 from lightning_gqsgd.integrations.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.telemetry import Meter
-from lightning_gqsgd.tuning.decisions import Decision
 
 _Base: Any = object  # each flavour's DDPStrategy, or Callback
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels.layout import INDEX, LENGTH, PARAMETER
 from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2, Key
-from lightning_gqsgd.layout import INDEX, LENGTH, PARAMETER
 
 _MASK = 0xFFFFFFFF
 
@@ -31,7 +31,8 @@ def words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
     Args:
         places: numbers that are hashed with the block, int64 [width] or [B, width].
     """
-    parameter, index = blocks[:, PARAMETER], blocks[:, INDEX]
+    parameter = blocks[:, PARAMETER]
+    index = blocks[:, INDEX]
     a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
     b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
     return _finish(_start((a[:, None] + places) & _MASK) ^ b[:, None])

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels.layout import CODES, LENGTH, SCALE
 from lightning_gqsgd.kernels.wire import ScaleFormat
-from lightning_gqsgd.layout import CODES, LENGTH, SCALE
 
 #: Widths of the bit planes.
 PLANES = (8, 4, 2, 1)
@@ -39,7 +39,8 @@ def pack(codes: Tensor, blocks: Tensor, wire: Tensor, bits: int, *, summable: bo
     """Write codes, int64 [B, width], of ``bits`` bits each."""
     j, inside = positions(blocks, codes.shape[1])
     for run in _runs(blocks, bits, summable=summable):
-        word, lane = j % run.words[:, None], j // run.words[:, None]
+        word = j % run.words[:, None]
+        lane = j // run.words[:, None]
         part = torch.where(inside, ((codes >> run.low) & ((1 << run.width) - 1)) << (run.width * lane), 0)
         packed = torch.zeros_like(codes).scatter_add_(1, word, part)
         filled = j < run.words[:, None]
@@ -53,7 +54,8 @@ def unpack(wire: Tensor, blocks: Tensor, bits: int, width: int, *, summable: boo
     j, inside = positions(blocks, width)
     codes = torch.zeros(inside.shape, dtype=torch.int64, device=wire.device)
     for run in _runs(blocks, bits, summable=summable):
-        word, lane = j % run.words[:, None], j // run.words[:, None]
+        word = j % run.words[:, None]
+        lane = j // run.words[:, None]
         start = blocks[:, CODES, None] + run.first[:, None] + word * run.nbytes
         value = sum(wire[start + byte].long() << 8 * byte for byte in range(run.nbytes))
         codes |= torch.where(inside, ((value >> (run.width * lane)) & ((1 << run.width) - 1)) << run.low, 0)
@@ -117,15 +119,18 @@ class _Run(NamedTuple):
 
 
 def _runs(blocks: Tensor, bits: int, *, summable: bool) -> list[_Run]:
-    length, zero = blocks[:, LENGTH], torch.zeros_like(blocks[:, LENGTH])
+    length = blocks[:, LENGTH]
+    zero = torch.zeros_like(blocks[:, LENGTH])
     if summable and 8 % bits:
         return [_Run(0, bits, 8, zero, -(-length // (64 // bits)))]
     runs: list[_Run] = []
-    first, low = zero, 0
+    first = zero
+    low = 0
     for plane in PLANES:
         if bits & plane:
             runs.append(_Run(low, plane, 1, first, -(-length * plane // 8)))
-            first, low = first + runs[-1].words, low + plane
+            first = first + runs[-1].words
+            low = low + plane
     return runs
 
 

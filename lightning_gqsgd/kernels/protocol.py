@@ -50,6 +50,7 @@ class Quantiser(Protocol):
 
     Each family has a class of its own in `codecs`, with the numbers that its kernels need, and with its encoding and
     decoding in readable PyTorch, which `reference` calls. The class is a `ScaledQuantiser` or a `WholeQuantiser`.
+    The family's fast kernels are found by its kind, see `families`.
 
     Attributes:
         kind: the family.
@@ -264,7 +265,7 @@ class Kernels(CodecKernels, Protocol):
 
     def narrow(self, x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
         """Write the coordinates of all blocks, raw ones too, times a factor as bf16 numbers, rounded at random; see
-        `codecs.floats`.
+        `narrowing`.
 
         Args:
             x: fp32 [numel], contiguous.

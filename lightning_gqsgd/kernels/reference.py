@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.floats import rounded
 from lightning_gqsgd.kernels.dither import uniform, words
+from lightning_gqsgd.kernels.layout import LENGTH, RAW, START
+from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.kernels.packing import pack, pack_raw, positions, read_scales, unpack, unpack_raw, write_scales
 from lightning_gqsgd.kernels.protocol import (
     Own,
@@ -33,7 +34,6 @@ from lightning_gqsgd.kernels.wire import (
     in_finite_range,
     magnitudes,
 )
-from lightning_gqsgd.layout import LENGTH, RAW, START
 
 #: Lanes in which `block_moments` adds.
 LANES = 16
@@ -153,7 +153,8 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
     """Write the records of all blocks; ``values``: their coordinates, [B, block_size]."""
     raw = blocks[:, RAW] == 1
     pack_raw(values[raw], blocks[raw], wire)
-    coded, values = blocks[~raw], values[~raw]
+    coded = blocks[~raw]
+    values = values[~raw]
     if not len(coded):
         return
     if q.is_whole:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.dither import uniform
+from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.kernels.protocol import Lengths
 from lightning_gqsgd.kernels.wire import Key
-from lightning_gqsgd.layout import LENGTH
 
 #: The shortest block that `codecs.eden` turns; shorter ones get zeros. Coordinates of a shorter block that is turned
 #: are too far from Gaussian ones: at 64, gains differ by up to 1 % from coordinate to coordinate.
@@ -41,7 +41,8 @@ def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -
 
 def transformed(values: Tensor, blocks: Tensor) -> Tensor:
     """The orthonormal Hadamard transforms of the coordinates of blocks, [B, width], in parts of powers of two."""
-    width, values = values.shape[1], values.clone()
+    width = values.shape[1]
+    values = values.clone()
     start = torch.zeros_like(blocks[:, LENGTH])
     for power in (1 << k for k in reversed(range(width.bit_length()))):
         has_part = (blocks[:, LENGTH] & power) != 0

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
 from lightning_gqsgd.local_steps.fragments import fragments_of
 from lightning_gqsgd.local_steps.inner_state import InnerState
@@ -52,7 +53,7 @@ from lightning_gqsgd.local_steps.starting import (
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.nodes import with_nodes
-from lightning_gqsgd.reducers import new_store, resolve
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.report import report
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.telemetry import Telemetry, moment

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.local_steps.options import LocalOptions
 
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import VERSION
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.engine import Engine, Request
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.performance.device_times import CODEC_NUMEL, CodecCase
 from lightning_gqsgd.performance.of_ranks import slowest
 from lightning_gqsgd.performance.turns import Case, EventClock, Spread, in_turns, ratio, stopwatch, thread_clock
-from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.reducers.base import ring_bytes
 
 #: The codecs and widths whose kernels are timed.

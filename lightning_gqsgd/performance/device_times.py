@@ -15,10 +15,10 @@ import torch
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import LENGTH, Segment, cut, place_by_owner
 from lightning_gqsgd.kernels.meta import codec_name
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import LENGTH, Segment, cut, place_by_owner
 from lightning_gqsgd.performance.costs import Gamma
 
 #: Coordinates that kernels are timed on: a piece's on a CPU, and those of a bucket on a GPU.

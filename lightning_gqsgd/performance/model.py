@@ -16,14 +16,15 @@ from functools import lru_cache, partial
 import torch
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.performance.clock import Clock, Event, Resource
 from lightning_gqsgd.performance.costs import Costs
 from lightning_gqsgd.performance.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
 from lightning_gqsgd.performance.runners import StreamsRunner, ThreadRunner
 from lightning_gqsgd.performance.timeline import Timeline
-from lightning_gqsgd.reducers import REDUCERS, resolve
+from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.transport.communicator import NCCL_PIECE_SIZE
 
 #: Plain DDP's all-reduce, and torch's hook that sends bf16, by the names that `predict` knows them under.

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels.layout import ALIGNMENT, BLOCKS, COLUMNS, INDEX, PARAMETER, Segment, cut, owners
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.layout import ALIGNMENT, BLOCKS, COLUMNS, INDEX, PARAMETER, Segment, cut, owners
 from lightning_gqsgd.reducers import REDUCERS, Setting, between_nodes
+from lightning_gqsgd.spec.fields import Fields
 
 #: The shards that a piece has at a number of ranks, for reducers whose work and messages depend on sizes only.
 _SHARDS: dict[str, Callable[[int], int]] = {"two_shot": lambda ranks: ranks, "gather": lambda ranks: 1}
@@ -71,7 +71,7 @@ class Piece:
         return table
 
 
-def can_be_alike(config: GQSGDConfig) -> bool:
+def can_be_alike(config: Fields) -> bool:
     """Whether `pieces_of` knows the pieces of a configuration: it remembers nothing, and its scales are of blocks."""
     return not config.remembers and config.scale_per == "block"
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import PIECE_NUMEL, PieceSize, Segment
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.performance.costs import Costs
 from lightning_gqsgd.performance.device_times import MODEL_NUMEL
 from lightning_gqsgd.performance.of_ranks import slowest
 from lightning_gqsgd.performance.profile import bucket_profiles
 from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
+from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import Communicator
 from lightning_gqsgd.transport.job import Job, Start

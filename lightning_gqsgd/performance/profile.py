@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.kernels.meta import Work, note, noting
-from lightning_gqsgd.layout import PieceSize, Segment
 from lightning_gqsgd.performance.costs import BF16_HOOK
 from lightning_gqsgd.performance.pieces import Piece, can_be_alike, pieces_of
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
 from lightning_gqsgd.reducers.base import Exchange, Scope, Steps, ring_bytes
+from lightning_gqsgd.spec.fields import Fields
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.transport.agreement import Stamp, StampCheck
 
@@ -100,7 +100,7 @@ def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface:
 
 
 def bucket_profiles(
-    config: GQSGDConfig, segments: Sequence[Segment], ranks: int, dtype: torch.dtype, piece_size: PieceSize
+    config: Fields, segments: Sequence[Segment], ranks: int, dtype: torch.dtype, piece_size: PieceSize
 ) -> tuple[tuple[Profile, ...], int]:
     """The profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
 from lightning_gqsgd.performance.of_ranks import of_all_ranks, slowest
 from lightning_gqsgd.performance.timeline import Bucket, Timeline

@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Segment
 from lightning_gqsgd.parameters import number_parameters
 from lightning_gqsgd.performance import reading
 

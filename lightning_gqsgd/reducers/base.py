@@ -19,14 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.codecs import CODECS, Codec, codec_of
+from lightning_gqsgd.codecs.scales import ScaleRule
+from lightning_gqsgd.kernels.layout import PieceSize
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
-from lightning_gqsgd.layout import PieceSize
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.memory import UP, Direction, MemoryStore
+from lightning_gqsgd.spec.fields import Fields
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.memories import Memory
 
 
 class Scope(NamedTuple):
@@ -83,7 +85,7 @@ class Setting:
         piece_size: how many coordinates a piece has; results do not depend on it.
     """
 
-    config: GQSGDConfig
+    config: Fields
     ranks: int
     dtype: torch.dtype
     piece_size: PieceSize = PieceSize()
@@ -92,6 +94,25 @@ class Setting:
     def codec(self) -> Codec:
         """The codec that the configuration names."""
         return codec_of(self.config)
+
+    @property
+    def block_size(self) -> int:
+        """The most coordinates of a block."""
+        return self.config.block_size
+
+    @property
+    def scale_rule(self) -> ScaleRule:
+        """What the scales of blocks are."""
+        return ScaleRule(self.config.norm, self.config.clip, self.config.scale_per == "parameter")
+
+    @property
+    def shares_scales(self) -> bool:
+        """Whether a scale is the maximum over ranks."""
+        return self.config.scale == "global"
+
+    def memory_of(self, direction: Direction) -> Memory | None:
+        """The memory of a direction; None: nothing is remembered there."""
+        return self.config.up if direction is UP else self.config.down
 
     @property
     def scale_bytes(self) -> int:
@@ -109,14 +130,20 @@ def uncompressed(setting: Setting) -> Setting:
     Where parameters would be rounded to bf16, the setting of `native`.
 
     No coordinate is quantised, so the fields about the codec are left at their defaults. The codec itself stays, so
-    that no other kernel has to be compiled; a biased one would have to have a memory.
+    that no other kernel has to be compiled; companded codes take the place of a biased one, which would need a memory.
     """
     config = setting.config
-    if config.codec == "float":
-        return replace(setting, config=type(config)(bits=32, seed=config.seed, sample_every=config.sample_every))
-    kept = {name: getattr(config, name) for name in ("block_size", "seed", "sample_every")}
-    codec = "auto" if config.biased else config.codec
-    return replace(setting, config=type(config)(reducer="two_shot", codec=codec, **kept))
+    codec = CODECS["companded"] if setting.codec.biased_by else type(setting.codec)
+    floats = config.codec == "float"
+    plain = Fields(
+        codec=codec.name,
+        bits=codec.default_bits,
+        block_size=codec.default_block_size if floats else config.block_size,
+        reducer="native" if floats else "two_shot",
+        seed=config.seed,
+        sample_every=config.sample_every,
+    )
+    return replace(setting, config=plain)
 
 
 @dataclass(frozen=True)
@@ -129,7 +156,7 @@ class StepKeys:
         rotation: of the signs of rotations.
     """
 
-    config: GQSGDConfig
+    config: Fields
     step: int
     up: tuple[Key, ...]
     down: Key
@@ -137,7 +164,7 @@ class StepKeys:
 
     @classmethod
     @lru_cache(maxsize=8)  # all buckets of a step have the same
-    def of(cls, config: GQSGDConfig, step: int, ranks: int) -> StepKeys:
+    def of(cls, config: Fields, step: int, ranks: int) -> StepKeys:
         """Keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
         up = tuple(config.dither_key(step, rank + 1) for rank in range(ranks))
         return cls(config, step, up, config.dither_key(step, 0), config.dither_key(step, 2**64 - 1))
@@ -158,6 +185,7 @@ class Reducer(ABC):
         coders: how codes can be written.
         adds_codes: whether the codes of several ranks are added before they are decoded.
         owns_shards: whether a rank averages the messages of its own shard only, and remembers what belongs to that.
+        divides_parameters: whether the coordinates of one parameter are encoded by several ranks.
         compresses: whether it quantises at all.
         stays_when_uncompressed: whether what travels uncompressed takes this reducer's way, too; if not, it takes that
             of `two_shot`.
@@ -172,6 +200,7 @@ class Reducer(ABC):
     coders: ClassVar[tuple[str, ...]] = ("fixed",)
     adds_codes: ClassVar[bool] = False
     owns_shards: ClassVar[bool] = False
+    divides_parameters: ClassVar[bool] = False
     compresses: ClassVar[bool] = True
     stays_when_uncompressed: ClassVar[bool] = False
     needs_copy: bool
@@ -183,20 +212,20 @@ class Reducer(ABC):
         """Make ready for the blocks of a table, [blocks, COLUMNS]."""
 
     @staticmethod  # noqa: B027  # most reducers go with every codec
-    def check(config: GQSGDConfig, codec: Codec) -> None:
-        """Raise ConfigError for a configuration that names this reducer and cannot work with it."""
+    def check(codec: Codec) -> None:
+        """Raise ConfigError for a codec whose codes the reducer cannot work with."""
 
     @staticmethod  # noqa: B027  # most reducers go with every device
-    def check_device(config: GQSGDConfig, device: torch.device) -> None:
+    def check_device(config: Fields, device: torch.device) -> None:
         """Raise ConfigError for a configuration that is not for tensors on a device."""
 
     @staticmethod
     @abstractmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """How often `steps` yields at most, which is the number of stages."""
 
     @classmethod
-    def scopes(cls, config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:
+    def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
         """Between whom the exchanges are, stage by stage; at least two stages, for what travels uncompressed."""
         return [(ALL,)] * max(2, cls.stages(config, ranks))
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.codecs.floats.codec import FloatCodec, largest
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import LENGTH, Layout
 from lightning_gqsgd.kernels.wire import in_finite_range
-from lightning_gqsgd.layout import LENGTH, Layout
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Bf16(Reducer):
@@ -37,13 +37,13 @@ class Bf16(Reducer):
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: the reducer adds no codes."""
-        if config.codec != "float":
-            raise ConfigError(f"reducer='bf16' is for bits=16, not bits={config.bits}; leave reducer out")
+        if not isinstance(codec, FloatCodec):
+            raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1
 

@@ -15,7 +15,7 @@ from lightning_gqsgd.reducers.tree import Tree
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 FLAT: dict[str, type[Reducer]] = {
     "native": Native,
@@ -27,7 +27,7 @@ FLAT: dict[str, type[Reducer]] = {
 }
 
 
-def choose_reducer(config: GQSGDConfig, ranks: int) -> str:
+def choose_reducer(config: Fields, ranks: int) -> str:
     """The reducer for ``ranks``: the configured one, or for "auto" the one with the least predicted error on the same
     wire.
 
@@ -42,14 +42,14 @@ def choose_reducer(config: GQSGDConfig, ranks: int) -> str:
     return name
 
 
-def _automatic(config: GQSGDConfig, codec: Codec, ranks: int) -> str:
+def _automatic(config: Fields, codec: Codec, ranks: int) -> str:
     candidates = _candidates(config, codec, ranks)
     if len(candidates) == 1:
         return candidates[0]
     return min(candidates, key=lambda name: FLAT[name].mean_error(codec, ranks))
 
 
-def _candidates(config: GQSGDConfig, codec: Codec, ranks: int) -> list[str]:
+def _candidates(config: Fields, codec: Codec, ranks: int) -> list[str]:
     """The reducers that "auto" chooses among, all of which send about the same number of bytes."""
     if config.down is not None:  # only two_shot has a way back with a memory
         return ["two_shot"]

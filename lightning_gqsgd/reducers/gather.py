@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import place
-from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.kernels.layout import place
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Gather(Reducer):
@@ -33,16 +33,17 @@ class Gather(Reducer):
     coders: ClassVar[tuple[str, ...]] = ("fixed", "elias")
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, self.ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size)
-        self.link = Link(config, q, UP)
+        self.ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size)
+        self.link = Link(setting, q, UP)
         self.needs_copy = self.link.needs_copy
-        self.shares_scales, self.compresses_codes = config.scale == "global", config.coder == "elias"
+        self.shares_scales = setting.shares_scales
+        self.compresses_codes = setting.config.coder == "elias"
         self.layout = place(table, q, shards=1, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes)
         self._count(self.layout.message_bytes)
 
     @staticmethod
-    def check_device(config: GQSGDConfig, device: torch.device) -> None:
+    def check_device(config: Fields, device: torch.device) -> None:
         """See `reducers.base.Reducer.check_device`: Elias codes have no fixed length, so a GPU cannot write them."""
         if config.coder == "elias" and device.type != "cpu":
             raise ConfigError(
@@ -51,7 +52,7 @@ class Gather(Reducer):
             )
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1 + (config.scale == "global") + (config.coder == "elias")
 
@@ -81,9 +82,10 @@ class Gather(Reducer):
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
         """The same through Elias codes, which are as long as the longest rank's on the wire."""
-        from lightning_gqsgd.kernels.cpu import elias  # Numba takes a second to import
+        from lightning_gqsgd.reducers.elias import streams as elias  # Numba takes a second to import
 
-        blocks, q = self.layout.blocks, self.link.quantiser
+        blocks = self.layout.blocks
+        q = self.link.quantiser
         stream = elias.compress(sent, blocks, q)
         lengths = torch.empty(self.ranks, 1, dtype=torch.int64, device="cpu")
         yield (Exchange("all_gather", lengths, torch.tensor([len(stream)], device="cpu")),)

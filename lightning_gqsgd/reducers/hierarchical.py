@@ -17,18 +17,18 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import LENGTH, START
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import LENGTH, START
-from lightning_gqsgd.memory import MemoryStore
 from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced
 from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import AnyFields, Fields
 
 
-def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
     """The configuration with a reducer of one level, where one level is enough.
 
     It is enough where each node has one rank, and where there is one node only. A configuration with another reducer is
@@ -55,7 +55,7 @@ def level_or_levels(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
     return config
 
 
-def between_nodes(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
+def between_nodes(config: AnyFields, ranks: int) -> AnyFields:
     """The configuration for the ranks that have the same place on each node."""
     flat = replace(config, reducer="auto", node_size=0)
     return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
@@ -65,13 +65,16 @@ class Hierarchical(Reducer):
     """See the module; `reducers.base.Reducer`. ``message_bytes`` are those between nodes, ``sent_bytes`` all."""
 
     scales: ClassVar[tuple[str, ...]] = ("local", "global")
+    divides_parameters: ClassVar[bool] = True
     stays_when_uncompressed: ClassVar[bool] = True
     needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        size, nodes = setting.config.node_size, setting.ranks // setting.config.node_size
+        size = setting.config.node_size
+        nodes = setting.ranks // setting.config.node_size
         config = between_nodes(setting.config, setting.ranks)
-        self.node, self.peers = Scope("node", size), Scope("peers", size)
+        self.node = Scope("node", size)
+        self.peers = Scope("peers", size)
         self.peer_stages = FLAT[config.reducer].stages(config, nodes)
         tables = _divided(table, size)
         self.numels = [int(part[:, LENGTH].sum()) for part in tables]
@@ -83,24 +86,17 @@ class Hierarchical(Reducer):
         self.sent_bytes = inside + max(reducer.sent_bytes for reducer in not_empty)
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
-        """See `reducers.base.Reducer.check`: whatever codec there is, parameters are divided."""
-        if config.scale_per == "parameter":
-            raise ConfigError(
-                "reducer='hierarchical' divides parameters among the ranks of a node, so they cannot have one scale "
-                "each: take scale_per='block'"
-            )
-
-    @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
-        between, nodes = between_nodes(config, ranks), ranks // config.node_size
+        between = between_nodes(config, ranks)
+        nodes = ranks // config.node_size
         return 2 + FLAT[between.reducer].stages(between, nodes)
 
     @classmethod
-    def scopes(cls, config: GQSGDConfig, ranks: int) -> list[tuple[Scope, ...]]:
+    def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
         """See `reducers.base.Reducer.scopes`. The first stage also has what telemetry samples, between all ranks."""
-        node, peers = Scope("node", config.node_size), Scope("peers", config.node_size)
+        node = Scope("node", config.node_size)
+        peers = Scope("peers", config.node_size)
         return [(ALL, node), *[(peers,)] * (cls.stages(config, ranks) - 2), (node,)]
 
     @staticmethod
@@ -110,8 +106,10 @@ class Hierarchical(Reducer):
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """See `reducers.base.Reducer.steps`."""
-        size, nodes = self.node.node_size, len(keys.up) // self.node.node_size
-        place, node = rank % size, rank // size
+        size = self.node.node_size
+        nodes = len(keys.up) // self.node.node_size
+        place = rank % size
+        node = rank // size
         mine = self.numels[place]
         parts = torch.empty(size, mine, dtype=x.dtype, device=x.device)
         yield (Exchange("all_to_all", parts.view(-1), x, ([mine] * size, self.numels), self.node),)
@@ -128,7 +126,8 @@ class Hierarchical(Reducer):
 
     def _between_nodes(self, shard: Tensor, place: int, node: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Average a shard over nodes, in the same number of stages at every place: they share the groups' order."""
-        between, stages = self.between[place], self.peer_stages
+        between = self.between[place]
+        stages = self.peer_stages
         bad: Count = 0
         if between is not None:
             steps = reduced(between, shard, node, keys, store)

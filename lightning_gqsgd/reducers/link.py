@@ -16,17 +16,18 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, rounded_up, scales_of
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
-from lightning_gqsgd.layout import Layout, Part
-from lightning_gqsgd.memory import UP, Direction, Keeps, Memory, MemoryStore
+from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
+from lightning_gqsgd.spec.memories import Memory
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.reducers.base import Setting
 
 
 class Recursion(NamedTuple):
-    """The numbers of a direction's memory; see `memory.Memory`."""
+    """The numbers of a direction's memory; see `spec.memories.Memory`."""
 
     alpha: float
     beta: float
@@ -45,20 +46,26 @@ class Link:
     """A direction of a reducer: to where messages are averaged, or from there.
 
     Args:
-        config: the configuration, with the numbers of its memories.
+        setting: codec, scales, rotation and memories, with the numbers of the latter.
         quantiser: of its codec.
         direction: which one.
         scales_travel: whether scales are part of the messages; if not, they are used as they are, not rounded.
     """
 
     def __init__(
-        self, config: GQSGDConfig, quantiser: Quantiser, direction: Direction, *, scales_travel: bool = True
+        self, setting: Setting, quantiser: Quantiser, direction: Direction, *, scales_travel: bool = True
     ) -> None:
-        self.config, self.quantiser, self.direction, self.scales_travel = config, quantiser, direction, scales_travel
-        memory = direction.memory_of(config)
+        self.quantiser = quantiser
+        self.direction = direction
+        self.scales_travel = scales_travel
+        memory = setting.memory_of(direction)
         self.recursion = None if memory is None else Recursion.of(memory)
         self.sent, self.received = direction.references(memory)
-        self.kernels_find_scales = kernels_find_scales(config)
+        self.codec = setting.codec
+        self.scale_rule = setting.scale_rule
+        self.shares_scales = setting.shares_scales
+        self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
+        self.rotates = setting.config.rotation
 
     @property
     def plain(self) -> bool:
@@ -78,12 +85,12 @@ class Link:
     @property
     def fuses(self) -> bool:
         """Whether a rotation is part of encoding and decoding: where nothing else needs the turned coordinates."""
-        return self.config.rotation and self.plain and self.scales_travel and self.config.scale != "global"
+        return self.rotates and self.plain and self.scales_travel and not self.shares_scales
 
     @property
     def turns(self) -> bool:
         """Whether a rotation is a step of its own."""
-        return self.config.rotation and not self.fuses
+        return self.rotates and not self.fuses
 
     @property
     def needs_copy(self) -> bool:
@@ -159,8 +166,8 @@ class Link:
 
     def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
-        if self.config.rotation:
-            kernels_for(decoded.device).rotate(decoded, blocks, rotation, self.config.block_size, inverse=True)
+        if self.rotates:
+            kernels_for(decoded.device).rotate(decoded, blocks, rotation, self.quantiser.block_size, inverse=True)
 
 
 class Trace(Protocol):
@@ -185,10 +192,13 @@ class Outgoing:
     """What one sender sends in one step; see `Link.outgoing`."""
 
     def __init__(self, link: Link, x: Tensor, part: Part, rotation: Key) -> None:
-        self._link, self._input, self._part, self._rotation = link, x, part, rotation
+        self._link = link
+        self._input = x
+        self._part = part
+        self._rotation = rotation
         if link.turns:
-            kernels_for(x.device).rotate(x, part.blocks, rotation, link.config.block_size)
-        self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.config)
+            kernels_for(x.device).rotate(x, part.blocks, rotation, link.quantiser.block_size)
+        self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
         """The scales of the blocks, as bits that are not rounded for the wire; also those that kernels would find.
@@ -201,7 +211,8 @@ class Outgoing:
 
     def encode(self, wire: Tensor, key: Key) -> Trace:
         """Write the message, uint8 [bytes], with dither from ``key``."""
-        link, scales = self._link, self._scales
+        link = self._link
+        scales = self._scales
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
@@ -215,7 +226,9 @@ class _Remembering(Outgoing):
     def __init__(
         self, link: Link, recursion: Recursion, x: Tensor, part: Part, rotation: Key, store: MemoryStore
     ) -> None:
-        self.recursion, self.store, self.runs = recursion, store, part.runs
+        self.recursion = recursion
+        self.store = store
+        self.runs = part.runs
         self.target = x.clone()  # x - h
         self.reference = store.load(link.sent, part.runs, x) if recursion.rho else None
         self.error = store.load(link.direction.error, part.runs, x) if recursion.alpha else None
@@ -231,7 +244,9 @@ class _Remembering(Outgoing):
         super().encode(wire, key)
         if self.recursion.shared:
             return _Result(self) if self._link.direction is UP else NO_TRACE
-        link, blocks, decoded = self._link, self._part.blocks, torch.zeros_like(self._input)
+        link = self._link
+        blocks = self._part.blocks
+        decoded = torch.zeros_like(self._input)
         kernels = kernels_for(wire.device)
         if link.quantiser.summable:
             kernels.decode_sum(wire, self.find_scales(), blocks, decoded, link.quantiser, (key,))
@@ -270,11 +285,15 @@ class _Lost:
     """
 
     def __init__(self, sender: _Remembering, direction: Direction, decoded: Tensor) -> None:
-        self._sender, self._direction, self._decoded = sender, direction, decoded
+        self._sender = sender
+        self._direction = direction
+        self._decoded = decoded
 
     def commit(self, result: Tensor) -> None:
         """See `Trace.commit`."""
-        sender, kinds, finite = self._sender, self._direction, result.isfinite()
+        sender = self._sender
+        kinds = self._direction
+        finite = result.isfinite()
         if sender.error is not None:
             error = (sender.error * sender.recursion.beta).add_(sender.target).sub_(self._decoded)
             sender.store.store(kinds.error, sender.runs, torch.where(finite, error, sender.error))

@@ -8,12 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.layout import LENGTH
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Native(Reducer):
@@ -30,7 +30,7 @@ class Native(Reducer):
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1
 

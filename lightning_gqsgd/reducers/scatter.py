@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.layout import place_alike
-from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.kernels.layout import place_alike
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
 
 class Scatter:
@@ -24,9 +24,9 @@ class Scatter:
     """
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, self.ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size)
-        self.link = Link(config, q, UP)
+        self.ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size)
+        self.link = Link(setting, q, UP)
         self.needs_copy = self.link.needs_copy
         self.layout = place_alike(
             table, q, shards=self.ranks, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes

@@ -16,8 +16,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.layout import RAW, place
-from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.kernels.layout import RAW, place
 from lightning_gqsgd.reducers.base import (
     Exchange,
     Reducer,
@@ -29,10 +28,11 @@ from lightning_gqsgd.reducers.base import (
     uncompressed,
 )
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP, MemoryStore
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Sum(Reducer):
@@ -43,9 +43,9 @@ class Sum(Reducer):
     adds_codes: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size, summed=ranks)
-        self.link = Link(config, q, UP, scales_travel=False)
+        ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size, summed=ranks)
+        self.link = Link(setting, q, UP, scales_travel=False)
         self.needs_copy = self.link.needs_copy
         raw = table[:, RAW] == 1
         self.layout = place(table[~raw], q, shards=1, scale_bytes=0, raw_bytes=0)
@@ -56,12 +56,12 @@ class Sum(Reducer):
         self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: codes have to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
             others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
             raise ConfigError(
-                f"reducer='sum' cannot add codes of codec={config.codec!r}; take codec='linear', or reducer={others}"
+                f"reducer='sum' cannot add codes of codec={codec.name!r}; take codec='linear', or reducer={others}"
             )
         if not codec.leaves_room_for_sums:
             raise ConfigError(
@@ -69,7 +69,7 @@ class Sum(Reducer):
             )
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 2
 
@@ -83,7 +83,9 @@ class Sum(Reducer):
         return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
 
     def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.link.quantiser
+        kernels = kernels_for(x.device)
+        layout = self.layout.on(x.device)
+        q = self.link.quantiser
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)

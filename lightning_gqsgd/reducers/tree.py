@@ -20,8 +20,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.layout import RAW, Layout, place_by_owner
-from lightning_gqsgd.memory import UP, MemoryStore
+from lightning_gqsgd.kernels.layout import RAW, Layout, place_by_owner
 from lightning_gqsgd.reducers.base import (
     Exchange,
     Reducer,
@@ -33,10 +32,11 @@ from lightning_gqsgd.reducers.base import (
     uncompressed,
 )
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP, MemoryStore
 from lightning_gqsgd.reducers.two_shot import TwoShot
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class Hop(NamedTuple):
@@ -55,16 +55,20 @@ _IDLE = Hop(None, _NOTHING, _NOTHING, adds=False)
 def hops_of(rank: int, ranks: int) -> list[Hop]:
     """All hops of a rank, as many on every rank: fold, halve, double, unfold."""
     depth = ranks.bit_length() - 1
-    inner, beyond = 1 << depth, ranks - (1 << depth)
-    fold, unfold = _IDLE, _IDLE
+    inner = 1 << depth
+    beyond = ranks - (1 << depth)
+    fold = _IDLE
+    unfold = _IDLE
     if rank >= inner:
         fold = Hop(rank - inner, (0, inner), _NOTHING, adds=True)
         unfold = Hop(rank - inner, _NOTHING, (0, inner), adds=False)
     elif rank < beyond:
         fold = Hop(rank + inner, _NOTHING, (0, inner), adds=True)
         unfold = Hop(rank + inner, (0, inner), _NOTHING, adds=False)
-    halving, doubling = [], []
-    low, high = 0, inner
+    halving = []
+    doubling = []
+    low = 0
+    high = inner
     for bit in (inner >> level for level in range(1, depth + 1)):
         half = (low + high) // 2
         keeps, gives = ((low, half), (half, high)) if rank & bit == 0 else ((half, high), (low, half))
@@ -72,7 +76,8 @@ def hops_of(rank: int, ranks: int) -> list[Hop]:
         doubling.append(Hop(rank ^ bit, keeps, gives, adds=False))
         low, high = keeps
     if rank >= inner:
-        halving, doubling = [_IDLE] * depth, [_IDLE] * depth
+        halving = [_IDLE] * depth
+        doubling = [_IDLE] * depth
     plan = [*halving, *reversed(doubling)]
     return [fold, *plan, unfold] if beyond else plan
 
@@ -84,11 +89,12 @@ class Tree(Reducer):
     adds_codes: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, self.ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size, summed=self.ranks)
-        self.link = Link(config, q, UP, scales_travel=False)
+        self.ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size, summed=self.ranks)
+        self.link = Link(setting, q, UP, scales_travel=False)
         self.needs_copy = self.link.needs_copy
-        raw, inner = table[:, RAW] == 1, 1 << (self.ranks.bit_length() - 1)
+        raw = table[:, RAW] == 1
+        inner = 1 << (self.ranks.bit_length() - 1)
         # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
         self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0, striped=True)
         self.raw = TwoShot(table[raw], uncompressed(setting))
@@ -99,13 +105,13 @@ class Tree(Reducer):
         self.sent_bytes += codes_bytes if self.ranks > inner else 0
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
+    def check(codec: Codec) -> None:
         """See `reducers.base.Reducer.check`: codes have to be powers of two."""
         if not codec.adds_in_pairs:
             raise ConfigError("reducer='tree' adds powers of two: it needs codec='exponential' with mantissa=0")
 
     @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 1 + len(hops_of(0, ranks))
 
@@ -119,7 +125,9 @@ class Tree(Reducer):
         return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
 
     def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        kernels, layout, q = kernels_for(x.device), self.layout.on(x.device), self.link.quantiser
+        kernels = kernels_for(x.device)
+        layout = self.layout.on(x.device)
+        q = self.link.quantiser
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
         yield (Exchange.in_place("max", maxima),)
@@ -136,7 +144,8 @@ class Tree(Reducer):
         self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys
     ) -> Generator[Sequence[Exchange], None, None]:
         """The exchanges of all hops, and what is done with what they bring."""
-        kernels, size = kernels_for(codes.device), layout.shard_bytes
+        kernels = kernels_for(codes.device)
+        size = layout.shard_bytes
         for number, hop in enumerate(hops_of(rank, self.ranks) if size else []):
             sent = codes[hop.gives[0] * size : hop.gives[1] * size]
             mine = codes[hop.takes[0] * size : hop.takes[1] * size]

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Layout, place_by_owner
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Layout, place_by_owner
-from lightning_gqsgd.memory import DOWN, UP, MemoryStore
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.link import NO_TRACE, Link, Trace
+from lightning_gqsgd.reducers.memory import DOWN, UP, MemoryStore
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.spec.fields import Fields
 
 
 class TwoShot(Reducer):
@@ -35,26 +34,20 @@ class TwoShot(Reducer):
     owns_shards: ClassVar[bool] = True
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        config, self.ranks = setting.config, setting.ranks
-        q = setting.codec.quantiser(config.block_size)
-        self.up, self.down = Link(config, q, UP), Link(config, q, DOWN)
+        self.ranks = setting.ranks
+        q = setting.codec.quantiser(setting.block_size)
+        self.up = Link(setting, q, UP)
+        self.down = Link(setting, q, DOWN)
         self.needs_copy = self.up.needs_copy or self.down.needs_copy
         sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
-        self.layout = place_by_owner(table, q, shards=self.ranks, **sizes, striped=config.remembers)
+        self.layout = place_by_owner(
+            table, q, shards=self.ranks, **sizes, striped=self.up.remembers or self.down.remembers
+        )
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
-    def check(config: GQSGDConfig, codec: Codec) -> None:
-        """See `reducers.base.Reducer.check`."""
-        if codec.biased_by and config.memory_down == "auto":
-            raise ConfigError(
-                "a biased codec loses on the way back, too: give memory_down='ef' or 'ef21' ('none' if you mean to do "
-                "without), or reducer='gather', which has no way back"
-            )
-
-    @staticmethod
-    def stages(config: GQSGDConfig, ranks: int) -> int:
+    def stages(config: Fields, ranks: int) -> int:
         """See `reducers.base.Reducer.stages`."""
         return 2
 
@@ -95,7 +88,8 @@ class TwoShot(Reducer):
         store: MemoryStore,
     ) -> Trace:
         """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from."""
-        part, q = layout.shard(rank), self.up.quantiser
+        part = layout.shard(rank)
+        q = self.up.quantiser
         if self.up.plain and self.down.plain:
             own = Own(rank, x, keys.rotation if self.up.fuses else None)
             kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, own)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_integer
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions

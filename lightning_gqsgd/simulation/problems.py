@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 
 #: Parameters with fewer coordinates travel uncompressed, as is the default in training.
 MIN_NUMEL = 1024

@@ -1,6 +1,6 @@
 """DGD-DEF: error feedback whose gradients are taken where the model would be without the errors (arXiv 2103.07578).
 
-With the error memory e_i of worker i, as `memory.Memory` has it for ``"ef"``, and the learning rate η, a step is
+With the error memory e_i of worker i, as `spec.memories.Memory` has it for ``"ef"``, and the learning rate η, a step is
 
     z_i = x - η e_i,   u_i = ∇f_i(z_i) + e_i,   e_i <- u_i - Q(u_i),   x <- x - η mean of Q(u_i).
 

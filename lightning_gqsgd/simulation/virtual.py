@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, counted
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import Keeps
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.plan import Plan, check_gradient
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, new_store, resolve
+from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.sparse.options import refuse_for
 
 
@@ -60,7 +61,7 @@ class VirtualRanks:
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def errors(self) -> Tensor:
-        """What each rank remembers of the errors of its own messages, e of `memory.Memory`: [ranks, d].
+        """What each rank remembers of the errors of its own messages, e of `spec.memories.Memory`: [ranks, d].
 
         Raises:
             ConfigError: the configuration has no error memory.

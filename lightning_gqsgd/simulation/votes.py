@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation.problems import Problem
 from lightning_gqsgd.simulation.record import Record, Rows
 from lightning_gqsgd.simulation.virtual import VirtualRanks, relative_error

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels.layout import ALIGNMENT
 from lightning_gqsgd.kernels.wire import Share
-from lightning_gqsgd.layout import ALIGNMENT
 from lightning_gqsgd.reducers import Exchange
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.rows import Rows

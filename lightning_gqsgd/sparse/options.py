@@ -1,4 +1,4 @@
-"""The fields of a configuration that concern sparse gradients, and the models and callers that cannot have them."""
+"""The models and callers that cannot have sparse gradients."""
 
 from __future__ import annotations
 
@@ -9,50 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
+from lightning_gqsgd.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
 
 logger = logging.getLogger(__name__)
-
-#: What can be done with sparse gradients.
-METHODS = ("refuse", "gather", "logarithmic", "sketch")
-#: The default of the field ``sparse_limit``. A gather sends each rank's touched rows to all ranks, and a dense
-#: reduction sends each coordinate about twice. A row of few coordinates has a scale of its own and a row number, which
-#: take about as much again.
-LIMIT = 1.0
-_MOST = 2**20
-
-
-def check(config: GQSGDConfig) -> None:
-    """Check the fields about sparse gradients.
-
-    Raises:
-        ConfigError: a value out of its range, or a combination with fields that sparse gradients cannot have.
-    """
-    check_one_of("sparse", config.sparse, METHODS)
-    check_real("sparse_limit", config.sparse_limit, 0, _MOST)
-    if config.sparse == "refuse":
-        if config.sparse_limit != LIMIT:
-            raise ConfigError(
-                f"sparse_limit={config.sparse_limit} is for sparse='gather', not sparse='refuse'; leave it out"
-            )
-        return
-    named = f"sparse={config.sparse!r}"
-    if config.remembers:
-        raise ConfigError(
-            f"{named} goes with codecs that remember nothing, because a memory has a number for every row of a table; "
-            "leave memory and memory_down out"
-        )
-    if config.scale == "global":
-        raise ConfigError(f"{named} has a scale of each touched row and rank, not scale='global'; leave scale out")
-    if config.scale_per == "parameter":
-        raise ConfigError(f"{named} has a scale of each touched row, not scale_per='parameter'; leave scale_per out")
-    if config.coder == "elias":
-        raise ConfigError(f"{named} writes the codes of rows with a fixed width, not coder='elias'; leave coder out")
-    if config.sparse == "logarithmic" and (config.codec == "float" or config.num_bits < 2):
-        raise ConfigError(f"{named} needs a sign and an exponent, so 2 to 8 bits, not bits={config.bits}")
 
 
 def refuse_for(config: GQSGDConfig, what: str) -> None:

@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.kernels import kernels_for
+from lightning_gqsgd.kernels.layout import Part
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import Part
-from lightning_gqsgd.memory import UP
 from lightning_gqsgd.reducers import Setting, StepKeys, new_store
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.reducers.memory import UP
 from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
 from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows, place_rows, record_bytes
 
@@ -105,9 +105,9 @@ class CodedRows:
 
     def __init__(self, table: Table, setting: Setting, keys: StepKeys) -> None:
         self._table, self._keys, self._dtype = table, keys, COMPUTE_DTYPES[setting.dtype]
-        self._quantiser = setting.codec.quantiser(setting.config.block_size)
+        self._quantiser = setting.codec.quantiser(setting.block_size)
         self._scale_bytes, self._raw_bytes = setting.scale_bytes, setting.raw_bytes
-        self._link = Link(setting.config, self._quantiser, UP)
+        self._link = Link(setting, self._quantiser, UP)
         self._store = new_store(setting.config, 1, {}, setting.dtype, torch.device("cpu"))
 
     def nbytes(self, count: int) -> int:

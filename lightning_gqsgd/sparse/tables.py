@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.kernels.layout import BLOCKS, CODES, COLUMNS, INDEX, LENGTH, PARAMETER, SCALE, START, Part
 from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.layout import BLOCKS, CODES, COLUMNS, INDEX, LENGTH, PARAMETER, SCALE, START, Part
 
 #: Records that write more than bytes begin at multiples of this.
 _WORD = 4

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.layout import PieceSize
+from lightning_gqsgd.kernels.layout import PieceSize
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport.staging import Staging
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.spec.decisions import Decision
 
 
 def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = False, is_open: bool = False) -> str:

@@ -31,9 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gqsgd.engine import Engine
 from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.spec.decisions import Rules
 from lightning_gqsgd.transport.agreement import Stamp
 from lightning_gqsgd.transport.job import Job
-from lightning_gqsgd.tuning.decisions import Rules
 from lightning_gqsgd.tuning.steering import Steering
 
 #: Attributes of a DDP model, beyond the documented ones, that are needed to build its Reducer anew.

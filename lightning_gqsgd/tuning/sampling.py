@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store
 from lightning_gqsgd.tuning.noise import NoiseSums

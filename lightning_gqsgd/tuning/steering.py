@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.spec.decisions import Decision, count
 from lightning_gqsgd.transport.agreement import Agreed, digest_of
 from lightning_gqsgd.tuning import announcing
 from lightning_gqsgd.tuning.clock import StepClock
-from lightning_gqsgd.tuning.decisions import Decision, count
 from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.tuning.prediction import StepPredictor

@@ -39,9 +39,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from lightning_gqsgd.codecs.floats import REDUCER_OF_BITS
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules, positive, width
+from lightning_gqsgd.spec.decisions import LAG, Decision, Rules, positive, width
 from lightning_gqsgd.tuning.prediction import Measured
 from lightning_gqsgd.tuning.turns import Challenge, Trial, standard_error
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from lightning_gqsgd.tuning.decisions import Rules, positive, width
+from lightning_gqsgd.spec.decisions import Rules, positive, width
 from lightning_gqsgd.tuning.prediction import Measured
 
 

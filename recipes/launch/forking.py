@@ -33,7 +33,13 @@ PROGRAM = (
     "    start()\n"
 )
 #: What every run imports.
-MODULES = ("recipes.training.train", "recipes.launch.command_line", "sklearn.datasets", "lightning_gqsgd.kernels.cpu")
+MODULES = (
+    "recipes.training.train",
+    "recipes.launch.command_line",
+    "sklearn.datasets",
+    "lightning_gqsgd.kernels.cpu",
+    "lightning_gqsgd.codecs.companded.cpu",
+)
 #: Seconds that the other ranks have to end by themselves after a rank has failed.
 GRACE_S = 10
 _PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS, did_you_mean_preset
-from lightning_gqsgd.tuning.decisions import WIDTHS
+from lightning_gqsgd.spec.decisions import WIDTHS
 from recipes.errors import RecipeError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -10,7 +10,7 @@ from transformers import Trainer  # noqa: F401
 import lightning_gqsgd.functional  # noqa: F401
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
 
 for _reducer in ("sum", "two_shot", "gather"):

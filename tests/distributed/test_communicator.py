@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.layout import PIECE_NUMEL
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.transport import communicator as module
 from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL, Communicator

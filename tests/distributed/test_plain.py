@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.telemetry import Meter
 from lightning_gqsgd.tuning import plain as plain_module
-from lightning_gqsgd.tuning.decisions import Decision
 from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.gpu_kernels import layouts_of, stage_bytes
 from lightning_gqsgd import presets
-from lightning_gqsgd.reducers import Setting, resolve
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.reducers import Setting
 from tests.docs.checks import compare_sentence, rounded, spaced
 from tests.docs.pages import PAGES, text_of
 from tests.docs.tables import RESULTS, cell

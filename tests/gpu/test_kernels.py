@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_gqsgd.codecs import EdenCodec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, kernels_for, reference
+from lightning_gqsgd.kernels.layout import START, Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
-from lightning_gqsgd.layout import START, Segment, cut, place
 from tests.gpu.card import CPU, DEVICE, difference, differences, is_waiting, keep_busy, marks, synchronise
 from tests.unit.test_kernels import DITHERS, DTYPES, KEYS, gradient, layout_of, norms, other_codecs, quantiser
 

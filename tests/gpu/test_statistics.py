@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec, ExponentialCodec, LinearCodec
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from tests.gpu.card import DEVICE, marks
 
 pytestmark = marks

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import FIXED
-from lightning_gqsgd.reducers import Setting, Steps, new_store, resolve, stages
+from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.transport.communicator import CollectiveError, Communicator
@@ -194,7 +195,7 @@ def _averaged(config: GQSGDConfig, gradients: list[list[Tensor]], device: torch.
 ON_GPUS = [name for name, preset in FIXED.items() if preset.config.coder == "fixed"]
 
 
-@pytest.mark.filterwarnings("ignore::lightning_gqsgd.memory.StabilityWarning")
+@pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ON_GPUS)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gqsgd import all_reduce
-from lightning_gqsgd.memory import kinds
 from lightning_gqsgd.presets import FIXED
+from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.simulation import average
 from tests.distributed.models import batch, mlp, wrapped
 from tests.distributed.ranks import SPAWN, run
@@ -105,7 +105,7 @@ def _hooked(rank: int, device: str, names: list[str]) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore::lightning_gqsgd.memory.StabilityWarning")
+@pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")
 def test_the_hook_gives_the_bits_of_the_cpu_on_both_ranks(tmp_path: Path) -> None:
     """What is remembered is nearly the same only: a GPU contracts the products and sums of `torch.add`."""
     expected = run(_hooked, 2, tmp_path, "cpu", ON_GPUS)[0]

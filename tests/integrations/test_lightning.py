@@ -30,7 +30,7 @@ from lightning_gqsgd.integrations import trainer
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.spec.decisions import Decision
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
 

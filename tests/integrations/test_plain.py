@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.tuning.decisions import Decision
+from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.tuning.steering import Steering
 from lightning_gqsgd.tuning.trials import Trials
 from tests.distributed.ranks import run

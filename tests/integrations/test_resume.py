@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder, ModelCheckpoint
 
-from lightning_gqsgd.memory import MemoryStore
+from lightning_gqsgd.reducers.memory import MemoryStore
 from tests.distributed.ranks import run
 from tests.integrations.loops import Classifier, bits_of, data, fitted, trainer_of
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import EdenCodec, ExponentialCodec, FloatCodec, LinearCodec, codec_of
-from lightning_gqsgd.codecs.companded import SLOPE
-from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.codecs.companded.codec import SLOPE
+from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.codecs.variance import variance_companded
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from tests.reliability.knobs import SEED, scaled
 
 #: Draws of a long test, and of a test of the usual suite.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels.dither import words
-from lightning_gqsgd.layout import COLUMNS, INDEX, LENGTH, PARAMETER
+from lightning_gqsgd.kernels.layout import COLUMNS, INDEX, LENGTH, PARAMETER
 from tests.reliability.knobs import SEED
 
 #: Numbers of dieharder's tests (`dieharder -l`): birthdays, ranks of matrices, bit stream, ones, runs, greatest common

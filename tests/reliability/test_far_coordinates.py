@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.layout import CODES, SCALE, START, Segment, cut, place
+from lightning_gqsgd.kernels.layout import CODES, SCALE, START, Segment, cut, place
 
 CODECS: dict[str, dict[str, Any]] = {
     "linear": {"codec": "linear", "bits": 8},

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.layout import CODES, Layout, Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import CODES, Layout, Segment, cut, place
 from tests.reliability.knobs import chance, scaled
 
 KERNELS = (reference, cpu)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
 from lightning_gqsgd.sparse.tables import Table, Touched

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation.virtual import VirtualRanks
 from tests.reliability.knobs import SEED, scaled
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import CODECS, ExponentialCodec, codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels.dither import uniform
-from lightning_gqsgd.layout import Segment, cut
+from lightning_gqsgd.kernels.layout import Segment, cut
 from tests.reliability.draws import (
     BLOCK,
     CONFIGS,

@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import StabilityWarning
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS as REDUCERS_BY_NAME
+from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.simulation.virtual import VirtualRanks
 from tests.reliability.knobs import chance, scaled
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import CompandedCodec
-from lightning_gqsgd.codecs.companded import SLOPE
+from lightning_gqsgd.codecs.companded.codec import SLOPE
 from lightning_gqsgd.codecs.variance import mean_variance_companded, variance_companded
 from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS
-from lightning_gqsgd.layout import Segment, cut, place
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.simulation import average, relative_error
 

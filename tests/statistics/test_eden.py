@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import EdenCodec, eden
+from lightning_gqsgd.codecs import EdenCodec
+from lightning_gqsgd.codecs.eden import codec as eden
 from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.wire import ScaleFormat
-from lightning_gqsgd.layout import Segment, cut, place
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.simulation import average, relative_error
 

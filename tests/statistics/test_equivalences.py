@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import Memory
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation import VirtualRanks
 
 STEPS = 20
@@ -51,7 +51,7 @@ def test_terngrad_with_a_shared_scale_is_global_qsgd_with_one_level(ranks: int) 
 
 
 @pytest.mark.parametrize("reducer", ["gather", "two_shot", "sum"])
-@pytest.mark.filterwarnings("ignore::lightning_gqsgd.memory.StabilityWarning")
+@pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")
 def test_error_feedback_is_ecq_with_both_weights_one(reducer: str) -> None:
     """And no memory is ECQ with α = 0, bit for bit."""
     fields = {"bits": 6, "dither": "stochastic", "reducer": reducer, "block_size": 64}

@@ -9,7 +9,7 @@ import torch
 from benchmarks.accuracy import gaussian, heavy_tailed
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.simulation import average, relative_error
 

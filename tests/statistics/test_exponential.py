@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import ExponentialCodec
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.reducers.tree import hops_of
 from lightning_gqsgd.simulation import average, relative_error
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.fragments import Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.rules import MeanOf

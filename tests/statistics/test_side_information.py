@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation import VirtualRanks, relative_error
 
 #: A reference that is the latest reduced gradient.
@@ -39,7 +39,7 @@ def squared_error(vectors: list[Tensor], **fields: Any) -> float:
     return sum(errors[3:]) / len(errors[3:])
 
 
-@pytest.mark.filterwarnings("ignore::lightning_gqsgd.memory.StabilityWarning")  # of the worst gradient
+@pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")  # of the worst gradient
 def test_the_error_follows_the_distance_to_the_reference_and_not_the_size() -> None:
     """Squared errors of differences fall with the square of the distance; those of plain codes do not."""
     errors = {}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd import theory
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import StabilityWarning
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
 from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
 from lightning_gqsgd.simulation.record import Record

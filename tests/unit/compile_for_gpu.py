@@ -16,13 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, TopKCodec
-from lightning_gqsgd.codecs.floats import largest
+from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants
+from lightning_gqsgd.kernels.layout import Layout, Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key, scale_format
-from lightning_gqsgd.layout import Layout, Segment, cut, place
 
 
 class Hopper:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.performance import Bucket, Timeline, advice
 from lightning_gqsgd.performance.costs import ESTIMATES, Link
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from lightning_gqsgd.cli.advising import Question
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.performance import Bucket, Collective, Costs, Gamma, Timeline, advice, models
 from lightning_gqsgd.performance.costs import KINDS

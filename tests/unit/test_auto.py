@@ -11,13 +11,13 @@ import torch
 
 from lightning_gqsgd.cli.facts import facts_of, notes
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
-from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average
+from lightning_gqsgd.spec.decisions import LAG, Decision
 from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning import announcing
 from lightning_gqsgd.tuning.clock import StepClock
-from lightning_gqsgd.tuning.decisions import LAG, Decision
 from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.steering import Steering
 

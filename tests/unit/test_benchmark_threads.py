@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks import codec_threads
-from lightning_gqsgd.layout import PIECE_NUMEL
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL
 
 
 def test_every_number_of_threads_gives_the_same_bits() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import TopKCodec
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation import average
 from tests.unit.test_kernels import layout_of, message
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gqsgd.codecs import TopKCodec
-from lightning_gqsgd.codecs.linear import LinearQuantiser
-from lightning_gqsgd.kernels import elias as readable
-from lightning_gqsgd.kernels.cpu import elias
+from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
+from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW, SCALE, START, Segment, cut
 from lightning_gqsgd.kernels.packing import code_bytes
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS
-from lightning_gqsgd.layout import CODES, LENGTH, RAW, SCALE, START, Segment, cut
+from lightning_gqsgd.reducers.elias import codewords as readable
+from lightning_gqsgd.reducers.elias import streams as elias
 
 
 def quantiser(bits: int, levels: int, block_size: int) -> LinearQuantiser:

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import codec_of
-from lightning_gqsgd.codecs.floats import largest, rounded
+from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.layout import Segment, cut
+from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.kernels.narrowing import rounded
 from lightning_gqsgd.performance.costs import ESTIMATES, Link, collectives_between
 from lightning_gqsgd.performance.model import NATIVE, predict
 from lightning_gqsgd.performance.timeline import Bucket, Timeline
-from lightning_gqsgd.reducers import resolve
 from lightning_gqsgd.simulation import average, relative_error
 
 ROWS = [Segment(0, 5001, raw=False), Segment(3, 1, raw=True), Segment(7, 3 * 1024, raw=False), Segment(9, 1023, False)]

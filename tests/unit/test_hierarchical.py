@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.nodes import node_size_of
-from lightning_gqsgd.reducers import resolve, stages
+from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.reducers.hierarchical import between_nodes
 from lightning_gqsgd.simulation import average, relative_error
 

@@ -66,8 +66,18 @@ def test_sources_that_have_changed_are_compiled_anew_and_old_files_go(
 def test_every_file_that_kernels_include_is_part_of_the_digest(tmp_path: Path) -> None:
     package = Path(cache.__file__).parent.parent
     files = cache.included_files()
-    for needed in ("wire.py", "cpu/loops.py", "cpu/dither.py", "cpu/packing.py", "cpu/linear.py", "../layout.py"):
+    for needed in (
+        "wire.py",
+        "cpu/loops.py",
+        "cpu/dither.py",
+        "cpu/packing.py",
+        "layout.py",
+        "../codecs/linear/cpu.py",
+    ):
         assert (package / needed).resolve() in [file.resolve() for file in files]
+    compiled = [file for file in package.parent.rglob("*.py") if "kernels.cpu.jit import" in file.read_text()]
+    assert package.parent / "codecs/linear/cpu.py" in compiled
+    assert set(compiled) <= set(files)
     copies = []
     for number, file in enumerate(files):
         copies.append(tmp_path / f"{number}" / file.name)
@@ -158,7 +168,7 @@ import sys
 import torch
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.cpu import cache
-from lightning_gqsgd.layout import Segment, cut
+from lightning_gqsgd.kernels.layout import Segment, cut
 
 named = cache.folders()[:1]  # beside the sources, the kernels may lie already
 cache.folders = lambda: named

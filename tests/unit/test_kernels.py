@@ -10,10 +10,10 @@ from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, Line
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.dither import uniform
+from lightning_gqsgd.kernels.layout import LENGTH, RAW, START, Layout, Segment, cut, place
 from lightning_gqsgd.kernels.packing import unpack
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.layout import LENGTH, RAW, START, Layout, Segment, cut, place
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 KEYS = [(11, 5), (2**32 - 1, 2**31), (0, 0), (7, 1234567)]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_gqsgd.codecs import ExponentialCodec, SignCodec, TopKCodec
 from lightning_gqsgd.codecs.variance import smallest_level
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.packing import unpack
-from lightning_gqsgd.layout import Segment, cut, place
 from tests.unit.test_kernels import BOTH, DTYPES, layout_of, message
 
 

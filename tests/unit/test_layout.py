@@ -3,9 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gqsgd.codecs.linear import LinearQuantiser
-from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
-from lightning_gqsgd.layout import (
+from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
+from lightning_gqsgd.kernels.layout import (
     ALIGNMENT,
     CODES,
     INDEX,
@@ -25,6 +24,7 @@ from lightning_gqsgd.layout import (
     place_by_owner,
     runs,
 )
+from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
 
 
 def quantiser(bits: int, summable: bool = False) -> LinearQuantiser:

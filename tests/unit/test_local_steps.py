@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions

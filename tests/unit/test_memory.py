@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lightning_gqsgd.checkpoint import take_memory
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
-from lightning_gqsgd.layout import Segment, cut, owners, runs
-from lightning_gqsgd.memory import MemoryStore, StabilityWarning, kinds
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import Segment, cut, owners, runs
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import FIXED, PRESETS
-from lightning_gqsgd.reducers import Setting, new_store, resolve
+from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers.memory import MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.simulation import VirtualRanks
 
 SEGMENTS = [Segment(0, 5000, False), Segment(1, 300, True), Segment(2, 2300, False)]

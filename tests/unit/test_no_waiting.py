@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels import cpu
-from lightning_gqsgd.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.plan import Plan, ScatterPlan
-from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, resolve, run_virtual
+from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, run_virtual
 from lightning_gqsgd.telemetry import BucketCounters, Telemetry
 
 RANKS = 4

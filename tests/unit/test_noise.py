@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.integrations.fsdp_starting import check_request
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation import average
 from lightning_gqsgd.transport.agreement import Agreed
 from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseRules, NoiseSums, Way

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, LinearCodec, TopKCodec
 from lightning_gqsgd.kernels import cpu, reference
+from lightning_gqsgd.kernels.layout import Layout, Segment
 from lightning_gqsgd.kernels.protocol import Own
-from lightning_gqsgd.layout import Layout, Segment
 from lightning_gqsgd.simulation import VirtualRanks
 from tests.unit.test_kernels import KEYS, gradient, layout_of, message
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.kernels.meta import Work
-from lightning_gqsgd.layout import PieceSize, Segment
-from lightning_gqsgd.memory import StabilityWarning
 from lightning_gqsgd.performance import (
     Bucket,
     Collective,
@@ -36,7 +36,8 @@ from lightning_gqsgd.performance.probe import measure
 from lightning_gqsgd.performance.profile import bucket_profiles
 from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.presets import FIXED, make_config
-from lightning_gqsgd.reducers import Setting, resolve
+from lightning_gqsgd.reducers import Setting
+from lightning_gqsgd.reducers.memory import StabilityWarning
 
 RANKS = 4
 BETA = 1e-9
@@ -306,7 +307,7 @@ def test_a_profile_does_not_load_torchs_compiler() -> None:
     code = (
         "import sys, torch\n"
         "from lightning_gqsgd import GQSGDConfig\n"
-        "from lightning_gqsgd.layout import PieceSize, Segment\n"
+        "from lightning_gqsgd.kernels.layout import PieceSize, Segment\n"
         "from lightning_gqsgd.performance.profile import bucket_profiles\n"
         "from lightning_gqsgd.reducers import resolve\n"
         "assert 'torch._dynamo' not in sys.modules\n"

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.layout import Segment
-from lightning_gqsgd.memory import kinds
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
-from lightning_gqsgd.reducers import resolve
+from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.simulation import VirtualRanks, average, relative_error
 
 STATELESS = [name for name, preset in FIXED.items() if not kinds(preset.config)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
 from lightning_gqsgd.simulation.problems import (
     DigitsMLP,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.simulation import simulate
 from lightning_gqsgd.simulation.local import Crowd

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.reducers import Setting, StepKeys, resolve
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.reducers import Setting, StepKeys
 from lightning_gqsgd.reducers.base import run_virtual
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.gathering import gathered_lengths, gathered_mean

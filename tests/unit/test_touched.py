@@ -19,7 +19,7 @@ from tests import touched
         ("lightning_gqsgd/integrations/fabric.py", "tests/integrations/test_lightning.py::test_a", True),
         ("lightning_gqsgd/copies.py", "tests/distributed/test_plain.py::test_a", True),
         ("lightning_gqsgd/copies.py", "tests/distributed/test_staging.py::test_a", False),
-        ("lightning_gqsgd/codecs/linear.py", "tests/statistics/test_systems.py::test_a", True),
+        ("lightning_gqsgd/codecs/linear/codec.py", "tests/statistics/test_systems.py::test_a", True),
     ],
 )
 def test_a_slow_test_runs_when_its_file_or_its_subject_changed(changed: str, test: str, runs: bool) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.reducers import resolve
-from lightning_gqsgd.tuning.decisions import LAG, Decision, Rules
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.spec.decisions import LAG, Decision, Rules
 from lightning_gqsgd.tuning.describing import describe
 from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
 from lightning_gqsgd.tuning.trials import Trials

@@ -9,7 +9,7 @@ import torch
 
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import cpu, reference
-from lightning_gqsgd.layout import Segment, cut, place
+from lightning_gqsgd.kernels.layout import Segment, cut, place
 
 NUMEL = 3000
 

@@ -6,13 +6,11 @@ A kernel is put together of parts, with one file for each:
 
 * `stages` turns tensors into the arguments of kernels.
 * `blocks` has the loops over blocks.
-* `linear`, `companded`, `exponential`, `top_k` and `eden` have what each family of codes does to one block, and
-  `records` has what the families with a scale and a dither share.
+* ``cpu`` in a family's folder in `codecs` has what the family does to one block, and `records` has what the families
+  with a scale and a dither share.
 * `dither`, `rotation`, `packing`, `scales` and `loops` have the loops over coordinates. `casts` has single operations.
 * `narrow` rounds coordinates to bf16.
 * `statistics` has largest magnitudes and sums of blocks.
-* `elias` is the entropy coder, with its tables, its writer and its reader in `elias_tables`, `elias_writer` and
-  `elias_reader`.
 * `jit` says how parts are compiled, and `cache` keeps compiled kernels.
 """
 

@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel
 from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, fetch_ahead, fill, is_finite
 from lightning_gqsgd.kernels.cpu.rotation import turn_block
-from lightning_gqsgd.layout import CODES, LENGTH, RAW, START
+from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW, START
 
 
 class Received(NamedTuple):

@@ -37,6 +37,8 @@ from numba.misc.appdirs import AppDirs
 #: Remedy where nothing can be kept.
 REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that is writable"
 
+#: Folders of the package that have kernels, and whatever kernels include.
+_FOLDERS = ("kernels", "codecs", "reducers/elias")
 _SUFFIX = ".nbc"
 _DIGEST_BYTES = 32
 
@@ -71,8 +73,8 @@ def watching(watcher: Callable[[Compilation], None]) -> Iterator[None]:
 
 def included_files() -> list[Path]:
     """All source files that a kernel can include, in a fixed order."""
-    package = Path(__file__).parent.parent
-    return [*sorted(package.rglob("*.py")), package.parent / "layout.py"]
+    package = Path(__file__).parents[2]
+    return [file for folder in _FOLDERS for file in sorted((package / folder).rglob("*.py"))]
 
 
 def digest_of(files: Iterable[Path]) -> str:

@@ -12,8 +12,8 @@ from numba.extending import intrinsic
 
 from lightning_gqsgd.kernels.cpu.casts import part
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.kernels.layout import INDEX, PARAMETER
 from lightning_gqsgd.kernels.wire import DITHER_FIRST, DITHER_UNIT, GOLDEN, MULTIPLY_1, MULTIPLY_2
-from lightning_gqsgd.layout import INDEX, PARAMETER
 
 #: The dither of the 16-bit integer 0.
 FIRST = np.float32(DITHER_FIRST)

@@ -6,7 +6,7 @@ from numba import int32
 
 from lightning_gqsgd.kernels.cpu.casts import clamped, fetch, larger, numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
-from lightning_gqsgd.layout import LENGTH, START
+from lightning_gqsgd.kernels.layout import LENGTH, START
 
 #: How many blocks ahead memory is asked for, and how many coordinates of a block. With fewer blocks, coordinates would
 #: come too late.

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 numbers to bf16; see `codecs.floats`, which has the readable form."""
+"""Stochastic rounding of fp32 numbers to bf16; see `kernels.narrowing`, which has the readable form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_gqsgd.kernels.cpu.casts import part
 from lightning_gqsgd.kernels.cpu.dither import block_keys, word
 from lightning_gqsgd.kernels.cpu.jit import kernel, loop
 from lightning_gqsgd.kernels.cpu.loops import fetch_ahead
-from lightning_gqsgd.layout import LENGTH, START
+from lightning_gqsgd.kernels.layout import LENGTH, START
 
 _INFINITY, _MAGNITUDE, _SIGN, _QUIET = 0x7F800000, 0x7FFFFFFF, 0x8000, 0x40
 

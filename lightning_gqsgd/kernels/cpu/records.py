@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels.cpu.casts import float_of, larger, numbers, part
 from lightning_gqsgd.kernels.cpu.jit import inlined
 from lightning_gqsgd.kernels.cpu.loops import fill, maximum_and_zeros
 from lightning_gqsgd.kernels.cpu.scales import received, rounded_up, sent
-from lightning_gqsgd.layout import CODES, SCALE
+from lightning_gqsgd.kernels.layout import CODES, SCALE
 
 Compiled = Callable[..., Any]
 

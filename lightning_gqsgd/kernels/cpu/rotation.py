@@ -14,8 +14,8 @@ from lightning_gqsgd.kernels.cpu.casts import part
 from lightning_gqsgd.kernels.cpu.dither import FIRST, dither
 from lightning_gqsgd.kernels.cpu.jit import inlined, kernel, loop
 from lightning_gqsgd.kernels.cpu.scales import float_type
+from lightning_gqsgd.kernels.layout import LENGTH, RAW, START
 from lightning_gqsgd.kernels.wire import Key
-from lightning_gqsgd.layout import LENGTH, RAW, START
 
 
 class Turn(NamedTuple):

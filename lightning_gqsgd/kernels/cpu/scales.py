@@ -47,7 +47,9 @@ def integer_type(dtype: torch.dtype) -> type[np.signedinteger]:
 
 def form_of(dtype: torch.dtype) -> Form:
     """The number formats of a gradient dtype."""
-    fields, real, wide = scale_format(dtype), float_type(dtype), integer_type(dtype)
+    fields = scale_format(dtype)
+    real = float_type(dtype)
+    wide = integer_type(dtype)
     return Form(
         zero=real(0),
         largest=real(np.finfo(real).max),

@@ -15,24 +15,15 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels import reference
-from lightning_gqsgd.kernels.cpu import companded, eden, exponential, linear, top_k
 from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
 from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
 from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
-from lightning_gqsgd.kernels.protocol import Kind, Own, Quantiser
+from lightning_gqsgd.kernels.families import cpu_family
+from lightning_gqsgd.kernels.layout import LENGTH, START
+from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
-from lightning_gqsgd.layout import LENGTH, START
-
-#: Families of codes with fast kernels. Those of others are `reference`'s.
-_FAMILIES: dict[Kind, ModuleType] = {
-    Kind.LINEAR: linear,
-    Kind.EXPONENTIAL: exponential,
-    Kind.TOP_K: top_k,
-    Kind.COMPANDED: companded,
-    Kind.EDEN: eden,
-}
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
@@ -59,12 +50,13 @@ def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: boo
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
     """See `protocol.Kernels.combine`."""
-    exponential.combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
+    _family_of(q).combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
     """See `protocol.Kernels.narrow`."""
-    values, bits = x.detach().numpy(), out.view(torch.int16).numpy().view(np.uint16)
+    values = x.detach().numpy()
+    bits = out.view(torch.int16).numpy().view(np.uint16)
     keys = np.array(key, dtype=np.uint32)
     round_blocks(values, blocks.numpy(), keys, np.float32(factor), np.uint32(limit), bits)
 
@@ -79,7 +71,7 @@ def encode(
     rotation: Key | None = None,
 ) -> None:
     """See `protocol.Kernels.encode`."""
-    if q.kind not in _FAMILIES:
+    if cpu_family(q.kind) is None:
         reference.encode(x, blocks, wire, q, key, scales, rotation)
         return
     given = None if scales is None else scales.numpy()
@@ -97,10 +89,11 @@ def reduce(
     own: Own,
 ) -> None:
     """See `protocol.Kernels.reduce`."""
-    if q.kind not in _FAMILIES:
+    if cpu_family(q.kind) is None:
         reference.reduce(wires, blocks, out, q, keys, out_key, own)
         return
-    received, sent = _received(wires, keys, own.source), _sent(out, out_key, own.x.dtype)
+    received = _received(wires, keys, own.source)
+    sent = _sent(out, out_key, own.x.dtype)
     with _widened(own.x, blocks) as (values, table):
         _run(values, table, q, own.x.dtype, received=received, sent=sent, rotation=own.rotation)
 
@@ -115,7 +108,7 @@ def decode(
     own: int | None = None,
 ) -> int:
     """See `protocol.Kernels.decode`."""
-    if q.kind not in _FAMILIES:
+    if cpu_family(q.kind) is None:
         return reference.decode(wires, blocks, x, q, keys, rotation, own)
     with _widened(x, blocks, write=True) as (values, table):
         return _run(values, table, q, x.dtype, received=_received(wires, keys, own), rotation=rotation)
@@ -123,7 +116,8 @@ def decode(
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
     """See `protocol.Kernels.decode_sum`."""
-    family, scratch = _FAMILIES[q.kind], _scratch(q.block_size, x.dtype)
+    family = _family_of(q)
+    scratch = _scratch(q.block_size, x.dtype)
     constants = family.constants(q, x.dtype, len(keys))
     with _widened(x, blocks, write=True) as (values, table):
         return family.summed(q)(wire.numpy(), scales.numpy(), table, values, _keys(keys), constants, scratch)
@@ -140,14 +134,22 @@ def _run(
     rotation: Key | None = None,
 ) -> int:
     """Call the kernel that encodes, reduces and decodes, see `blocks.codec_kernel`."""
-    family = _FAMILIES[q.kind]
+    family = _family_of(q)
     sources = 1 if received is None else len(received.keys)
     if received is None and not family.is_for_sums(q):  # the same machine code as for decoding
         received = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
     turn = None if rotation is None else Turn.of(rotation, q.block_size, dtype)
     sent = sent or _sent(torch.empty(0, dtype=torch.uint8, device="cpu"), (0, 0), dtype)
-    constants, scratch = family.constants(q, dtype, sources), _scratch(q.block_size, dtype)
+    constants = family.constants(q, dtype, sources)
+    scratch = _scratch(q.block_size, dtype)
     return family.codec(q)(values, table, received, sent, turn, constants, scratch)
+
+
+def _family_of(q: Quantiser) -> ModuleType:
+    """The parts of kernels that a quantiser's family has, see `kernels.families`."""
+    family = cpu_family(q.kind)
+    assert family is not None
+    return family
 
 
 @contextmanager
@@ -160,7 +162,8 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
         write: whether to put the coordinates back into ``x`` afterwards. What lies between the blocks comes back as it
             was.
     """
-    compute, x = COMPUTE_DTYPES[x.dtype], x.detach()
+    compute = COMPUTE_DTYPES[x.dtype]
+    x = x.detach()
     if not len(blocks):
         yield np.empty(0, float_type(x.dtype)), blocks.numpy()
         return

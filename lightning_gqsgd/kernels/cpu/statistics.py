@@ -7,7 +7,7 @@ from numba import float64
 from lightning_gqsgd.kernels.cpu.casts import numbers, part
 from lightning_gqsgd.kernels.cpu.jit import kernel
 from lightning_gqsgd.kernels.cpu.loops import fetch_ahead, maximum
-from lightning_gqsgd.layout import LENGTH, START
+from lightning_gqsgd.kernels.layout import LENGTH, START
 
 #: Number of lanes in which sums are added up, see `protocol.Kernels.block_moments`.
 LANES = 16

@@ -8,7 +8,7 @@ A program has a tile (see `tiles`) of 4096 coordinates, or of one block. What a 
 kernel (see `constants`), so each codec has kernels of its own. Products and sums are not contracted, and divisions are
 rounded correctly, as in `reference`.
 
-A family of codes is one file, and a line in `FAMILIES`.
+A family of codes brings its kernels, see `kernels.families`.
 """
 
 from __future__ import annotations
@@ -19,33 +19,25 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.floats import FloatCodec
-from lightning_gqsgd.kernels import reference
-from lightning_gqsgd.kernels.cuda import companded, eden, exponential, launch, linear, top_k
+from lightning_gqsgd.kernels import narrowing, reference
+from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.measures import maxima_kernel, moments_kernel
 from lightning_gqsgd.kernels.cuda.narrow import Narrowing, narrow_kernel
 from lightning_gqsgd.kernels.cuda.rotation import rotate_kernel
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
-from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Kind, Own, Quantiser
+from lightning_gqsgd.kernels.families import cuda_family
+from lightning_gqsgd.kernels.protocol import CodecKernels, Count, Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key, scale_format
-
-FAMILIES: dict[Kind, CodecKernels] = {
-    Kind.LINEAR: linear.FAMILY,
-    Kind.EXPONENTIAL: exponential.FAMILY,
-    Kind.TOP_K: top_k.FAMILY,
-    Kind.COMPANDED: companded.FAMILY,
-    Kind.EDEN: eden.FAMILY,
-}
 
 
 def _kernels_of(q: Quantiser) -> CodecKernels:
     """The kernels of a quantiser's family; those of `reference` for a family that has no fast ones."""
-    return FAMILIES.get(q.kind) or cast(CodecKernels, reference)
+    return cuda_family(q.kind) or cast(CodecKernels, reference)
 
 
 #: Coordinates of a block that is rounded to bf16, at most.
-_NARROWED = FloatCodec.default_block_size
+_NARROWED = narrowing.BLOCK
 
 #: Coordinates of a block that `block_maxima` and `block_moments` read at a time; blocks may be longer.
 _MEASURED = 256
@@ -120,9 +112,9 @@ def decode(
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Tensor:
     """See `protocol.Kernels.decode_sum`; the number is a tensor on the device, int32 []."""
-    return cast(ScaledFamily, FAMILIES[q.kind]).decode_sum(wire, scales, blocks, x, q, keys)
+    return cast(ScaledFamily, cuda_family(q.kind)).decode_sum(wire, scales, blocks, x, q, keys)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
     """See `protocol.Kernels.combine`."""
-    cast(ScaledFamily, FAMILIES[q.kind]).combine(mine, theirs, blocks, q, key)
+    cast(ScaledFamily, cuda_family(q.kind)).combine(mine, theirs, blocks, q, key)

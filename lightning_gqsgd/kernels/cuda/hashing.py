@@ -8,8 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_gqsgd import layout
-from lightning_gqsgd.kernels import wire
+from lightning_gqsgd.kernels import layout, wire
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED, column
 
 _PARAMETER = tl.constexpr(layout.PARAMETER)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp32 numbers to bf16, in Triton; see `codecs.floats`, which has the readable form."""
+"""Stochastic rounding of fp32 numbers to bf16, in Triton; see `kernels.narrowing`, which has the readable form."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lightning_gqsgd import layout
+from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda.floats import divided
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
 from lightning_gqsgd.kernels.cuda.rotation import rotated

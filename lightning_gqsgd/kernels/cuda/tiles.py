@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lightning_gqsgd import layout
+from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda.floats import is_finite
 from lightning_gqsgd.kernels.rotation import SHORTEST
 

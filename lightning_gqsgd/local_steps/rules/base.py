@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Steps
 from lightning_gqsgd.telemetry import BucketCounters
 from lightning_gqsgd.transport.job import Job

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.layout import Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.rules.base import Averager, MeanOf, Rule, RuleRequests
 
 if TYPE_CHECKING:

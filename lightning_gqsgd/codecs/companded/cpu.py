@@ -1,0 +1,166 @@
+"""Companded codes: numbers of levels that lie denser near zero, see `codecs.companded`, which has the readable form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import float32, int32, uint8
+
+from lightning_gqsgd.codecs.linear.cpu import dequantise, is_stochastic, levels_per_unit, quantise, step_of
+from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
+from lightning_gqsgd.kernels.cpu.casts import clamped, part, with_sign_of
+from lightning_gqsgd.kernels.cpu.dither import FIRST, dither
+from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.kernels.cpu.loops import fill
+from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
+from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer
+from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
+from lightning_gqsgd.kernels.wire import Share
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.codecs.companded.codec import CompandedQuantiser
+
+
+class Companded(NamedTuple):
+    """A companded quantiser, typed for the kernels. Numbers without a type below are of the compute dtype.
+
+    Attributes:
+        form: number formats.
+        bits: bits of a code.
+        each, rest: see `kernels.wire.Share`.
+        zero: K // 2, the number of the level next above zero.
+        odd_zero: the number of the level at zero, in blocks that are rounded stochastically.
+        middle: (K - 1) / 2.
+        odd_middle: the same in blocks that are rounded stochastically.
+        stochastic_from: see `codecs.companded.CompandedQuantiser`.
+        up: 1 + 2 ulp.
+        half: 1/2.
+        slope, shrink, stretch, root, root_squared: see `codecs.companded.Curve`.
+    """
+
+    form: Form
+    bits: int
+    each: np.floating
+    rest: np.floating
+    zero: np.int32
+    odd_zero: np.int32
+    middle: np.floating
+    odd_middle: np.floating
+    stochastic_from: np.floating
+    up: np.floating
+    half: np.floating
+    slope: np.floating
+    shrink: np.floating
+    stretch: np.floating
+    root: np.floating
+    root_squared: np.floating
+
+
+@lru_cache
+def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Companded:
+    """The constants of a quantiser, for messages of so many sources."""
+    share = Share.of(sources)
+    real = float_type(dtype)
+    curve = q.curve
+    return Companded(
+        form=form_of(dtype),
+        bits=q.bits,
+        each=real(share.each),
+        rest=real(share.rest),
+        zero=np.int32(q.levels // 2),
+        odd_zero=np.int32(q.odd_levels // 2),
+        middle=real(curve.middle),
+        odd_middle=real((q.odd_levels - 1) / 2),
+        stochastic_from=real(q.stochastic_from),
+        up=real(1 + 2 * np.finfo(real).eps),
+        half=real(0.5),
+        slope=real(curve.slope),
+        shrink=real(curve.shrink),
+        stretch=real(curve.stretch),
+        root=real(curve.root),
+        root_squared=real(curve.root_squared),
+    )
+
+
+def is_for_sums(q: CompandedQuantiser) -> bool:
+    """Whether messages are added up, so that no single message is ever decoded: they never are."""
+    return False
+
+
+def codec(q: CompandedQuantiser) -> Any:
+    """The kernel that encodes, reduces and decodes."""
+    return _codec()
+
+
+def summed(q: CompandedQuantiser) -> Any:
+    """The kernel that decodes sums of codes.
+
+    Raises:
+        NotImplementedError: always, because levels that are not equidistant cannot be added.
+    """
+    raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
+
+
+@lru_cache
+def _codec() -> Any:
+    """See `codec`: all companded quantisers share one kernel."""
+    write = record_writer(is_stochastic, _encode, pack_planes)
+    return codec_kernel("companded", write, record_reader(_decode, unpack_planes))
+
+
+@inlined
+def _encode(values, scale, stochastic, block, key, c, s):
+    """Write codes into ``s.codes``."""
+    middle = c.odd_middle if stochastic else c.middle
+    zero = c.odd_zero if stochastic else c.zero
+    inverse = levels_per_unit(scale, middle, c.up)
+    dither(key, block, values.size, FIRST - float32(zero - middle), s.u)
+    if stochastic:
+        quantise(values, inverse, middle, s.u, zero, s.codes)
+    else:
+        _quantise(values, inverse, s.u, c, s.codes)
+
+
+@loop
+def _quantise(values, inverse, u, c, codes):
+    """Write the numbers of levels on the companded axis. ``inverse``: 1/Δ."""
+    for j in range(values.size):
+        y = np.sqrt(abs(values[j] * inverse) * c.stretch + c.root_squared) - c.root
+        y = clamped(with_sign_of(y, values[j]), c.middle)
+        codes[j] = uint8(int32(np.floor(y + u[j])) + c.zero)
+
+
+@inlined
+def _decode(scale, stochastic, block, key, c, s, add, out):
+    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    if stochastic:
+        fill(part(s.u, 0, out.size), float32(c.odd_middle))
+        dequantise(s.codes, s.u, step_of(scale, c.odd_middle, stochastic, c.up), scale, add, out)
+    else:
+        dither(key, block, out.size, float32(c.middle) + (FIRST - float32(0.5)), s.u)
+        _dequantise(s.codes, s.u, scale / c.middle, c, add, out)
+
+
+@loop
+def _dequantise(codes, u, step, c, add, out):
+    """Set or add the coordinates of codes. ``u``: the code that stands for zero, with dither; ``step``: Δ."""
+    limit = c.form.largest * c.each  # the sum of all messages stays finite
+    zero = out.dtype.type(0)
+    if add:
+        for j in range(out.size):
+            out[j] += _expanded(codes[j], u[j], step, limit, c)
+    else:
+        for j in range(out.size):
+            out[j] = zero + _expanded(codes[j], u[j], step, limit, c)
+
+
+@loop
+def _expanded(code, u, step, limit, c):
+    """The coordinate that a code stands for, clamped to ``limit``."""
+    z = float32(int32(code)) - u
+    r = np.floor(z + c.half)
+    value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink
+    return clamped(value * step, limit)

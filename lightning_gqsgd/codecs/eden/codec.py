@@ -1,0 +1,257 @@
+"""EDEN: turned coordinates, rounded to the best levels for Gaussian numbers, under a scale that removes the bias.
+
+A block x of m coordinates is turned by R = H D1 H D2. H is the orthonormal Hadamard matrix, and D1 and D2 have
+random signs. The coordinates of z = R x are nearly Gaussian, whatever x is, so they are rounded to the Lloyd-Max levels
+of the normal distribution, in units of their root mean square σ = |z|/sqrt(m):
+
+    q_j     = sign(z_j) L_k,   k the number of the level L_k nearest to |z_j|/σ
+    S       = |z|²/<z, q>
+    decoded = S D2 H D1 H q
+
+The decoded block x̂ has <x̂, x> = S <q, z> = |x|² in every single message. If R were uniform among all rotations, the
+rest of x̂ would lie in every direction orthogonal to x equally often, so that E x̂ = x (arXiv 2108.08842, theorem 2.1;
+arXiv 2105.08339, theorem 2, for one bit). So the codec is unbiased **over rotations**: it has no dither, and the signs
+are random. Every message has signs of its own, from the hash of `kernels.wire` under the message's own key: errors of
+ranks and steps are independent, and only scales and codes travel.
+
+R is not uniform. One round, H D, leaves blocks with few non-zero coordinates far from Gaussian: with two non-zero
+coordinates 3 and 1, the decoded mean of one of them is off by half at 2 bits. After a second round the mean is right
+within what a test can see, in blocks of 128 coordinates and more (`tests/statistics/test_eden.py` has both). A block
+that is shorter gets zeros at its end, up to the next power of two from 128 on, and all of its turned coordinates
+travel.
+
+The error is |x̂ - x|² = S² |q|² - |x|², since <x̂, x> = |x|². See `variance.omega_eden`.
+
+The scale is rounded to the wire's format up or down at random, so that its mean is right. Rounding up, as for scales
+that are a largest magnitude, would be a bias of 2^-8.
+
+A block is multiplied by a power of two before all that, so that squares neither overflow nor vanish. Sums are added
+in one order (`folded`), so that all kernels give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.base import Codec, check_code_bits
+from lightning_gqsgd.codecs.variance import LLOYD_MAX, gaussian_distortion, omega_eden
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.dither import uniform, words
+from lightning_gqsgd.kernels.layout import LENGTH
+from lightning_gqsgd.kernels.packing import code_bytes, pack, read_scales, unpack, write_scales
+from lightning_gqsgd.kernels.protocol import Kind
+from lightning_gqsgd.kernels.rotation import SHORTEST, padded, transformed
+from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE, Key, ScaleFormat, magnitudes
+
+
+@dataclass(frozen=True)
+class EdenQuantiser:
+    """An EDEN codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+
+    A code has the number of the magnitude in its lower bits, and 1 for a negative number in its highest bit.
+
+    Attributes:
+        bits: bits of one code on the wire.
+        block_size: the largest number of coordinates in a block, a power of two.
+    """
+
+    bits: int
+    block_size: int
+
+    kind: ClassVar[Kind] = Kind.EDEN
+    is_whole: ClassVar[bool] = True
+    has_scale: ClassVar[bool] = True
+    summable: ClassVar[bool] = False
+
+    @property
+    def magnitudes(self) -> tuple[float, ...]:
+        """Magnitudes of the levels, ascending, in units of the root mean square."""
+        return LLOYD_MAX[self.bits]
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """The smallest number that is rounded to each magnitude: half the sum of two neighbours, and 0."""
+        inner = ((below + above) / 2 for below, above in zip(self.magnitudes[:-1], self.magnitudes[1:], strict=True))
+        return (0.0, *inner)
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """See `kernels.protocol.Quantiser.record_bytes`; all turned coordinates travel."""
+        return code_bytes(padded(length, self.block_size), self.bits)
+
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
+        """See `kernels.protocol.WholeQuantiser.write`."""
+        form = SCALE_FORMATS[values.dtype]
+        whole = self._whole(blocks)
+        largest = form.rounded_up(magnitudes(values).amax(dim=1).long())
+        finite = largest < form.infinity
+        down, up = powers_of_two(largest, form)
+        values = torch.where(finite[:, None], values, 0) * down[:, None]
+
+        first, second = signs(whole, key, values)
+        z = transformed(transformed(values * first, whole) * second, whole)
+        squares = folded(z.square())
+        deviation = (squares / whole[:, LENGTH]).sqrt()
+        numbers = torch.zeros_like(z, dtype=torch.int64)
+        for threshold in self.thresholds[1:]:
+            numbers += z.abs() >= z.new_tensor(threshold) * deviation[:, None]
+        products = folded(z.abs() * z.new_tensor(self.magnitudes)[numbers])
+
+        scales = torch.where(products > 0, squares / products, 0) * up
+        random = words(whole, key, torch.full((1,), SCALE_PLACE, device=blocks.device))[:, 0]
+        bits = form.rounded_at_random(scales, random)
+        bits = torch.where(finite, bits, form.infinity)
+        codes = numbers | (z < 0).long() << (self.bits - 1)
+        codes[~finite | (bits == 0)] = 0
+        write_scales(form.sent(bits, torch.zeros_like(finite)), blocks, wire, form)
+        pack(codes, whole, wire, self.bits, summable=False)
+
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
+        """See `kernels.protocol.WholeQuantiser.read`. A block whose scale is not finite is NaN everywhere."""
+        form = SCALE_FORMATS[dtype]
+        whole = self._whole(blocks)
+        bits, _ = form.received(read_scales(wire, blocks, form))
+        scales, finite = form.scales(bits)
+        codes = unpack(wire, whole, self.bits, self.block_size, summable=False)
+        size = torch.tensor(self.magnitudes, dtype=dtype, device=wire.device)
+        levels = torch.cat([size, -size])[codes]
+        levels[torch.arange(self.block_size, device=wire.device) >= whole[:, LENGTH, None]] = 0
+
+        first, second = signs(whole, key, levels)
+        turned_back = transformed(transformed(levels, whole) * second, whole) * first
+        limit = torch.finfo(dtype).max * factor  # the sum of all messages stays finite
+        values = (turned_back * (scales * factor)[:, None]).clamp(-limit, limit)
+        values[~finite] = torch.nan
+        return values
+
+    def _whole(self, blocks: Tensor) -> Tensor:
+        """The block table with the lengths of blocks after zeros are put at their ends."""
+        whole = blocks.clone()
+        whole[:, LENGTH] = padded(blocks[:, LENGTH], self.block_size)
+        return whole
+
+
+def signs(blocks: Tensor, key: Key, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The diagonals of D2, which is applied first, and of D1: 1 or -1 in the dtype of ``like``, [B, width].
+
+    A coordinate's 16-bit dither (`kernels.dither`) has the two signs in its two highest bits, and 0 stands for -1.
+    """
+    dither = uniform(blocks, key, like.shape[1])
+    first = torch.where(dither < 0.5, -1, 1)
+    second = torch.where(dither % 0.5 < 0.25, -1, 1)
+    return first.to(like.dtype), second.to(like.dtype)
+
+
+def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """A power of two for each block, by which its largest magnitude comes near 1, and one over it: two times [B].
+
+    Blocks so small that their power would be infinite, or so large that it would be denormal, share a power with
+    larger or smaller ones.
+
+    Args:
+        largest: bits of the largest magnitudes, rounded up to the wire's format, int64 [B].
+        form: the number format.
+    """
+    infinity = form.infinity >> form.mantissa
+    exponent = (largest >> form.mantissa).clamp(form.tiny >> form.mantissa, infinity - 2)
+    return form.floats((infinity - 1 - exponent) << form.mantissa), form.floats(exponent << form.mantissa)
+
+
+def folded(terms: Tensor) -> Tensor:
+    """The sum of each row, [B]: the second half of a row is added to its first half, until one number is left.
+
+    Args:
+        terms: [B, width], where the width is a power of two.
+    """
+    while terms.shape[1] > 1:
+        first, second = terms.chunk(2, dim=1)
+        terms = first + second
+    return terms[:, 0]
+
+
+@dataclass(frozen=True)
+class EdenCodec(Codec):
+    """EDEN at a number of bits per coordinate; at 1 bit, it is DRIVE.
+
+    Attributes:
+        bits: bits of a code on the wire, 1 to 4.
+    """
+
+    bits: int
+
+    name: ClassVar[str] = "eden"
+    default_bits: ClassVar[int] = 2
+    widths: ClassVar[range] = range(1, max(LLOYD_MAX) + 1)
+    takes_norm: ClassVar[bool] = False
+    quantiser_finds_scale: ClassVar[bool] = True
+    unbiased_over: ClassVar[str] = "rotations"
+
+    @classmethod
+    def of(cls, bits: int) -> EdenCodec:
+        """Returns the codec with so many bits.
+
+        Args:
+            bits: bits of a code, 1 to 4.
+
+        Raises:
+            ConfigError: the codec has no levels for so many bits.
+        """
+        check_code_bits("eden", bits, cls.widths)
+        if bits > max(LLOYD_MAX):
+            raise ConfigError(
+                f"codec='eden' has levels for bits=1 to {max(LLOYD_MAX)}, not {bits}; take codec='companded', which "
+                "has as small an error from 4 bits on"
+            )
+        return cls(bits)
+
+    def check_blocks(self, block_size: int, *, rotation: bool) -> None:
+        """See `Codec.check_blocks`: blocks are turned whole, and once."""
+        if rotation:
+            raise ConfigError("codec='eden' turns every block itself; take rotation=False")
+        if block_size < SHORTEST or block_size & (block_size - 1):
+            raise ConfigError(
+                f"codec='eden' turns blocks whole, and needs a block_size that is a power of two of at least "
+                f"{SHORTEST}, not {block_size}; take e.g. block_size=256"
+            )
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        return f"{self.bits}", ["eden"]
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> EdenQuantiser:
+        """What the kernels need.
+
+        Args:
+            block_size: the largest number of coordinates in a block.
+            summed: number of ranks whose codes are added; only None works.
+
+        Raises:
+            ConfigError: codes would have to be added, which means nothing where every rank turns its blocks otherwise.
+        """
+        if summed is not None:
+            raise ConfigError(
+                f"codes of codec='eden' cannot be added over {summed} ranks, because every rank turns its blocks by "
+                "signs of its own; take reducer='two_shot', 'gather' or 'hierarchical', or codec='linear'"
+            )
+        return EdenQuantiser(self.bits, block_size)
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Mean square error of one rank's coordinate, in units of the squared scale.
+
+        The error is D/(1-D) σ² with the distortion D (`variance.gaussian_distortion`). The mean of z_j q_j is (1-D) σ,
+        so the scale is about σ²/((1-D) σ) = σ/(1-D). The quotient is D (1-D).
+        """
+        distortion = gaussian_distortion(self.bits)
+        return distortion * (1 - distortion)
+
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: `variance.omega_eden`."""
+        return omega_eden(self.bits)
+
+    def delta(self, dimension: int) -> float:
+        """δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
+        return 1 / (1 + self.omega(dimension))

@@ -1,0 +1,217 @@
+"""Powers of two, and a few mantissa bits between them.
+
+With y = |x|/M in [0, 1], the levels are 0 and S magnitudes that go down from 1, 2^m to each power of two: what is left
+of a float when its mantissa is cut to m bits. Stochastic rounding adds a uniform number to the bits that are cut off,
+so it takes integer operations only. Below the smallest level l, it gives l with probability y/l. Unbiased.
+
+m = 0 is natural dithering (arXiv 1905.10988) and the exponential dithering of Global-QSGD (arXiv 2305.18627). Under a
+scale that is a power of two, wide codes are natural compression.
+
+Codes with m = 0 can be added in pairs without bias. With magnitudes 2^-a >= 2^-b and D = b - a, equal signs give
+2^(1-a) with probability 2^-D, else 2^-a; opposite ones give 2^-(a+1) with probability 2^(1-D), else 2^-a, and zero for
+D = 0. What would pass the last magnitude stays there. A draw has 32 bits, so what is rarer than 2^-32 does not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.base import Codec, check_code_bits
+from lightning_gqsgd.codecs.linear.codec import check_levels
+from lightning_gqsgd.codecs.variance import omega_exponential, relative_variance, smallest_level
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.packing import code_bytes
+from lightning_gqsgd.kernels.protocol import Kind
+from lightning_gqsgd.kernels.wire import SCALE_FORMATS, magnitudes
+
+#: The largest number of mantissa bits: with more, the levels are nearly uniform.
+MAX_MANTISSA = 3
+
+
+@dataclass(frozen=True)
+class ExponentialQuantiser:
+    """An exponential codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+
+    Attributes:
+        bits: bits of one code on the wire; the highest one is the sign.
+        block_size: the largest number of coordinates in a block.
+        magnitudes: number of non-zero magnitudes S. Magnitude c stands for the float whose bits, cut off after
+            ``mantissa`` bits of the mantissa, are S - c below those of 1.0; 0 stands for 0.
+        mantissa: bits of the mantissa, m.
+        headroom: a code stands for 2^-headroom of what its sums do, so that 2^headroom codes add up to at most 1.
+    """
+
+    bits: int
+    block_size: int
+    magnitudes: int
+    mantissa: int = 0
+    headroom: int = 0
+
+    kind: ClassVar[Kind] = Kind.EXPONENTIAL
+    is_whole: ClassVar[bool] = False
+    has_scale: ClassVar[bool] = True
+    summable: ClassVar[bool] = False
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """See `kernels.protocol.Quantiser.record_bytes`."""
+        return code_bytes(length, self.bits)
+
+    def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `kernels.protocol.ScaledQuantiser.encode`; no block has its flag set."""
+        form = SCALE_FORMATS[values.dtype]
+        cut, bits_of_one = self._cut(values.dtype)
+        y = (values.abs() * (1 / scales)[:, None]).clamp(max=1).nan_to_num() * 2.0**-self.headroom
+        random = (uniform.double() * 2.0**cut).long()
+        magnitude = ((magnitudes(y).long() + random) >> cut) - (bits_of_one - self.magnitudes)
+        smallest = form.floats(torch.full_like(y, (bits_of_one - self.magnitudes + 1) << cut).long())
+        magnitude = torch.where(y < smallest, (y * (1 / smallest) > uniform.to(y.dtype)).long(), magnitude)
+        codes = torch.where(magnitude > 0, magnitude | ((values < 0).long() << (self.bits - 1)), 0)
+        return codes, torch.zeros(len(values), dtype=torch.bool, device=values.device)
+
+    def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
+        """See `kernels.protocol.ScaledQuantiser.decode`: levels need no dither."""
+        cut, bits_of_one = self._cut(scales.dtype)
+        magnitude = codes & ((1 << (self.bits - 1)) - 1)
+        sign = codes >> (self.bits - 1)
+        y = SCALE_FORMATS[scales.dtype].floats((magnitude + (bits_of_one - self.magnitudes)) << cut)
+        limit = torch.finfo(scales.dtype).max
+        return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
+
+    def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
+        """See `kernels.protocol.SummableQuantiser.decode_sum`; the sums are codes, see `combine`."""
+        share = 2.0**self.headroom / len(uniforms)
+        return self.decode(codes, scales * share, torch.zeros_like(scales).bool(), uniforms[0])
+
+    def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
+        """See `kernels.protocol.PairwiseQuantiser.combine`; the module has the rule, for codes without mantissa."""
+        mask = (1 << (self.bits - 1)) - 1
+        sign = 1 << (self.bits - 1)
+        swap = (others & mask) > (codes & mask)
+        large = torch.where(swap, others, codes)
+        small = torch.where(swap, codes, others)
+        a = large & mask
+        b = small & mask
+        opposite = ((large ^ small) & sign) != 0
+        distance = a - b - opposite.long()
+        fires = words < (1 << (32 - distance.clamp(0, 32)))
+        moved = torch.where(opposite, a - fires.long(), (a + fires.long()).clamp(max=self.magnitudes))
+        moved = torch.where(opposite & (distance < 0), 0, moved)
+        result = torch.where(b == 0, a, moved)
+        return torch.where(result == 0, 0, (large & sign) | result)
+
+    def _cut(self, dtype: torch.dtype) -> tuple[int, int]:
+        """How many bits of a float's mantissa codes drop, and the bits of 1.0 without those."""
+        form = SCALE_FORMATS[dtype]
+        exponent_of_one = form.infinity >> form.mantissa >> 1  # half of infinity's
+        return form.mantissa - self.mantissa, exponent_of_one << self.mantissa
+
+
+@dataclass(frozen=True)
+class ExponentialCodec(Codec):
+    """Exponential dithering at a number of bits per coordinate, one of which is the sign.
+
+    Attributes:
+        bits: bits of a code on the wire, 2 to 8.
+        mantissa: bits of the mantissa, m.
+        most: the largest number of non-zero magnitudes; None: as many as fit.
+    """
+
+    bits: int
+    mantissa: int = 0
+    most: int | None = None
+
+    name: ClassVar[str] = "exponential"
+    fields: ClassVar[frozenset[str]] = frozenset({"levels", "mantissa"})
+
+    @classmethod
+    def of(cls, bits: int, *, levels: int | None = None, mantissa: int = 0) -> ExponentialCodec:
+        """Returns the codec with so many bits.
+
+        Args:
+            bits: bits of a code, 2 to 8.
+            levels: see ``most``.
+            mantissa: bits between two powers of two.
+
+        Raises:
+            ConfigError: the codec cannot have such a number.
+        """
+        check_code_bits("exponential", bits, cls.widths)
+        if bits < 2:
+            raise ConfigError(
+                "codec='exponential' needs a bit for the sign and one for the magnitude; take bits=2 or more"
+            )
+        check_levels(levels, bits)
+        return cls(bits, mantissa, levels)
+
+    @property
+    def adds_in_pairs(self) -> bool:
+        """Whether codes can be added in pairs."""
+        return self.mantissa == 0
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        return f"{self.bits}", ["exponential", f"{self.mantissa} mantissa bits"]
+
+    @property
+    def magnitudes(self) -> int:
+        """Number of non-zero magnitudes S."""
+        fitting = 2 ** (self.bits - 1) - 1
+        return min(self.most or fitting, fitting)
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> ExponentialQuantiser:
+        """What the kernels need.
+
+        Args:
+            block_size: the largest number of coordinates in a block.
+            summed: number of ranks whose codes are added in pairs, under a scale that all ranks share; None: none are.
+
+        Raises:
+            ConfigError: fewer than two magnitudes are left for each rank's own codes.
+        """
+        headroom = self._headroom(summed or 1)
+        return ExponentialQuantiser(self.bits, block_size, self.magnitudes, self.mantissa, headroom)
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Mean square error of one rank's coordinate, in units of the squared scale, at most: h²/(4(1+h)), h = 2^-m.
+
+        That is the largest one relative to the coordinate's own square; see `variance.relative_variance`. A coordinate
+        half as large as the smallest magnitude l has l²/4, which is more where there is only one magnitude.
+        """
+        return max(relative_variance(self.mantissa), smallest_level(self.magnitudes, self.mantissa) ** 2 / 4)
+
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; see
+        `variance.omega_exponential`.
+
+        Args:
+            dimension: number of coordinates that share a scale.
+            summed: number of ranks whose codes are added before they are decoded; ω is of one rank's codes.
+
+        Raises:
+            ConfigError: see `quantiser`.
+        """
+        return omega_exponential(dimension, self.magnitudes - self._headroom(summed), self.mantissa)
+
+    def delta(self, dimension: int) -> float:
+        """δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
+        return 1 / (1 + self.omega(dimension))
+
+    def _headroom(self, summed: int) -> int:
+        """How many magnitudes are reserved for sums over so many ranks.
+
+        A tree of sums whose depth is log2 n, rounded up, multiplies the largest magnitude by at most 2^depth: a sum of
+        two numbers up to 2^k is at most 2^(k+1), which is a level, so rounding stays below it.
+        """
+        headroom = (summed - 1).bit_length()
+        if self.magnitudes - headroom < 2 and headroom:
+            raise ConfigError(
+                f"reducer='tree' at bits={self.bits} with {self.magnitudes} magnitudes adds at most "
+                f"{2 ** max(0, self.magnitudes - 2)} ranks, not {summed}; take more bits or reducer='two_shot'"
+            )
+        return headroom

@@ -1,0 +1,233 @@
+"""Exponential codes: sign, exponent and mantissa, see `codecs.exponential`, which has the readable form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numba import int32, uint8, uint64
+
+from lightning_gqsgd.kernels.cpu.blocks import codec_kernel, sum_kernel
+from lightning_gqsgd.kernels.cpu.casts import (
+    bits_of,
+    clamped,
+    float_of,
+    integer_of,
+    narrowed,
+    part,
+    shifted_down,
+    shifted_up,
+)
+from lightning_gqsgd.kernels.cpu.dither import FIRST, block_keys, dither, word
+from lightning_gqsgd.kernels.cpu.jit import inlined, kernel, loop
+from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
+from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
+from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, integer_type
+from lightning_gqsgd.kernels.layout import CODES, LENGTH
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.wire import Share
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.codecs.exponential.codec import ExponentialQuantiser
+
+
+class Exponential(NamedTuple):
+    """An exponential quantiser, typed for the kernels. Numbers without a type below are of the compute dtype.
+
+    Attributes:
+        form: number formats.
+        bits: bits of a code, the highest one of which is the sign.
+        each, rest: see `kernels.wire.Share`.
+        cut: number of bits that codes drop of a float's mantissa, as an integer as wide as the float.
+        offset: the bits of 1.0 without those that are dropped, less the code of 1.0, as such an integer.
+        cut_off: 2^cut.
+        smallest: the smallest level above zero.
+        per_smallest: 1 / smallest.
+        shrink: 2^-headroom.
+        sum_factor: 2^headroom / number of ranks.
+        top: 1, the largest level.
+    """
+
+    form: Form
+    bits: int
+    each: np.floating
+    rest: np.floating
+    cut: np.signedinteger
+    offset: np.signedinteger
+    cut_off: np.floating
+    smallest: np.floating
+    per_smallest: np.floating
+    shrink: np.floating
+    sum_factor: np.floating
+    top: np.floating
+
+
+@lru_cache
+def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Exponential:
+    """The constants of a quantiser, for messages or sums of so many sources."""
+    share = Share.of(sources)
+    real = float_type(dtype)
+    wide = integer_type(dtype)
+    cut = np.finfo(real).nmant - q.mantissa
+    offset = ((1 << (np.finfo(real).nexp - 1)) - 1 << q.mantissa) - q.magnitudes
+    smallest = wide((offset + 1) << cut).view(real)
+    return Exponential(
+        form=form_of(dtype),
+        bits=q.bits,
+        each=real(share.each),
+        rest=real(share.rest),
+        cut=wide(cut),
+        offset=wide(offset),
+        cut_off=real(2.0**cut),
+        smallest=smallest,
+        per_smallest=real(1) / smallest,
+        shrink=real(2.0**-q.headroom),
+        sum_factor=real(2.0**q.headroom / sources),
+        top=real(1),
+    )
+
+
+def is_for_sums(q: ExponentialQuantiser) -> bool:
+    """Whether messages are added up, so that no single message is ever decoded."""
+    return q.headroom > 0
+
+
+def codec(q: ExponentialQuantiser) -> Any:
+    """The kernel that encodes, reduces and decodes."""
+    return _codec()
+
+
+def summed(q: ExponentialQuantiser) -> Any:
+    """The kernel that decodes sums of codes."""
+    return _summed()
+
+
+def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantiser, key: np.ndarray) -> None:
+    """Replace the codes of a message by codes of sums, see `kernels.protocol.Kernels.combine`.
+
+    Raises:
+        TypeError: the codes are not exponential.
+    """
+    if q.kind != Kind.EXPONENTIAL:
+        raise TypeError(f"codes of {q} cannot be added in pairs: take an exponential codec")
+    magnitudes = np.int32(cast("ExponentialQuantiser", q).magnitudes)
+    codes, others = np.empty((2, q.block_size + 1), np.uint8)
+    _combine(mine, theirs, blocks, key, q.bits, magnitudes, codes, others)
+
+
+@lru_cache
+def _codec() -> Any:
+    """See `codec`: all exponential quantisers share one kernel."""
+    write = record_writer(_no_flag, _encode, pack_planes)
+    return codec_kernel("exponential", write, record_reader(_decode, unpack_planes))
+
+
+@lru_cache
+def _summed() -> Any:
+    """See `summed`: all exponential quantisers share one kernel."""
+    return sum_kernel("exponential_sum", sum_reader(_decode_sum, unpack_planes))
+
+
+@inlined
+def _no_flag(zeros, n, c):
+    """The flag of a block: no block is rounded in another way."""
+    return False
+
+
+@inlined
+def _encode(values, scale, flag, block, key, c, s):
+    """Write codes into ``s.codes``."""
+    dither(key, block, values.size, FIRST, s.u)
+    _quantise(values, c.top / scale, s.u, c, s.codes)
+
+
+@loop
+def _quantise(values, inverse, u, c, codes):
+    """Write the sign and the magnitude of each value. ``inverse``: 1 / scale."""
+    sign = int32(c.bits - 1)
+    for j in range(values.size):
+        y = clamped(abs(values[j] * inverse), c.top) * c.shrink
+        rounded = narrowed(bits_of(y) + integer_of(u[j] * c.cut_off, c.cut), c.cut)
+        magnitude = int32(shifted_down(rounded, c.cut)) - int32(c.offset)
+        smallest = int32(y * c.per_smallest > u[j])  # u times the smallest level might be denormal, and slow
+        magnitude = smallest if y < c.smallest else magnitude
+        codes[j] = uint8(magnitude | (int32(values[j] < 0) << sign)) if magnitude > 0 else uint8(0)
+
+
+@inlined
+def _decode(scale, flag, block, key, c, s, add, out):
+    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    _dequantise(s.codes, scale, c, add, out)
+
+
+@inlined
+def _decode_sum(scale, block, keys, c, s, out):
+    """Write the mean that the sums of codes in ``s.codes`` stand for. Sums are codes, see `combine`."""
+    _dequantise(s.codes, scale * c.sum_factor, c, False, out)
+
+
+@loop
+def _dequantise(codes, scale, c, add, out):
+    """Set or add the coordinates of codes."""
+    zero = out.dtype.type(0)
+    if add:
+        for j in range(out.size):
+            out[j] += _expanded(codes[j], scale, c)
+    else:
+        for j in range(out.size):
+            out[j] = zero + _expanded(codes[j], scale, c)
+
+
+@loop
+def _expanded(code, scale, c):
+    """The coordinate that a code stands for."""
+    sign, mask = uint8(c.bits - 1), uint8((1 << (c.bits - 1)) - 1)
+    bits = shifted_up(narrowed((code & mask) + c.offset, c.cut), c.cut)
+    value = float_of(bits, c.top) * scale
+    value = clamped(-value if code >> sign else value, c.form.largest)
+    return value if code & mask else value * 0
+
+
+@kernel("combine")
+def _combine(mine, theirs, blocks, key, bits, magnitudes, codes, others):
+    """Replace the codes of a message by codes of sums, see `codecs.exponential.ExponentialQuantiser.combine`.
+
+    Args:
+        mine: the message, uint8 [bytes]; it is changed in place.
+        theirs: the message with the other codes, uint8 [bytes].
+        blocks: block table.
+        key: keys of the random numbers, uint32 [2].
+        bits: bits of a code.
+        magnitudes: number of non-zero magnitudes.
+        codes, others: scratch space for the codes of one block, uint8.
+    """
+    for k in range(blocks.shape[0]):
+        block = blocks[k]
+        n = block[LENGTH]
+        unpack_planes(mine, block[CODES], n, bits, codes)
+        unpack_planes(theirs, block[CODES], n, bits, others)
+        _add_codes(part(codes, 0, n), part(others, 0, n), key, block, bits, magnitudes)
+        pack_planes(codes, n, bits, mine, block[CODES])
+
+
+@loop
+def _add_codes(codes, others, key, block, bits, magnitudes):
+    """Replace codes by codes of the sums with other codes."""
+    a, b = block_keys(key, block)
+    mask, sign = int32((1 << (bits - 1)) - 1), int32(1 << (bits - 1))
+    for j in range(codes.size):
+        random = word(j, a, b)
+        x, y = int32(codes[j]), int32(others[j])
+        large, small = (y, x) if (y & mask) > (x & mask) else (x, y)
+        result = large & mask
+        if small & mask:
+            opposite = int32(((x ^ y) & sign) != 0)
+            distance = result - (small & mask) - opposite
+            fires = distance <= 0 or (distance <= 32 and uint64(random) < (uint64(1) << uint64(32 - distance)))
+            if distance < 0:  # equal magnitudes of opposite signs
+                result = int32(0)
+            elif fires:
+                result = result - 1 if opposite else min(result + 1, magnitudes)
+        codes[j] = uint8(result | (large & sign)) if result > 0 else uint8(0)

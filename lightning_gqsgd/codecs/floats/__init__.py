@@ -1,0 +1,1 @@
+"""Floating-point numbers, which the backend adds up."""

@@ -1,0 +1,102 @@
+"""Coordinates as floating-point numbers: as they are (32 bits), or rounded at random to bf16 (16 bits).
+
+There is no scale and there are no levels of a block, so the backend's own all-reduce adds up the numbers.
+
+A bf16 number is the upper half of an fp32 number. Rounding adds a random integer of 16 bits to the lower half, and then
+drops the lower half:
+
+    code = floor((m + k) / 2^16),   m the 31 bits of the magnitude, k uniform on 0 .. 2^16 - 1
+
+The code is the next number above the magnitude with probability (m mod 2^16)/2^16, and the number below it otherwise.
+Within a binade the numbers are equidistant, and a binade's upper end is the next binade's lower end, so the mean of
+the rounded number is the magnitude exactly. Neighbours are 2^-7 of a binade's lower end apart, so the variance is that
+of powers of two with 7 bits in between (`variance.relative_variance`): at most 1.5e-5 of the square, and 5.6e-6 on
+average over magnitudes whose logarithm is uniform, which is a relative error of 2^-8.7.
+
+The numbers are divided by the number of ranks n first. Numbers beyond `largest` are clipped to it, so that no sum of n
+of them overflows. NaN and infinity stay.
+
+What is not unbiased is the sum within the backend's all-reduce: every addition of two bf16 numbers rounds to the
+nearest one, which is off by at most 2^-9 of the sum. There are n - 1 additions in a ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
+
+from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.variance import relative_variance
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels import narrowing
+
+#: Bits per coordinate, and the reducer that each number of bits has.
+REDUCER_OF_BITS = {16: "bf16", 32: "native"}
+
+_MANTISSA = 7
+#: The exponent of 2 that sums of clipped numbers stay below: half of bf16's range, for the rounding of sums.
+_EXPONENT = 126
+
+
+def largest(ranks: int) -> int:
+    """Bits of the largest magnitude that a rank sends, as an fp32 number: 2^126 over n, n rounded up to a power of two.
+
+    Sums of up to 256 numbers of at most 2^e are at most 256 2^e, after rounding as well, because the multiples of 2^e
+    up to 256 2^e are bf16 numbers. Beyond, the sum of a tree grows by at most a factor (1 + 2^-8)^log2(n) < 2 of
+    rounding, and a ring's sum stays at 260 2^e: 2^e is less than half of the distance of two bf16 numbers there.
+    """
+    exponent = _EXPONENT - (ranks - 1).bit_length()
+    return exponent + 127 << 23
+
+
+@dataclass(frozen=True)
+class FloatCodec(Codec):
+    """Coordinates as floating-point numbers.
+
+    Attributes:
+        bits: 16 for bf16, 32 for what the gradient is.
+    """
+
+    bits: int
+
+    name: ClassVar[str] = "float"
+    default_bits: ClassVar[int] = 32
+    default_block_size: ClassVar[int] = narrowing.BLOCK
+    has_scale: ClassVar[bool] = False
+    takes_norm: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, bits: int) -> FloatCodec:
+        """Returns the codec of numbers with so many bits.
+
+        Raises:
+            ConfigError: another number of bits than 16 and 32.
+        """
+        if bits not in REDUCER_OF_BITS:
+            raise ConfigError(f"codec='float' has bits=16 or bits=32, not {bits}; leave codec out")
+        return cls(bits)
+
+    def check_blocks(self, block_size: int, *, rotation: bool) -> None:
+        """See `Codec.check_blocks`: there are no blocks to turn."""
+        if rotation:
+            raise ConfigError(f"rotation=True is for codes of 1 to 8 bits, not bits={self.bits}; leave it out")
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        return str(self.bits), ["bf16, stochastic rounding" if self.bits == 16 else "as they are"]
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> NoReturn:
+        """Raise ConfigError: there are no codes."""
+        raise ConfigError(f"bits={self.bits} has no codes; take at most 8 bits")
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Mean square error of a coordinate as large as the scale, at most, in units of the squared scale."""
+        return self.omega(1)
+
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω, whatever the dimension: each coordinate's error is relative to the coordinate."""
+        return relative_variance(_MANTISSA) if self.bits == 16 else 0.0
+
+    def delta(self, dimension: int) -> float:
+        """δ of Q/(1+ω)."""
+        return 1 / (1 + self.omega(dimension))

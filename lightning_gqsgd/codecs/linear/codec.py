@@ -1,0 +1,313 @@
+"""Uniform levels with dither.
+
+A block with scale M (the largest magnitude in it, over one rank or over all) is rounded to K levels, which lie
+Δ = 2M/(K-1) apart and symmetric about zero. A code is the number of a level, 0 to K-1, and stands for
+(code - (K-1)/2) Δ. With y = x/Δ:
+
+* stochastic: code = floor(y + v) + (K-1)/2, v uniform on [0, 1), K odd, so that zero is a level and stays zero.
+* subtractive: code = rint(y + u + (K-1)/2), u uniform on [-1/2, 1/2); the receiver, which knows u, decodes
+  (code - (K-1)/2 - u) Δ. Zero need not be a level, so K may be even and every code of the word is used.
+* adaptive: subtractive, but stochastic in blocks with so many zeros that stochastic rounding has the smaller error.
+* nearest: code = rint(y + (K-1)/2), decoded to its level. A zero lies half-way between two levels, and goes to either
+  one at random.
+
+Stochastic and subtractive dither are unbiased. Adaptive dither chooses between them by the gradient alone, and not by
+the dither, so it is unbiased, too. Nearest is biased: its error is at most Δ/2, and the same every time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.base import Codec, check_code_bits
+from lightning_gqsgd.codecs.variance import omega_linear, omega_subtractive
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
+from lightning_gqsgd.kernels.protocol import Kind
+
+DITHERS = ("adaptive", "subtractive", "stochastic", "nearest")
+
+
+@dataclass(frozen=True)
+class LinearQuantiser:
+    """A linear codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+
+    Attributes:
+        bits: bits of one code on the wire.
+        levels: number of levels K of each rank under subtractive dither; codes are 0 to K-1.
+        odd_levels: the same under stochastic rounding.
+        stochastic_from: a block is rounded stochastically if more than this share of its coordinates is zero. Below 0:
+            every block is; 1: none is.
+        block_size: the largest number of coordinates in a block.
+        summable: whether the codes of several ranks are added up on the wire.
+        nearest: whether codes are the numbers of the nearest levels, without dither except for zeros.
+    """
+
+    bits: int
+    levels: int
+    odd_levels: int
+    stochastic_from: float
+    block_size: int
+    summable: bool = False
+    nearest: bool = False
+
+    kind: ClassVar[Kind] = Kind.LINEAR
+    is_whole: ClassVar[bool] = False
+    has_scale: ClassVar[bool] = True
+
+    @property
+    def always_stochastic(self) -> bool:
+        """Whether every block is rounded stochastically."""
+        return self.stochastic_from < 0
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """See `kernels.protocol.Quantiser.record_bytes`."""
+        return (summable_code_bytes if self.summable else code_bytes)(length, self.bits)
+
+    def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `kernels.protocol.ScaledQuantiser.encode`; a block's flag says that it is rounded stochastically."""
+        stochastic = are_stochastic(values, lengths, self.stochastic_from)
+        levels = torch.where(stochastic, self.odd_levels, self.levels)
+        middle = ((levels - 1) / 2).to(scales.dtype)
+        zero = levels // 2
+        y = (values * levels_per_unit(scales, middle)[:, None]).clamp(-middle[:, None], middle[:, None])
+        if self.nearest:  # were zeros always rounded to the same side, the errors of all ranks would add up
+            uniform = torch.where(values == 0, uniform, 0.5)
+        shifted = y + (uniform.to(y.dtype) - (zero - middle)[:, None])
+        return shifted.nan_to_num().floor().long() + zero[:, None], stochastic
+
+    def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
+        """See `kernels.protocol.ScaledQuantiser.decode`."""
+        middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
+        dither = torch.zeros_like(uniform) if self.nearest else uniform - 0.5
+        offset = middle[:, None] + torch.where(flags[:, None], 0, dither)
+        return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, flags)
+
+    def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
+        """See `kernels.protocol.SummableQuantiser.decode_sum`: subtractive dither of all ranks is taken off the sum."""
+        middle = torch.full(scales.shape, len(uniforms) * (self.levels - 1) / 2, device=scales.device)
+        offset = middle[:, None].repeat(1, codes.shape[1])
+        for uniform in () if self.always_stochastic or self.nearest else uniforms:
+            offset += uniform - 0.5
+        stochastic = torch.full_like(scales, self.always_stochastic).bool()
+        return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, stochastic)
+
+
+def are_stochastic(values: Tensor, lengths: Tensor, stochastic_from: float) -> Tensor:
+    """Whether more than the share ``stochastic_from`` of each block is zero: bool [B].
+
+    Args:
+        values: coordinates in the compute dtype, [B, width].
+        lengths: number of coordinates of each block, int64 [B].
+        stochastic_from: a share, which is rounded to the compute dtype.
+    """
+    inside = torch.arange(values.shape[1], device=values.device)[None] < lengths[:, None]
+    zeros = ((values == 0) & inside).sum(dim=1)
+    share = torch.tensor(stochastic_from, dtype=values.dtype, device=values.device)
+    return zeros > share.double() * lengths
+
+
+def levels_per_unit(scales: Tensor, middle: Tensor) -> Tensor:
+    """1/Δ of each block, so large that a coordinate at the scale reaches the last level: [B].
+
+    Args:
+        scales: the blocks' scales, [B].
+        middle: (K-1)/2 of each block, in the same dtype, [B].
+    """
+    inverse = middle / scales
+    return torch.where(scales * inverse < middle, inverse * _up(scales.dtype), inverse)
+
+
+def coordinates(y: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
+    """Coordinates that numbers of levels, counted from zero, stand for: [B, width].
+
+    Args:
+        y: numbers of levels without dither, in the compute dtype, [B, width].
+        middle: the code that stands for zero, [B].
+        scales: the blocks' scales, [B].
+        stochastic: whether each block was rounded stochastically, bool [B]; what stands for its levels is at most the
+            scale.
+    """
+    middle = middle.to(scales.dtype)
+    step = scales / middle
+    # The last level is to stand for the scale, exactly, where levels are what is decoded.
+    step = torch.where(stochastic & (step * middle < scales), step * _up(scales.dtype), step)
+    limit = torch.where(stochastic, scales, torch.finfo(scales.dtype).max)[:, None]
+    return (y * step[:, None]).clamp(-limit, limit)
+
+
+def _up(dtype: torch.dtype) -> float:
+    """Factor that is just above 1: 1 + 2 ulp."""
+    return 1 + 2 * float(torch.finfo(dtype).eps)
+
+
+@dataclass(frozen=True)
+class LinearCodec(Codec):
+    """Linear dithering at a number of bits per coordinate.
+
+    Attributes:
+        bits: bits of a code on the wire (of the sum of all ranks' codes, where codes are summed).
+        dither: ``"adaptive"``, ``"subtractive"``, ``"stochastic"`` or ``"nearest"``.
+        most: the largest number of levels on each side of zero under stochastic rounding, s; None: as many as fit.
+    """
+
+    bits: int
+    dither: str
+    most: int | None = None
+
+    name: ClassVar[str] = "linear"
+    fields: ClassVar[frozenset[str]] = frozenset({"levels", "dither"})
+    widths: ClassVar[range] = range(1, 9)
+    adds_as_integers: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, bits: int, *, levels: int | None = None, dither: str = "adaptive") -> LinearCodec:
+        """Returns the codec with so many bits.
+
+        Args:
+            bits: bits of a code, 1 to 8.
+            levels: see ``most``.
+            dither: see the class.
+
+        Raises:
+            ConfigError: the codec cannot have such a number.
+        """
+        check_code_bits("linear", bits, cls.widths)
+        if bits == 1 and dither == "stochastic":
+            raise ConfigError(
+                "bits=1 cannot hold the three levels (-1, 0, 1) of stochastic rounding; take bits=2 or "
+                "dither='subtractive'"
+            )
+        if levels is not None and dither != "stochastic":
+            raise ConfigError(
+                f"levels={levels} is for codec='exponential', or 'linear' with dither='stochastic'; leave it out"
+            )
+        check_levels(levels, bits)
+        return cls(bits, dither, levels)
+
+    @property
+    def biased_by(self) -> str:
+        """The setting that makes the codec biased; empty if it is unbiased."""
+        return "dither='nearest'" if self.dither == "nearest" else ""
+
+    @property
+    def has_odd_levels(self) -> bool:
+        """Whether all codes are those of an odd number of levels, which Elias codes need."""
+        return self.dither == "stochastic"
+
+    @property
+    def leaves_room_for_sums(self) -> bool:
+        """Whether the codes of two ranks could be added in so many bits."""
+        return self.bits > 1
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        dither = f"{self.dither} dither" if self.dither != "nearest" else "nearest level"
+        return f"{self.bits}", ["linear", dither]
+
+    def levels(self, summed: int = 1, *, odd: bool | None = None) -> int:
+        """Number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1) < 2^bits.
+
+        Args:
+            summed: number of ranks whose codes are added before they are decoded.
+            odd: whether K has to be odd, as for stochastic rounding. None: whether the codec's dither on dense
+                gradients needs that.
+
+        Raises:
+            ConfigError: fewer than two levels (three, if odd) would be left.
+        """
+        odd = self.dither == "stochastic" if odd is None else odd
+        levels = (2**self.bits - 1) // summed + 1
+        if odd:
+            levels -= 1 - levels % 2
+            levels = min(levels, 2 * self.most + 1) if self.most else levels
+        if levels < (3 if odd else 2):
+            limit = (2**self.bits - 1) // (2 if odd else 1)
+            raise ConfigError(
+                f"reducer='sum' at bits={self.bits} with {'stochastic' if odd else 'subtractive'} dither sums at most "
+                f"{limit} ranks, not {summed}; take more bits or reducer='two_shot'"
+            )
+        return levels
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
+        """What the kernels need.
+
+        Sums have the same dither in all blocks, because the choice of each rank would have to reach the decoder:
+        adaptive is subtractive there.
+
+        Args:
+            block_size: the largest number of coordinates in a block.
+            summed: number of ranks whose codes are added, under scales that all ranks share; None: none are.
+
+        Raises:
+            ConfigError: see `levels`.
+        """
+        summable = summed is not None
+        if self.dither == "stochastic":
+            odd = self.levels(summed or 1)
+            return LinearQuantiser(self.bits, odd, odd, -1.0, block_size, summable)
+        even = odd = self.levels(summed or 1)
+        share = 1.0
+        if self.dither == "adaptive" and not summable and self.bits > 1:
+            odd = self.levels(odd=True)
+            share = _break_even(even, odd)
+        return LinearQuantiser(self.bits, even, odd, share, block_size, summable, self.dither == "nearest")
+
+    def step(self, summed: int = 1) -> float:
+        """Distance Δ of two levels, in units of the block's scale."""
+        return 2.0 / (self.levels(summed) - 1)
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Mean square error of one rank's coordinate, in units of the squared scale, on dense gradients.
+
+        Subtractive dither: Δ²/12 whatever the coordinate. Stochastic rounding: f(1-f) Δ² with f the distance to the
+        level below, which is Δ²/6 for uniform f.
+
+        Raises:
+            ConfigError: see `levels`.
+        """
+        return self.step(summed) ** 2 / (6 if self.dither == "stochastic" else 12)
+
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec is
+        biased.
+
+        Adaptive dither has no more error than subtractive.
+
+        Args:
+            dimension: number of coordinates that share a scale.
+            summed: number of ranks whose codes are added before they are decoded; ω is of one rank's codes.
+
+        Raises:
+            ConfigError: see `levels`.
+        """
+        if self.biased_by:
+            return math.inf
+        if self.dither != "stochastic":
+            return omega_subtractive(dimension, self.levels(summed))
+        return omega_linear(dimension, (self.levels(summed) - 1) // 2)
+
+    def delta(self, dimension: int) -> float:
+        """δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: its errors are at most Δ/2."""
+        if not self.biased_by:
+            return 1 / (1 + self.omega(dimension))
+        return max(0.0, 1 - dimension * self.step() ** 2 / 4)
+
+
+def check_levels(levels: int | None, bits: int) -> None:
+    """Raise ConfigError for more magnitudes than a code of ``bits`` bits, one of which is the sign, can have."""
+    limit = 2 ** (bits - 1) - 1
+    if levels is not None and levels > limit:
+        raise ConfigError(f"levels={levels} do not fit bits={bits}, which holds {limit}; take more bits")
+
+
+def _break_even(levels: int, odd_levels: int) -> float:
+    """Share c of zeros from which stochastic rounding, with steps Δ', has the smaller error: (1-c) Δ'²/6 < Δ²/12."""
+    return 1 - ((odd_levels - 1) / (levels - 1)) ** 2 / 2

@@ -1,0 +1,222 @@
+"""Linear codes: numbers of equidistant levels, see `codecs.linear`, which has the readable form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import float32, int32, uint8
+
+from lightning_gqsgd.kernels.cpu.blocks import codec_kernel, sum_kernel
+from lightning_gqsgd.kernels.cpu.casts import clamped, part
+from lightning_gqsgd.kernels.cpu.dither import FIRST, dither
+from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.kernels.cpu.loops import add_scaled, fill
+from lightning_gqsgd.kernels.cpu.packing import pack_lanes, pack_planes, unpack_lanes, unpack_planes
+from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
+from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
+from lightning_gqsgd.kernels.wire import Share
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
+
+
+class Linear(NamedTuple):
+    """A linear quantiser, typed for the kernels. Numbers without a type below are of the compute dtype.
+
+    Attributes:
+        form: number formats.
+        bits: bits of a code.
+        each, rest: see `kernels.wire.Share`.
+        zero: K // 2, the number of the level at zero or next above zero.
+        odd_zero: the same under stochastic rounding.
+        middle: (K - 1) / 2.
+        odd_middle: the same under stochastic rounding.
+        sum_middle: (K - 1) / 2 times the number of ranks.
+        stochastic_from: see `codecs.linear.LinearQuantiser`.
+        nearest: see `codecs.linear.LinearQuantiser`.
+        up: 1 + 2 ulp.
+    """
+
+    form: Form
+    bits: int
+    each: np.floating
+    rest: np.floating
+    zero: np.int32
+    odd_zero: np.int32
+    middle: np.floating
+    odd_middle: np.floating
+    sum_middle: np.floating
+    stochastic_from: np.floating
+    nearest: bool
+    up: np.floating
+
+
+@lru_cache
+def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
+    """The constants of a quantiser, for messages of so many sources."""
+    share = Share.of(sources)
+    real = float_type(dtype)
+    return Linear(
+        form=form_of(dtype),
+        bits=q.bits,
+        each=real(share.each),
+        rest=real(share.rest),
+        zero=np.int32(q.levels // 2),
+        odd_zero=np.int32(q.odd_levels // 2),
+        middle=real((q.levels - 1) / 2),
+        odd_middle=real((q.odd_levels - 1) / 2),
+        sum_middle=real((q.levels - 1) / 2) * real(sources),
+        stochastic_from=real(q.stochastic_from),
+        nearest=q.nearest,
+        up=real(1 + 2 * np.finfo(real).eps),
+    )
+
+
+def is_for_sums(q: LinearQuantiser) -> bool:
+    """Whether messages are added up, so that no single message is ever decoded."""
+    return q.summable
+
+
+def codec(q: LinearQuantiser) -> Any:
+    """The kernel that encodes, reduces and decodes."""
+    return _codec(lanes=_has_lanes(q))
+
+
+def summed(q: LinearQuantiser) -> Any:
+    """The kernel that decodes sums of codes."""
+    return _summed(lanes=_has_lanes(q))
+
+
+def _has_lanes(q: LinearQuantiser) -> bool:
+    """Whether codes lie in lanes of 64-bit words."""
+    return q.summable and 8 % q.bits != 0
+
+
+@lru_cache
+def _codec(*, lanes: bool) -> Any:
+    """See `codec`; ``lanes``: see `_has_lanes`."""
+    write = record_writer(is_stochastic, _encode, pack_lanes if lanes else pack_planes)
+    read = record_reader(_decode, unpack_lanes if lanes else unpack_planes)
+    return codec_kernel("linear_lanes" if lanes else "linear", write, read)
+
+
+@lru_cache
+def _summed(*, lanes: bool) -> Any:
+    """See `summed`; ``lanes``: see `_has_lanes`."""
+    read_sum = sum_reader(_decode_sum, unpack_lanes if lanes else unpack_planes)
+    return sum_kernel("linear_lanes_sum" if lanes else "linear_sum", read_sum)
+
+
+@inlined
+def is_stochastic(zeros, n, c):
+    """The flag of a block: whether it has so many zeros that it is rounded stochastically."""
+    return zeros > c.stochastic_from * n
+
+
+@inlined
+def levels_per_unit(scale, middle, up):
+    """1/Δ, so large that a coordinate at the scale reaches the last level.
+
+    Args:
+        scale: the block's scale.
+        middle: (K - 1) / 2.
+        up: 1 + 2 ulp.
+    """
+    inverse = middle / scale
+    if scale * inverse < middle:
+        inverse = inverse * up
+    return inverse
+
+
+@inlined
+def step_of(scale, middle, stochastic, up):
+    """Δ; in a block that was rounded stochastically, the last level is to stand for the scale, exactly."""
+    step = scale / middle
+    if stochastic and step * middle < scale:
+        step = step * up
+    return step
+
+
+@inlined
+def _encode(values, scale, stochastic, block, key, c, s):
+    """Write codes into ``s.codes``."""
+    middle = c.odd_middle if stochastic else c.middle
+    zero = c.odd_zero if stochastic else c.zero
+    inverse = levels_per_unit(scale, middle, c.up)
+    first = FIRST - float32(zero - middle)
+    dither(key, block, values.size, FIRST if c.nearest else first, s.u)
+    if c.nearest:
+        _keep_dither_of_zeros(values, float32(zero - middle), s.u)
+    quantise(values, inverse, middle, s.u, zero, s.codes)
+
+
+@loop
+def _keep_dither_of_zeros(values, less, u):
+    """Replace the dither by 1/2, except for zeros, which lie half-way between two levels; then take ``less`` off."""
+    for j in range(values.size):
+        u[j] = (u[j] if values[j] == 0 else float32(0.5)) - less
+
+
+@loop
+def quantise(values, inverse, middle, u, zero, codes):
+    """Write the numbers of levels. ``inverse``: 1/Δ; ``zero``: the number of the level at zero."""
+    for j in range(values.size):
+        y = clamped(values[j] * inverse, middle)
+        codes[j] = uint8(int32(np.floor(y + u[j])) + zero)
+
+
+@inlined
+def _decode(scale, stochastic, block, key, c, s, add, out):
+    """Set ``out`` to the coordinates that ``s.codes`` stand for, or add them to ``out``."""
+    if stochastic:
+        fill(part(s.u, 0, out.size), c.odd_middle)
+    elif c.nearest:
+        fill(part(s.u, 0, out.size), c.middle)
+    else:
+        dither(key, block, out.size, float32(c.middle) + (FIRST - float32(0.5)), s.u)
+    limit = scale if stochastic else c.form.largest * c.each  # the sum of all messages stays finite
+    _decode_block(scale, c.odd_middle if stochastic else c.middle, stochastic, limit, c, s, add, out)
+
+
+@inlined
+def _decode_sum(scale, block, keys, c, s, out):
+    """Write the mean that the sums of codes in ``s.codes`` stand for: the dither of all ranks is taken off the sum."""
+    u = part(s.u, 0, out.size)
+    fill(u, c.sum_middle)
+    stochastic = c.stochastic_from < 0  # sums have the same dither in all blocks
+    if not (stochastic or c.nearest):
+        for rank in range(keys.shape[0]):
+            dither(keys[rank], block, out.size, FIRST - float32(0.5), s.other)
+            add_scaled(part(s.other, 0, out.size), float32(1), True, u)
+    _decode_block(scale, c.sum_middle, stochastic, scale if stochastic else c.form.largest, c, s, False, out)
+
+
+@inlined
+def _decode_block(scale, middle, stochastic, limit, c, s, add, out):
+    """Decode ``s.codes`` under a scale.
+
+    Args:
+        scale: the scale times what the coordinates are multiplied by.
+        middle: the code that stands for zero. ``s.u`` has the same with the dither of each coordinate.
+        stochastic: whether the codes were rounded stochastically.
+        limit: coordinates are clamped to this magnitude.
+        c: constants.
+        s: scratch space.
+        add: whether to add to ``out``.
+        out: coordinates.
+    """
+    dequantise(s.codes, s.u, step_of(scale, middle, stochastic, c.up), limit, add, out)
+
+
+@loop
+def dequantise(codes, u, step, limit, add, out):
+    """Set or add the coordinates of codes. ``u``: the code that stands for zero, with dither; ``step``: Δ."""
+    if add:
+        for j in range(out.size):
+            out[j] += clamped((float32(int32(codes[j])) - u[j]) * step, limit)
+    else:
+        for j in range(out.size):
+            out[j] = clamped((float32(int32(codes[j])) - u[j]) * step, limit)

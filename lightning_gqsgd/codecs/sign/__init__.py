@@ -1,0 +1,1 @@
+"""Signs, which have the kernels of linear codes."""

@@ -1,0 +1,67 @@
+"""The sign of each coordinate, times the block's mean magnitude: C(x) = |x|_1/d sign(x).
+
+Biased: |C(x) - x|² = (1 - |x|_1²/(d |x|²)) |x|² exactly, so its error has to be remembered (EF-signSGD, arXiv
+1901.09847). A zero takes either sign at random, so that the average over ranks stays near zero. To kernels, the codec
+is a linear one with two levels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.linear.codec import LinearQuantiser
+from lightning_gqsgd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SignCodec(Codec):
+    """One bit per coordinate."""
+
+    name: ClassVar[str] = "sign"
+    default_bits: ClassVar[int] = 1
+    bits = 1
+    takes_norm: ClassVar[bool] = False  # the scale is the mean magnitude
+
+    @classmethod
+    def of(cls, bits: int) -> SignCodec:
+        """Returns the codec.
+
+        Raises:
+            ConfigError: a number of bits other than 1.
+        """
+        if bits != 1:
+            raise ConfigError(f"codec='sign' has bits=1, not {bits}; leave bits out")
+        return cls()
+
+    @property
+    def biased_by(self) -> str:
+        """See `Codec.biased_by`."""
+        return "codec='sign'"
+
+    @property
+    def leaves_room_for_sums(self) -> bool:
+        """See `Codec.leaves_room_for_sums`."""
+        return False
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        return "1", ["sign"]
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
+        """What the kernels need."""
+        return LinearQuantiser(1, levels=2, odd_levels=2, stochastic_from=1.0, block_size=block_size, nearest=True)
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Not predicted: the error depends on the gradient alone."""
+        return math.nan
+
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """Infinite: the codec is biased."""
+        return math.inf
+
+    def delta(self, dimension: int) -> float:
+        """δ with |C(x) - x|² <= (1-δ) |x|²: |x|_1²/(d |x|²), at least 1/d; 2/π for large Gaussian blocks."""
+        return 1 / dimension

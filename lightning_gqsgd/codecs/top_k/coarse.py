@@ -1,0 +1,140 @@
+"""The largest coordinates of each block at few bits: a sign and one of 2^(b-1) magnitudes each, and their places.
+
+The range of the kept magnitudes is cut into 2^(b-1) cells of equal width, and each magnitude becomes the mean of its
+cell, which travels with the block. So with the cells' numbers n_c and means m_c, |C(x)|² = Σ n_c m_c², and what is lost
+is orthogonal to what is sent: |x - C(x)|² = |x|² - |C(x)|². SparseLoCo sends 2 bits (arXiv 2508.15706); the cells are
+ours.
+
+A block's record has the cells' means in the compute dtype, the places in ascending order, 16 bits each, and b bits for
+each kept coordinate, the sign first. The last byte is filled up with zeros.
+
+There are no fast kernels: averages of local steps, for which this is made, are seldom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.layout import CODES, LENGTH
+from lightning_gqsgd.kernels.packing import bytes_of
+from lightning_gqsgd.kernels.protocol import Kind, Lengths
+from lightning_gqsgd.kernels.wire import Key, magnitudes
+
+#: Bytes of a place in a block.
+PLACE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class CoarseTopKQuantiser:
+    """A top-k codec of few bits at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+
+    Attributes:
+        block_size: the largest number of coordinates in a block.
+        kept: number of coordinates that are kept of 65536; 1 or more.
+        bits: bits of a kept coordinate, 2 to 4.
+    """
+
+    block_size: int
+    kept: int
+    bits: int
+
+    kind: ClassVar[Kind] = Kind.COARSE_TOP_K
+    is_whole: ClassVar[bool] = True
+    has_scale: ClassVar[bool] = False
+    summable: ClassVar[bool] = False
+
+    @property
+    def cells(self) -> int:
+        """Number of magnitudes."""
+        return 1 << (self.bits - 1)
+
+    def kept_of(self, length: Lengths) -> Lengths:
+        """Number of coordinates that are kept of a block of this length, rounded up."""
+        return (length * self.kept + 65535) >> 16
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """See `kernels.protocol.Quantiser.record_bytes`."""
+        count = self.kept_of(length)
+        return self.cells * raw_bytes + PLACE_BYTES * count + (count * self.bits + 7) // 8
+
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
+        """See `kernels.protocol.WholeQuantiser.write`."""
+        for length, rows in _by_length(blocks):
+            record = self._record(values[rows, :length])
+            wire[blocks[rows, CODES, None] + torch.arange(record.shape[1], device=wire.device)] = record
+
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
+        """See `kernels.protocol.WholeQuantiser.read`.
+
+        A block is NaN everywhere if a cell's mean is not finite, or a place is not in the block.
+        """
+        values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
+        for length, rows in _by_length(blocks):
+            count = self.kept_of(length)
+            sizes = [self.cells * dtype.itemsize, PLACE_BYTES * count, (count * self.bits + 7) // 8]
+            columns = torch.arange(sum(sizes), device=wire.device)
+            means, places, codes = wire[blocks[rows, CODES, None] + columns].split(sizes, dim=1)
+            levels = _numbers(means, dtype)
+            where = _numbers(places, torch.int16).long() & 0xFFFF
+            code = _unpacked(codes, count, self.bits)
+            kept = levels.gather(1, code & (self.cells - 1)) * factor
+            signed = torch.where(code >= self.cells, -kept, kept)
+            good = levels.isfinite().all(dim=1) & (where < length).all(dim=1)
+            part = torch.zeros(len(rows), self.block_size, dtype=dtype, device=wire.device)
+            part.scatter_(1, where.clamp(max=self.block_size - 1), signed)
+            values[rows] = torch.where(good[:, None], part, torch.nan)
+        return values
+
+    def _record(self, values: Tensor) -> Tensor:
+        """The records of blocks of one length, uint8 [B, bytes]; ``values``: [B, length]."""
+        count = self.kept_of(values.shape[1])
+        # As integers, so that NaN is the largest magnitude and its block is NaN.
+        places = magnitudes(values).topk(count, dim=1).indices.sort(dim=1).values
+        kept = values.gather(1, places)
+        size = kept.double().abs()
+        low = size.amin(dim=1, keepdim=True)
+        high = size.amax(dim=1, keepdim=True)
+        share = torch.where(high > low, (size - low) / (high - low), 0.0)
+        cell = (share.nan_to_num() * self.cells).long().clamp(max=self.cells - 1)
+        total = torch.zeros(len(values), self.cells, dtype=torch.float64, device=values.device)
+        members = torch.zeros_like(total).scatter_add_(1, cell, torch.ones_like(size))
+        means = (total.scatter_add_(1, cell, size) / members.clamp(min=1)).to(values.dtype)
+        code = cell | (torch.signbit(kept).long() << (self.bits - 1))
+        parts = [_rows_of_bytes(means), _rows_of_bytes(places.to(torch.int16)), _packed(code, self.bits)]
+        return torch.cat(parts, dim=1)
+
+
+def _by_length(blocks: Tensor) -> list[tuple[int, Tensor]]:
+    """The lengths of blocks, and the numbers of the blocks of each length."""
+    lengths = blocks[:, LENGTH]
+    return [(int(length), (lengths == length).nonzero().flatten()) for length in lengths.unique()]
+
+
+def _rows_of_bytes(values: Tensor) -> Tensor:
+    """The bytes of each row, uint8 [B, bytes]."""
+    return bytes_of(values).reshape(len(values), -1)
+
+
+def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `_rows_of_bytes` has taken apart: [B, numbers]."""
+    return rows.flatten().clone().view(dtype).view(len(rows), -1)
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes of so many bits side by side, the highest bit first: uint8 [B, bytes]."""
+    each = codes[:, :, None] >> torch.arange(bits - 1, -1, -1, device=codes.device) & 1
+    flat = torch.nn.functional.pad(each.flatten(1), (0, -(codes.shape[1] * bits) % 8))
+    weights = 1 << torch.arange(7, -1, -1, device=codes.device)
+    return (flat.view(len(codes), -1, 8) * weights).sum(dim=2).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor, count: int, bits: int) -> Tensor:
+    """What `_packed` packed: int64 [B, count]."""
+    each = packed[:, :, None].long() >> torch.arange(7, -1, -1, device=packed.device) & 1
+    weights = 1 << torch.arange(bits - 1, -1, -1, device=packed.device)
+    return (each.flatten(1)[:, : count * bits].reshape(len(packed), count, bits) * weights).sum(dim=2)

@@ -1,0 +1,163 @@
+"""The largest coordinates of each block, as they are, and their places; zero for all others.
+
+Biased: |C(x) - x|² <= (1 - k/d) |x|², since the k largest of d squares have at least their share of the sum. The k of a
+block is a fixed share of its length, so that messages have the same length on every rank.
+
+A block's record has the kept coordinates in the compute dtype, in the order of their places, and then the places, 16
+bits each. With ``bits`` of 2 to 4, kept coordinates are rounded as well; see `coarse_top_k`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.base import Codec
+from lightning_gqsgd.codecs.top_k.coarse import PLACE_BYTES, CoarseTopKQuantiser
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import CODES, LENGTH
+from lightning_gqsgd.kernels.packing import bytes_of, positions
+from lightning_gqsgd.kernels.protocol import Kind, Lengths
+from lightning_gqsgd.kernels.wire import Key, magnitudes
+
+#: Bits of a kept coordinate that does not travel whole; see `coarse_top_k`.
+FEW_BITS = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class TopKQuantiser:
+    """A top-k codec at one block size, as kernels see it; see `kernels.protocol.Quantiser`.
+
+    Attributes:
+        block_size: the largest number of coordinates in a block.
+        kept: number of coordinates that are kept of 65536; 1 or more.
+    """
+
+    block_size: int
+    kept: int
+
+    kind: ClassVar[Kind] = Kind.TOP_K
+    is_whole: ClassVar[bool] = True
+    has_scale: ClassVar[bool] = False
+    summable: ClassVar[bool] = False
+    bits: ClassVar[int] = 32
+
+    def kept_of(self, length: Lengths) -> Lengths:
+        """Number of coordinates that are kept of a block of this length, rounded up."""
+        return (length * self.kept + 65535) >> 16
+
+    def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
+        """See `kernels.protocol.Quantiser.record_bytes`."""
+        return self.kept_of(length) * (raw_bytes + PLACE_BYTES)
+
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
+        """See `kernels.protocol.WholeQuantiser.write`. Of equal magnitudes, the first ones are kept."""
+        inside = positions(blocks, values.shape[1])[1]
+        order = torch.where(inside, magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
+        for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
+            places = order[k, :count].sort().values
+            at = int(blocks[k, CODES])
+            kept = bytes_of(values[k, places]).flatten()
+            wire[at : at + len(kept)] = kept
+            wire[at + len(kept) : at + len(kept) + PLACE_BYTES * count] = bytes_of(places.to(torch.int16)).flatten()
+
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
+        """See `kernels.protocol.WholeQuantiser.read`.
+
+        A block is NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
+        """
+        values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
+        lengths = blocks[:, LENGTH]
+        for k, (length, count) in enumerate(zip(lengths.tolist(), self.kept_of(lengths).tolist(), strict=True)):
+            at = int(blocks[k, CODES])
+            middle = at + count * dtype.itemsize
+            places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
+            kept = wire[at:middle].clone().view(dtype)
+            if kept.isfinite().all() and (places < length).all():
+                values[k, places] = kept * factor
+            else:
+                values[k] = torch.nan
+        return values
+
+
+@dataclass(frozen=True)
+class TopKCodec(Codec):
+    """The ``density`` largest share of every block, rounded up; the density itself is cut to 65536ths, at least one."""
+
+    density: float
+    bits: int = 32
+
+    name: ClassVar[str] = "top_k"
+    fields: ClassVar[frozenset[str]] = frozenset({"density"})
+    default_bits: ClassVar[int] = 32
+    has_scale: ClassVar[bool] = False
+    takes_norm: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, bits: int, *, density: float = 0.01) -> TopKCodec:
+        """Returns the codec that keeps a share of all coordinates.
+
+        Args:
+            bits: bits of a kept coordinate; 32: they are kept whole.
+            density: the share.
+
+        Raises:
+            ConfigError: another number of bits, or a share of nothing.
+        """
+        if bits not in (32, *FEW_BITS):
+            raise ConfigError(
+                f"codec='top_k' sends whole what it keeps, which is bits=32, or at few bits, not bits={bits}; take one "
+                f"of {', '.join(map(str, FEW_BITS))}, or leave bits out"
+            )
+        if not density:
+            raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
+        return cls(density, bits)
+
+    def check_blocks(self, block_size: int, *, rotation: bool) -> None:
+        """See `Codec.check_blocks`: a turned block has no large coordinates."""
+        if rotation:
+            raise ConfigError(
+                "rotation=True leaves no large coordinates for codec='top_k' to keep; take rotation=False"
+            )
+
+    @property
+    def biased_by(self) -> str:
+        """See `Codec.biased_by`."""
+        return "codec='top_k'"
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Bits per coordinate, and what they are."""
+        what = f"top_k, {self.density:.3g} of all coordinates"
+        if self.bits != 32:
+            what += f" at {self.bits} bits"
+        return f"{self.density * (self.bits + 8 * PLACE_BYTES):.3g}", [what]
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> TopKQuantiser | CoarseTopKQuantiser:
+        """What the kernels need."""
+        kept = max(1, int(self.density * 65536))
+        if self.bits == 32:
+            return TopKQuantiser(block_size, kept)
+        return CoarseTopKQuantiser(block_size, kept, self.bits)
+
+    def error_variance(self, summed: int = 1) -> float:
+        """Not predicted: the error depends on the gradient alone."""
+        return math.nan
+
+    def omega(self, dimension: int, summed: int = 1) -> float:
+        """Infinite: the codec is biased."""
+        return math.inf
+
+    def delta(self, dimension: int) -> float:
+        """δ with |C(x) - x|² <= (1-δ) |x|²: k/d where the kept coordinates travel whole.
+
+        At few bits only 1/d is certain: |C(x)|² is at least Σ n_c m_c² >= (Σ m)²/k >= Σ m²/k over the k kept magnitudes
+        m, whose squares have at least the share k/d of |x|².
+        """
+        if self.bits != 32:
+            return 1 / dimension
+        return self.quantiser(dimension).kept_of(dimension) / dimension

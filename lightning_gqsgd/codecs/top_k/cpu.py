@@ -1,0 +1,143 @@
+"""The largest coordinates of a block and their places, see `codecs.top_k`, which has the readable form."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import int32, int64, uint16
+
+from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
+from lightning_gqsgd.kernels.cpu.casts import narrowed, numbers
+from lightning_gqsgd.kernels.cpu.jit import inlined, loop
+from lightning_gqsgd.kernels.cpu.loops import fill
+from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of
+from lightning_gqsgd.kernels.layout import CODES
+from lightning_gqsgd.kernels.wire import Share
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.codecs.top_k.codec import TopKQuantiser
+
+
+class TopK(NamedTuple):
+    """A top-k quantiser, typed for the kernels.
+
+    Attributes:
+        form: number formats.
+        each, rest: see `kernels.wire.Share`; in the compute dtype.
+        kept: number of coordinates that are kept of 65536.
+        raw_bytes: bytes of a coordinate on the wire.
+    """
+
+    form: Form
+    each: np.floating
+    rest: np.floating
+    kept: int
+    raw_bytes: int
+
+
+@lru_cache
+def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
+    """The constants of a quantiser, for messages of so many sources."""
+    share = Share.of(sources)
+    real = float_type(dtype)
+    return TopK(form_of(dtype), real(share.each), real(share.rest), q.kept, np.dtype(real).itemsize)
+
+
+def is_for_sums(q: TopKQuantiser) -> bool:
+    """Whether messages are added up. They never are."""
+    return False
+
+
+def codec(q: TopKQuantiser) -> Any:
+    """The kernel that encodes, reduces and decodes."""
+    return _codec()
+
+
+def summed(q: TopKQuantiser) -> Any:
+    """The kernel that decodes sums of codes.
+
+    Raises:
+        NotImplementedError: always, because places cannot be added.
+    """
+    raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
+
+
+@lru_cache
+def _codec() -> Any:
+    """See `codec`: all top-k quantisers share one kernel."""
+    return codec_kernel("top_k", _write, _read)
+
+
+@inlined
+def _kept_of(length, c):
+    """Number of coordinates that are kept of a block, see `codecs.top_k.TopKQuantiser.kept_of`."""
+    return (length * c.kept + 65535) >> 16
+
+
+@inlined
+def _write(values, given, block, key, c, s, wire):
+    """Write the largest values of a block, and then their places. Of equal magnitudes, the first ones are kept."""
+    bits = numbers(values, 0, values.size, c.form.mask)
+    count = _kept_of(values.size, c)
+    kept = numbers(wire, block[CODES], count, c.form.zero)
+    places = numbers(wire, block[CODES] + count * c.raw_bytes, count, uint16(0))
+    _write_largest(values, bits, c.form.mask, kept, places)
+
+
+@loop
+def _write_largest(values, bits, mask, kept, places):
+    """Write the ``kept.size`` largest values and their places; ``bits``: the values as integers."""
+    least = _threshold(bits, mask, kept.size)
+    ties = kept.size
+    for j in range(bits.size):
+        ties -= (bits[j] & mask) > least
+    at = 0
+    for j in range(bits.size):
+        magnitude = bits[j] & mask
+        if magnitude > least or (magnitude == least and ties > 0):
+            ties -= magnitude == least
+            kept[at] = values[j]
+            places[at] = uint16(j)
+            at += 1
+
+
+@loop
+def _threshold(bits, mask, count):
+    """The largest number that at least ``count`` magnitudes reach, or another one that exactly ``count`` magnitudes
+    reach. It is found bit by bit, from the highest bit on."""
+    threshold = int64(0)
+    place = int64(mask) - (int64(mask) >> 1)
+    while place:
+        least = narrowed(threshold | place, mask)
+        reach = int32(0)
+        for j in range(bits.size):
+            reach = int32(reach + int32((bits[j] & mask) >= least))
+        if reach >= count:
+            threshold |= place
+            if reach == count:
+                break
+        place >>= 1
+    return narrowed(threshold, mask)
+
+
+@inlined
+def _read(wire, at, block, key, c, s, add, out):
+    """Set ``out`` to the kept coordinates times ``c.each``, or add them to ``out``.
+
+    The block becomes NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
+    """
+    count = _kept_of(out.size, c)
+    kept = numbers(wire, at + block[CODES], count, c.form.zero)
+    places = numbers(wire, at + block[CODES] + count * c.raw_bytes, count, uint16(0))
+    if not add:
+        fill(out, 0)
+    for i in range(count):
+        place = int64(places[i])
+        value = kept[i]
+        if place >= out.size or value - value != 0:
+            fill(out, np.nan)
+            break
+        out[place] += value * c.each

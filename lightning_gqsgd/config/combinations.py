@@ -1,0 +1,156 @@
+"""Which values of several fields go together: those of scales, reducers, memories and sparse gradients."""
+
+from __future__ import annotations
+
+from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
+from lightning_gqsgd.codecs.scales import NORMS
+from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.reducers.choice import FLAT
+from lightning_gqsgd.spec.fields import SPARSE_LIMIT, Fields
+from lightning_gqsgd.spec.memories import described
+
+#: What a scale can be shared by: a block, or all blocks of a parameter.
+SCALE_PER = ("block", "parameter")
+#: Whose maximum a scale is: that of all ranks, each rank's own, or what the reducer needs.
+SCALES = ("auto", "global", "local")
+#: What can be done with sparse gradients.
+SPARSE_METHODS = ("refuse", "gather", "logarithmic", "sketch")
+_MOST_ROWS = 2**20
+
+
+def check_scales(config: Fields, codec: Codec) -> None:
+    """Check the fields of a configuration that are about scales.
+
+    Raises:
+        ConfigError: a value out of its range, or one that does not go with the codec.
+    """
+    check_one_of("norm", config.norm, NORMS)
+    check_one_of("scale", config.scale, SCALES)
+    check_one_of("scale_per", config.scale_per, SCALE_PER)
+    check_real("clip", config.clip, 0, 1e6)
+    if codec.takes_norm:
+        return
+    for name, usual in (("norm", "max"), ("clip", 0.0), ("scale_per", "block")):
+        if getattr(config, name) != usual:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not for codec={config.codec!r}, which has no such scale; "
+                "leave it out"
+            )
+    if config.scale == "global":
+        raise ConfigError(
+            f"codec={config.codec!r} has no scale that ranks could share; take reducer='two_shot' or 'gather'"
+        )
+
+
+def check_floats(config: Fields) -> None:
+    """Check that numbers of 16 or 32 bits are added up by the backend, and that all of 16 bits are rounded.
+
+    Raises:
+        ConfigError: another reducer, or parameters that are to be left as they are.
+    """
+    if config.codec != "float":
+        return
+    if config.reducer != REDUCER_OF_BITS[config.num_bits]:
+        raise ConfigError(
+            f"bits={config.num_bits} is averaged by the backend's own all-reduce, not by "
+            f"reducer={config.reducer!r}; leave reducer out, or take at most 8 bits"
+        )
+    if config.exclude and config.num_bits == 16:
+        raise ConfigError(
+            f"bits=16 rounds every parameter to bf16, so exclude={config.exclude} cannot be kept; leave exclude "
+            "out, or take bits=32 or at most 8 bits"
+        )
+
+
+def check_reducer(config: Fields) -> None:
+    """Check what a configuration asks of its reducer, before the number of ranks is known.
+
+    Raises:
+        ConfigError: the reducer does not go with the codec, or with the scales, memories or coder that are asked for.
+    """
+    codec = codec_of(config)
+    name = config.reducer
+    if config.scale == "global" and not codec.leaves_room_for_sums:
+        raise ConfigError(
+            f"bits={codec.bits} leaves no room to sum the codes of two ranks; take bits=2 or reducer='two_shot'"
+        )
+    if config.coder == "elias" and (name == "auto" or "elias" not in REDUCERS[name].coders or not codec.has_odd_levels):
+        raise ConfigError("coder='elias' is for codec='linear' with dither='stochastic' and reducer='gather'")
+    if config.node_size and name != "hierarchical":
+        raise ConfigError(f"node_size={config.node_size} is for reducer='hierarchical', not {name!r}; leave it out")
+    if name == "auto":
+        return
+    reducer = REDUCERS[name]
+    reducer.check(codec)
+    if codec.biased_by and "memory_down" in reducer.memories and config.memory_down == "auto":
+        raise ConfigError(
+            "a biased codec loses on the way back, too: give memory_down='ef' or 'ef21' ('none' if you mean to do "
+            "without), or reducer='gather', which has no way back"
+        )
+    if reducer.divides_parameters and config.scale_per == "parameter":
+        raise ConfigError(
+            f"reducer={name!r} divides parameters among the ranks of a node, so they cannot have one scale each: take "
+            "scale_per='block'"
+        )
+    if reducer.scales and config.scale not in ("auto", *reducer.scales):
+        others = [other for other, kind in FLAT.items() if config.scale in kind.scales]
+        raise ConfigError(
+            f"scale={config.scale!r} does not fit reducer={name!r}, which needs {reducer.scales[0]} scales; "
+            f"take scale='auto' or one of the reducers {', '.join(others)}"
+        )
+    if config.down is not None and "memory_down" not in reducer.memories:
+        raise ConfigError(f"memory_down needs a way back that is encoded: reducer='two_shot', not {name!r}")
+    if config.up is not None and "memory" not in reducer.memories:
+        fitting = ", ".join(other for other, kind in REDUCERS.items() if "memory" in kind.memories)
+        raise ConfigError(f"memory goes with the reducers {fitting}, not {name!r}")
+
+
+def check_memories(config: Fields) -> None:
+    """Check the memories of a configuration against its codec: a biased one needs them.
+
+    Raises:
+        ConfigError: a biased codec whose memory is left to "auto".
+    """
+    biased_by = codec_of(config).biased_by
+    if biased_by and config.memory == "auto":
+        raise ConfigError(
+            f"{biased_by} is biased, so training needs a memory of what was lost: memory='ef', or 'ef21'; "
+            "memory='none' if you mean to do without"
+        )
+    if config.down is not None and config.down.shared and config.down != config.up:
+        raise ConfigError(
+            f"memory_down={described(config.down)} is the reference that ranks share on both ways, so it needs the "
+            "same memory; leave memory_down out, and give memory='shared'"
+        )
+
+
+def check_sparse(config: Fields) -> None:
+    """Check the fields about sparse gradients.
+
+    Raises:
+        ConfigError: a value out of its range, or a combination with fields that sparse gradients cannot have.
+    """
+    check_one_of("sparse", config.sparse, SPARSE_METHODS)
+    check_real("sparse_limit", config.sparse_limit, 0, _MOST_ROWS)
+    if config.sparse == "refuse":
+        if config.sparse_limit != SPARSE_LIMIT:
+            raise ConfigError(
+                f"sparse_limit={config.sparse_limit} is for sparse='gather', not sparse='refuse'; leave it out"
+            )
+        return
+    named = f"sparse={config.sparse!r}"
+    if config.remembers:
+        raise ConfigError(
+            f"{named} goes with codecs that remember nothing, because a memory has a number for every row of a table; "
+            "leave memory and memory_down out"
+        )
+    if config.scale == "global":
+        raise ConfigError(f"{named} has a scale of each touched row and rank, not scale='global'; leave scale out")
+    if config.scale_per == "parameter":
+        raise ConfigError(f"{named} has a scale of each touched row, not scale_per='parameter'; leave scale_per out")
+    if config.coder == "elias":
+        raise ConfigError(f"{named} writes the codes of rows with a fixed width, not coder='elias'; leave coder out")
+    if config.sparse == "logarithmic" and (config.codec == "float" or config.num_bits < 2):
+        raise ConfigError(f"{named} needs a sign and an exponent, so 2 to 8 bits, not bits={config.bits}")

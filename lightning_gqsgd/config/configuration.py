@@ -1,0 +1,441 @@
+"""What to compress and how: one frozen value, whose fields can work together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from lightning_gqsgd.codecs import CODECS, codec_of
+from lightning_gqsgd.codecs.companded.codec import DITHERS as COMPANDED_DITHERS
+from lightning_gqsgd.codecs.exponential.codec import MAX_MANTISSA
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
+from lightning_gqsgd.codecs.linear.codec import DITHERS
+from lightning_gqsgd.config.combinations import check_floats, check_memories, check_reducer, check_scales, check_sparse
+from lightning_gqsgd.errors import (
+    ConfigError,
+    check_integer,
+    check_one_of,
+    check_real,
+    did_you_mean,
+    plain_integer,
+)
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.spec import memories
+from lightning_gqsgd.spec.bits_by_name import BitsByName
+from lightning_gqsgd.spec.fields import ALLOW, Fields
+from lightning_gqsgd.spec.pinning import pinned_bits
+
+#: How codes are written: with a fixed width, or as Elias omega codes.
+CODERS = ("fixed", "elias")
+#: The numbers of bits of codes; each codec has some of them.
+CODE_BITS = tuple(range(1, 9))
+#: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
+MAX_SLOWDOWN = 0.05
+#: The codecs whose error is a bias and no variance.
+BIASED_CODECS = ("sign", "top_k")
+#: The reducers whose sums of codes are rounded in ways that `tuning.noise` does not predict.
+ADDING_REDUCERS = ("sum", "tree")
+_LARGEST = 2**63 - 1
+#: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
+_ALIKE = ("min_numel", "warmup_steps", "seed", "sample_every", "exclude", "sparse", "sparse_limit", "connections")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQSGDConfig(Fields):
+    """Compression of a gradient allreduce.
+
+    Attributes:
+        codec: ``"linear"``, uniform levels with dither (QSGD, arXiv 1610.02132; Global-QSGD, arXiv 2305.18627);
+            ``"companded"``, levels that lie denser near zero, with subtractive dither: unbiased, a smaller error at the
+            same bits, but no sums of codes; ``"eden"``, turned coordinates at the best levels for Gaussian numbers
+            (EDEN, arXiv 2108.08842; at 1 bit DRIVE, arXiv 2105.08339): the smallest error at 1 to 3 bits, unbiased over
+            its random rotations; ``"exponential"``, powers of two with ``mantissa`` bits in between (natural
+            compression, arXiv 1905.10988); ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest
+            coordinates of each block. The last two are biased, so they need a memory. ``"auto"``: companded, or linear
+            where another field asks for what only linear codes have: sums of codes, global scales, Elias codes, a
+            dither that is not taken off, ``levels``, or one bit; and ``"float"``, for 16 or 32 bits: floating-point
+            numbers that the backend's own all-reduce adds up. The field itself holds the name of the codec.
+        bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
+            companded or an exponential one, 1 to 4 of eden. 16: bf16 numbers, rounded at random. 32: the gradient as it
+            is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for the first
+            three, 2 for eden, 1 for sign, and 32 for top_k, which sends whole what it keeps; with 2 to 4, top_k
+            rounds what it keeps to so many bits. 1 excludes stochastic
+            rounding. The field itself holds the number.
+            ``"auto"``: the fewest of ``allow`` whose error is small against the noise of the gradients, see
+            ``max_slowdown``; the field then holds the most bits of a code that are allowed.
+            A dictionary, e.g. ``{"*": 4, "head.*": 8}``: bits by shell-style patterns of parameter names, of which the
+            last one that matches decides; DDP and FSDP2 only, and without a memory. All other fields hold for every
+            number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
+        levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
+            many as fit.
+        mantissa: bits between two powers of two of an exponential code, 0 to 3.
+        density: share of coordinates that top_k keeps, of each block rounded up.
+        block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536, and for eden a
+            power of two from 128 on. 0: the codec's own number, which is 128 for companded and 256 for all others; the
+            field itself holds the number.
+        norm: what the scale is: ``"max"``, the largest magnitude; ``"l2"``; ``"power_of_two"``, the largest magnitude
+            rounded up to one.
+        clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv
+            1705.07878), which is a bias; 0: no limit.
+        scale: ``"global"`` (the maximum over ranks), ``"local"`` (each rank its own) or ``"auto"`` (what the reducer
+            uses).
+        scale_per: ``"block"`` or ``"parameter"``: which coordinates a norm is computed from.
+        dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12), ``"stochastic"``
+            (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (in each block the one with the
+            smaller error: stochastic where more than about half is zero, and with companded codes more than about nine
+            tenths; with the reducer ``"sum"``, subtractive; exponential, sign, top_k and eden codecs have their own
+            dither under this name) or ``"nearest"`` (no dither: biased, so it needs a memory). Companded codes take the
+            first or the third.
+        rotation: turn each block by a random Hadamard matrix first, which spreads large coordinates over all.
+        coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
+        reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
+            ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
+            (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
+        node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: found from LOCAL_WORLD_SIZE,
+            which torchrun sets, and from the ranks of the process group.
+        memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, ``"shared"``, a `Memory`
+            or its numbers by name; ``"auto"``: none, where the codec is unbiased.
+        memory_down: of what the owner of a shard sends back, with the reducer ``"two_shot"``; ``"auto"``: none, but a
+            shared memory, which is of both ways.
+        min_numel: parameters with fewer elements travel uncompressed inside the same messages. 16 bits round all.
+        exclude: shell-style patterns of parameter names that travel uncompressed, e.g. ``("*.embedding.*",)``.
+        warmup_steps: number of first steps in which everything travels uncompressed.
+        seed: key of the counter-based dither; equal on all ranks.
+        sample_every: measure the relative error on a sample of coordinates every this many steps; 0 switches it off.
+        auto: choose ``bits`` among ``allow`` while training, by the length of steps (see `tuning`). Results depend on
+            the times that are measured then. All other fields are about codes of up to 8 bits; ``bits`` is left out.
+            A `spec.decisions.Decision`, or its dictionary, as ``state.decisions`` and checkpoints have them: the bits
+            that it has decided for. The field itself then holds False, and ``bits`` the number.
+        allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be taken, at least two.
+        max_slowdown: with ``bits="auto"``, the share by which rounding may lengthen a training, counted in steps: the
+            variance of the rounding of the mean is at most ``max_slowdown`` times the sampling variance of the mean
+            (see `tuning.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. With ``auto`` as well, the time
+            decides among the bits that this leaves.
+        sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
+            ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
+            ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased;
+            ``"sketch"``, sums of sketches of rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP only.
+        sparse_limit: the touched rows of all ranks, added up, over the rows of the table, beyond which a table is
+            reduced as a dense gradient in a step; a row that two ranks touch counts twice. 0: always dense.
+        connections: of each pair of ranks, for each exchange; pieces of a bucket take them in turns (1 to 16; Gloo).
+
+    Raises:
+        ConfigError: a value out of its range, or a combination that cannot work.
+    """
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.auto, bool):
+            self._pin(pinned_bits(self.auto, self.bits, self.max_slowdown, self.allow, ALLOW))
+        for name, value in list(vars(self).items()):
+            object.__setattr__(self, name, plain_integer(value))
+        if hasattr(self.bits, "__array__"):  # a tensor, or a number of NumPy that is no integer
+            raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
+        if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
+            self._check_bits_by_name(BitsByName(self.bits))
+            return
+        self._check_values()
+        self._check_codec()
+        check_reducer(self)
+        check_memories(self)
+        check_sparse(self)
+        if self.chooses_bits:
+            self.candidates()
+
+    def candidates(self) -> dict[int, GQSGDConfig]:
+        """With ``auto`` or ``bits="auto"``, the configurations to choose among, by their bits, widest first.
+
+        Raises:
+            ConfigError: one of them cannot work, or has a memory, which would not survive a change of bits.
+        """
+        if self.remembers:
+            raise ConfigError("auto=True goes with codecs that remember nothing; leave memory and memory_down out")
+        if self.max_slowdown is not None:
+            self._check_noise()
+        fixed: dict[str, Any] = {"auto": False, "allow": ALLOW, "max_slowdown": None}
+        return {bits: self._with_bits(bits, **fixed) for bits in self.allow}
+
+    def by_bits(self) -> dict[int, GQSGDConfig]:
+        """The configurations of all parameters, by their bits: this one alone, unless ``bits`` are given by name.
+
+        The first one is that of the first pattern. 16 and 32 bits keep the fields that are not about codes.
+        """
+        by_name = self.bits_by_name
+        if by_name is None:
+            return {self.num_bits: self}
+        return {bits: self._with_bits(bits) for bits in by_name.widths}
+
+    @property
+    def biased(self) -> bool:
+        """Whether the mean of what the codec decodes differs from its input, so that training needs a memory. (Clipping
+        is a bias as well, but one that is asked for.)"""
+        return bool(codec_of(self).biased_by)
+
+    def describe(self) -> str:
+        """Bits per coordinate and what they are, e.g. ``8 bits (companded, adaptive dither, blocks of 128)``."""
+        if self.bits_by_name is not None:
+            widths = {bits: config.describe() for bits, config in self.by_bits().items()}
+            patterns = {bits: [p for p, width in self.bits_by_name.items() if width == bits] for bits in widths}
+            return "; ".join(f"{', '.join(map(repr, patterns[bits]))}: {widths[bits]}" for bits in widths)
+        if self.chooses_bits:
+            codes = [config for bits, config in self.candidates().items() if bits not in REDUCER_OF_BITS]
+            ways = ["the length of steps"] if self.auto else []
+            ways += (
+                [] if self.max_slowdown is None else [f"the noise of gradients (max_slowdown {self.max_slowdown:g})"]
+            )
+            allowed = f"{', '.join(map(str, self.allow[:-1]))} or {self.allow[-1]} bits, by {' and '.join(ways)}"
+            return f"{allowed} (codes: {codes[0].describe()})" if codes else allowed
+        bits, what = codec_of(self).describe()
+        what += ["rotated"] if self.rotation else []
+        what += ["Elias codes"] if self.coder == "elias" else []
+        if self.codec != "float":
+            what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
+        for way, memory in (("", self.up), (" on the way back", self.down)):
+            if memory is not None:
+                what.append(f"{'shared ' if memory.shared else ''}memory{way}: {memories.numbers_in_words(memory)}")
+        return f"{bits} bits ({', '.join(what)})"
+
+    def describe_rows(self, *, raw: bool = False) -> str:
+        """What the touched rows of a table with sparse gradients are sent as.
+
+        Args:
+            raw: whether the table's gradient travels uncompressed, as ``exclude`` and ``min_numel`` say.
+        """
+        if self.sparse == "sketch":
+            return "sums of sketches in the compute dtype, uncompressed"
+        if self.reducer == "native" or (raw and self.num_bits != 16):
+            return "as they are, in the compute dtype"
+        if self.sparse == "logarithmic" and self.codec != "float":
+            return f"{self.num_bits} bits (signs and powers of two)"
+        return self.describe()
+
+    @classmethod
+    def check_names(cls, names: Any) -> None:
+        """Raise ConfigError for a name that is no field, with the nearest one that is."""
+        for name in names:
+            if name not in cls.field_names():
+                hint = did_you_mean(name, cls.field_names())
+                if name in ("config", "cfg"):
+                    hint = "; a GQSGDConfig takes the preset's place: preset=GQSGDConfig(...)"
+                raise ConfigError(f"unknown field {name!r}{hint} (fields: {', '.join(cls.field_names())})")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, safe in checkpoints and messages."""
+        bits = self.bits if self.bits_by_name is None else self.bits_by_name.pairs()
+        memory = {name: memories.plain(getattr(self, name)) for name in ("memory", "memory_down")}
+        return {**asdict(self), **memory, "bits": bits, "exclude": list(self.exclude), "allow": list(self.allow)}
+
+    def replaced(self, **fields: Any) -> GQSGDConfig:
+        """The configuration with some fields replaced.
+
+        With 16 or 32 bits, which are no codes, it keeps of its own fields those that are not about codes.
+
+        Raises:
+            ConfigError: the result cannot work.
+        """
+        if not isinstance(fields.get("auto", False), bool):  # a decision takes the place of what chose bits
+            fields = {"bits": None, "max_slowdown": None, **fields}
+        bits = fields.get("bits")
+        if isinstance(bits, int) and bits in REDUCER_OF_BITS and bits != self.bits:
+            return GQSGDConfig(**{**{name: getattr(self, name) for name in _ALIKE}, **fields})
+        return replace(self, **fields)
+
+    def _with_bits(self, bits: int, **fields: Any) -> GQSGDConfig:
+        """The configuration at a number of bits, with some fields replaced. Of 16 and 32 bits, which are no codes, it
+        has the fields that are not about codes."""
+        if bits in REDUCER_OF_BITS:
+            return GQSGDConfig(bits=bits, **{name: getattr(self, name) for name in _ALIKE})
+        return replace(self, bits=bits, **fields)
+
+    def _pin(self, bits: int) -> None:
+        """Take the bits of a decision, and become what the candidate of so many bits was."""
+        pinned: dict[str, Any] = {"auto": False, "bits": bits, "allow": ALLOW}
+        if bits in REDUCER_OF_BITS:
+            kept = {*_ALIKE, "memory", "memory_down"}  # memories are refused where they cannot be
+            pinned = {field.name: field.default for field in fields(self) if field.name not in kept} | pinned
+        for name, value in pinned.items():
+            object.__setattr__(self, name, value)
+
+    def _check_bits_by_name(self, bits: BitsByName) -> None:
+        """Check ``bits`` by name, and all other fields at each number of bits.
+
+        The codec is that of each number of bits, so ``codec`` may stay "auto".
+        """
+        object.__setattr__(self, "bits", bits)
+        if self.auto or self.max_slowdown is not None:
+            name = "auto" if self.auto else "max_slowdown"
+            raise ConfigError(
+                f"bits={bits!r} with {name}: bits are either given by name or chosen while training; leave one out"
+            )
+        for config in self.by_bits().values():
+            if config.remembers:
+                raise ConfigError(
+                    f"bits={bits!r} goes with codecs that remember nothing; leave memory and memory_down out, or give "
+                    "bits as a number"
+                )
+            for name in ("exclude", "allow", "memory", "memory_down"):  # in the spelling of a checked configuration
+                object.__setattr__(self, name, getattr(config, name))
+
+    def _check_values(self) -> None:
+        """Check the fields one by one, and bring those with several spellings into one."""
+        self._check_auto()
+        check_one_of("codec", self.codec, ("auto", *CODECS))
+        check_one_of("dither", self.dither, DITHERS)
+        check_one_of("coder", self.coder, CODERS)
+        check_one_of("reducer", self.reducer, ("auto", *REDUCERS))
+        if self.codec == "auto":
+            object.__setattr__(self, "codec", self._automatic_codec())
+        if self.chooses_bits:
+            self._check_allowed()
+        check_integer("block_size", self.block_size, 0, 65536)
+        if self.block_size == 0:
+            object.__setattr__(self, "block_size", CODECS[self.codec].default_block_size)
+        check_integer("mantissa", self.mantissa, 0, MAX_MANTISSA)
+        check_integer("block_size", self.block_size, 16, 65536)
+        if self.block_size % 8:
+            raise ConfigError(f"block_size={self.block_size} is not a multiple of 8; take e.g. 128 or 256")
+        for name in ("min_numel", "warmup_steps", "seed", "sample_every"):
+            check_integer(name, getattr(self, name), 0, _LARGEST)
+        check_integer("node_size", self.node_size, 0, 2**20)
+        check_integer("connections", self.connections, 1, 16)
+        check_real("density", self.density, 0, 1)
+        if self.levels is not None:
+            check_integer("levels", self.levels, 1, _LARGEST)
+        if not isinstance(self.rotation, bool):
+            raise ConfigError(f"rotation={self.rotation!r} must be True or False")
+        # A set has another order in each process.
+        listed = isinstance(self.exclude, Sequence) and not isinstance(self.exclude, str)
+        if not listed or not all(isinstance(pattern, str) for pattern in self.exclude):
+            raise ConfigError(f"exclude={self.exclude!r} must be a sequence of patterns, e.g. ('*.bias',)")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        for name in ("memory", "memory_down"):
+            object.__setattr__(self, name, memories.parse(name, getattr(self, name)))
+        if self.bits is None:
+            object.__setattr__(self, "bits", 16 if self.reducer == "bf16" else CODECS[self.codec].default_bits)
+        elif isinstance(self.bits, bool) or not isinstance(self.bits, int):
+            raise ConfigError(f"bits={self.bits!r} must be an integer, or 'auto'")
+        elif self.bits not in (*CODE_BITS, *REDUCER_OF_BITS):
+            widths = ", ".join(map(str, sorted(REDUCER_OF_BITS)))
+            raise ConfigError(
+                f"bits={self.bits} is out of range: {CODE_BITS[0]} to {CODE_BITS[-1]}, {widths}, or 'auto'"
+            )
+        if self.codec == "float" and self.reducer == "auto":
+            object.__setattr__(self, "reducer", REDUCER_OF_BITS.get(self.num_bits, "auto"))
+
+    def _check_auto(self) -> None:
+        """Check ``auto``, ``allow``, ``max_slowdown``, and give ``bits`` the most bits of a code that are allowed."""
+        self._check_max_slowdown()
+        listed = isinstance(self.allow, Sequence) and not isinstance(self.allow, str)
+        if not listed or not all(type(plain_integer(bits)) is int for bits in self.allow):
+            raise ConfigError(f"allow={self.allow!r} must be a sequence of numbers of bits, e.g. {ALLOW}")
+        allow = tuple(sorted(set(map(plain_integer, self.allow)), reverse=True))
+        object.__setattr__(self, "allow", allow)
+        if self.chooses_bits:
+            self._check_forgetful()
+        else:
+            if allow != ALLOW:
+                raise ConfigError(
+                    f'allow={allow} is for auto=True or bits="auto"; leave it out, or give auto=True or bits="auto"'
+                )
+            return
+        name = "auto=True" if self.auto else f"max_slowdown={self.max_slowdown:g}"
+        if len(allow) < 2:
+            raise ConfigError(f"allow={allow} leaves {name} nothing to choose; allow at least two, e.g. {ALLOW}")
+        if self.reducer in REDUCER_OF_BITS.values():
+            raise ConfigError(f"reducer={self.reducer!r} leaves {name} nothing to choose; leave reducer out")
+        bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
+        if self.bits not in (None, "auto", bits):
+            field = "auto" if self.auto else "max_slowdown"
+            remedy = f"leave bits out, or {field}"
+            remedy += f"; or give e.g. allow=(32, {self.bits})" if self.bits in range(1, 9) else ""
+            raise ConfigError(f"bits={self.bits} with {name}; allow={allow} says what may be taken: {remedy}")
+        object.__setattr__(self, "bits", bits)
+
+    def _check_max_slowdown(self) -> None:
+        """Check ``max_slowdown``, and give it its default for ``bits="auto"``."""
+        if self.max_slowdown is None:
+            if self.bits == "auto":
+                object.__setattr__(self, "max_slowdown", MAX_SLOWDOWN)
+            return
+        is_number = isinstance(self.max_slowdown, (int, float)) and not isinstance(self.max_slowdown, bool)
+        if not is_number or not 0 < self.max_slowdown < math.inf:
+            raise ConfigError(
+                f"max_slowdown={self.max_slowdown!r} must be a finite number above 0, e.g. {MAX_SLOWDOWN}: the "
+                "share of further steps that rounding may cost"
+            )
+        object.__setattr__(self, "max_slowdown", float(self.max_slowdown))
+
+    def _check_forgetful(self) -> None:
+        """Check that the codec and the memory let bits change, before other fields are looked at."""
+        remembers = [name for name in ("memory", "memory_down") if getattr(self, name) not in ("auto", "none")]
+        name, fields = ("auto=True", "auto") if self.max_slowdown is None else ('bits="auto"', "bits and max_slowdown")
+        if self.codec in BIASED_CODECS:
+            weighs = "goes with codecs that remember nothing, and codec={!r} needs a memory"
+            if self.max_slowdown is not None:
+                weighs = "weighs the variance of a rounding, and codec={!r} has a bias instead"
+            raise ConfigError(
+                f"{name} {weighs.format(self.codec)}; leave codec and memory out, or the preset that has them, or "
+                f"leave {fields} out"
+            )
+        if remembers:
+            raise ConfigError(
+                f"{name} goes with codecs that remember nothing; leave {remembers[0]} out, or the preset that has it, "
+                f"or leave {fields} out"
+            )
+
+    def _check_allowed(self) -> None:
+        """Check that the codec has all numbers of bits of ``allow`` that are no floating-point numbers."""
+        widths = CODECS[self.codec].widths
+        others = [bits for bits in self.allow if bits not in widths and bits not in REDUCER_OF_BITS]
+        if others:
+            least = min(widths)
+            most = max(widths)
+            raise ConfigError(
+                f"allow={self.allow} asks for bits={' or '.join(map(str, others))}, and codec={self.codec!r} has "
+                f"{least} to {most}; allow 32, 16 and {least} to {most}, e.g. allow={(32, most, most // 2)}"
+            )
+
+    def _check_noise(self) -> None:
+        """Check that the error of the codes can be weighed against the noise of gradients: it has to be a variance."""
+        if self.biased:
+            raise ConfigError(
+                f'bits="auto" weighs a variance, and dither={self.dither!r} has a bias; leave dither out, or give bits '
+                "as a number"
+            )
+        if self.reducer in ADDING_REDUCERS:
+            raise ConfigError(
+                f'bits="auto" goes with reducers that average decoded codes, not reducer={self.reducer!r}; leave '
+                "reducer out, or give bits as a number"
+            )
+
+    def _automatic_codec(self) -> str:
+        """The name of the codec that "auto" stands for."""
+        if self.bits in REDUCER_OF_BITS or (self.bits is None and self.reducer in REDUCER_OF_BITS.values()):
+            return "float"
+        return "linear" if self._needs_linear_codes() else "companded"
+
+    def _needs_linear_codes(self) -> bool:
+        """Whether a field asks for what companded codes do not have, and linear ones do."""
+        sums = self.reducer != "auto" and REDUCERS[self.reducer].adds_codes
+        rounds = self.levels is not None or self.dither not in COMPANDED_DITHERS
+        return sums or rounds or self.scale == "global" or self.coder == "elias" or self.bits == 1
+
+    def _check_codec(self) -> None:
+        """Check what belongs to the codec and to its scales, and that nothing of another codec is set."""
+        own = CODECS[self.codec].fields
+        usual = {"levels": None, "mantissa": 0, "density": 0.01}
+        for name, value in usual.items():
+            if name not in own and getattr(self, name) != value:
+                others = [codec for codec, kind in CODECS.items() if name in kind.fields]
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is for codec={' or '.join(map(repr, others))}, not {self.codec!r}; "
+                    "leave it out"
+                )
+        # The other codecs have one dither each, and "adaptive", the default, and "stochastic" both stand for it.
+        if "dither" not in own and self.dither not in ("adaptive", "stochastic"):
+            raise ConfigError(f"dither={self.dither!r} is for codec='linear'; leave it out with codec={self.codec!r}")
+        codec = codec_of(self)
+        check_floats(self)
+        codec.check_blocks(self.block_size, rotation=self.rotation)
+        check_scales(self, codec)

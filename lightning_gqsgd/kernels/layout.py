@@ -1,0 +1,377 @@
+"""From the parameters of a bucket to blocks, and from blocks to positions in the messages.
+
+A *block* is a run of at most ``block_size`` coordinates of one parameter; its place in the dither is (parameter number,
+block number in the parameter), so that results do not depend on how parameters are grouped into buckets. A *piece* is a
+run of blocks that travels as one message: buckets are cut into pieces so that encoding, sending and decoding overlap
+and scratch memory stays bounded. Each piece is divided into *shards*, one for every rank that owns a part of the sum.
+
+A shard's message: block scales, then codes, then uncompressed coordinates, each record aligned to 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.kernels.protocol import Quantiser
+
+# Columns of a block table (int64).
+START = 0  # first coordinate, in the flat tensor
+LENGTH = 1  # number of coordinates
+PARAMETER = 2  # number of the parameter
+INDEX = 3  # number of the block in its parameter
+SCALE = 4  # byte position of the scale in the messages, -1: none is sent
+CODES = 5  # byte position of the codes (or of the raw coordinates)
+RAW = 6  # 1: travels uncompressed
+BLOCKS = 7  # number of blocks of the parameter
+COLUMNS = 8
+
+ALIGNMENT = 16
+#: Coordinates of a piece of 8 bits each, or more. A bucket's first and last piece are on the wire alone: Gloo does not
+#: send and receive one message at the same time, so smaller is better; every collective costs about 0.5 ms of
+#: processor, so larger is.
+PIECE_NUMEL = 1 << 19
+#: How many times larger pieces of fewer bits are at most: scratch memory grows with them.
+_MOST_GROWTH = 4
+#: Pieces grow beyond `PIECE_NUMEL` where a bucket has as many of them.
+_SEVERAL = 6
+#: The most consecutive blocks of a parameter with the same owner, where owners are fixed (`place_by_owner`).
+MAX_STRIPE = 8
+
+
+class PieceSize(NamedTuple):
+    """How many coordinates pieces have, about.
+
+    Attributes:
+        least: where there are enough coordinates.
+        most: where there are so many that some pieces are under way while others are encoded.
+    """
+
+    least: int = PIECE_NUMEL
+    most: int = PIECE_NUMEL
+
+    @classmethod
+    def of_bits(cls, bits: int) -> PieceSize:
+        """The size over Gloo, by the bits of a code: with fewer bits, it takes more coordinates to fill a message."""
+        return cls(PIECE_NUMEL, PIECE_NUMEL * max(1, min(_MOST_GROWTH, 8 // bits)))
+
+    def within(self, numel: int) -> int:
+        """The most coordinates of a piece, about, of a flat tensor with so many."""
+        return min(self.most, max(self.least, -(-numel // _SEVERAL)))
+
+
+class Segment(NamedTuple):
+    """A parameter's place in a flat tensor.
+
+    Attributes:
+        parameter: number of the parameter in the model, the same on all ranks.
+        numel: number of coordinates; segments follow each other without gaps.
+        raw: True if it travels uncompressed.
+        choice: number of its configuration, among those that the tensor is reduced with.
+    """
+
+    parameter: int
+    numel: int
+    raw: bool
+    choice: int = 0
+
+
+class Run(NamedTuple):
+    """Consecutive compressed coordinates of one parameter: ``numel`` from ``start`` on in the flat tensor and from
+    ``offset`` on in the parameter."""
+
+    start: int
+    parameter: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some blocks, and the runs that they form.
+
+    Attributes:
+        blocks: int64 [number of blocks, COLUMNS], on the layout's device.
+        table: the same on the host.
+        block_size: the most coordinates a block has.
+    """
+
+    blocks: Tensor
+    table: np.ndarray
+    block_size: int
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The longest runs of blocks that are not raw; only a memory asks for them."""
+        return runs(self.table, self.block_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the blocks of one piece lie, in the flat tensor and in the messages.
+
+    Attributes:
+        table: int64 [number of blocks, COLUMNS], on the host, in the order of coordinates. Processors fetch memory
+            ahead where it is read in a row: blocks of one owner after those of another would take up to twice as long
+            to encode where coordinates are not in a cache.
+        order: numbers of the blocks of each shard, one shard after the other, int64 [number of blocks].
+        first: for each shard, where its blocks begin in ``order``, and where those of the last one end.
+        shard_bytes: length of one shard's message in bytes.
+        block_size: the most coordinates a block has.
+        device: where ``blocks`` are.
+    """
+
+    table: np.ndarray
+    order: np.ndarray
+    first: tuple[int, ...]
+    shard_bytes: int
+    block_size: int
+    device: torch.device = torch.device("cpu")
+
+    def on(self, device: torch.device) -> Layout:
+        """The layout for tensors on a device. The table is copied to the device once; reducers call this in every
+        step."""
+        if device == self.device:
+            return self
+        return self._copies.setdefault(device, replace(self, device=device))
+
+    @property
+    def blocks(self) -> Tensor:
+        """Those of `whole`."""
+        return self.whole.blocks
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Layout]:
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], Part]:
+        return {}
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.first) - 1
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of all shards' messages together."""
+        return self.shards * self.shard_bytes
+
+    @property
+    def whole(self) -> Part:
+        """All blocks, with their positions in the message of all shards."""
+        return self._part((), lambda: self.table)
+
+    def others(self, index: int) -> Part:
+        """The blocks that owners of other shards decode, and all uncompressed ones, with their positions in the
+        message of all shards.
+
+        The owner of the shard ``index`` has its coordinates already, and reads of its own message uncompressed blocks
+        only.
+        """
+
+        def table() -> np.ndarray:
+            encoded = np.ones(len(self.table), dtype=bool)
+            encoded[self.order[self.first[index] : self.first[index + 1]]] = False
+            return self.table[encoded | (self.table[:, RAW] == 1)]
+
+        return self._part((index,), table)
+
+    def shard(self, index: int) -> Part:
+        """The blocks of one shard, with their positions in that shard's own message."""
+        return self.shards_from(index, index + 1)
+
+    def shards_from(self, low: int, high: int) -> Part:
+        """The blocks of the shards ``low`` to ``high - 1``, with their positions in the message of these shards."""
+
+        def table() -> np.ndarray:
+            table = self.table[self.order[self.first[low] : self.first[high]]]
+            table[:, CODES] -= low * self.shard_bytes
+            table[:, SCALE] -= np.where(table[:, SCALE] >= 0, low * self.shard_bytes, 0)
+            return table
+
+        return self._part((low, high), table)
+
+    def _part(self, key: tuple[int, ...], make: Callable[[], np.ndarray]) -> Part:
+        """The part of a key, whose table is made, and copied to the device, once. The host waits for the copy, so that
+        every stream finds it done."""
+        if key not in self._parts:
+            table = make()
+            self._parts[key] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
+        part = self._parts[key]
+        _keep_for_this_stream(part.blocks)
+        return part
+
+
+def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
+    """Block table of consecutive segments; positions in messages are not set yet."""
+    tables = []
+    start = 0
+    for segment in segments:
+        offsets = np.arange(0, segment.numel, block_size, dtype=np.int64)
+        table = np.zeros((len(offsets), COLUMNS), dtype=np.int64)
+        table[:, START] = start + offsets
+        table[:, LENGTH] = np.minimum(block_size, segment.numel - offsets)
+        table[:, PARAMETER] = segment.parameter
+        table[:, INDEX] = offsets // block_size
+        table[:, RAW] = segment.raw
+        table[:, BLOCKS] = len(offsets)
+        tables.append(table)
+        start += segment.numel
+    return np.concatenate(tables) if tables else np.zeros((0, COLUMNS), dtype=np.int64)
+
+
+def runs(table: np.ndarray, block_size: int) -> list[Run]:
+    """The longest runs of blocks that are not raw, whatever the order of the blocks."""
+    table = table[table[:, RAW] == 0]
+    table = table[np.argsort(table[:, START], kind="stable")]
+    start = table[:, START]
+    parameter = table[:, PARAMETER]
+    numel = table[:, LENGTH]
+    offset = table[:, INDEX] * block_size
+    goes_on = parameter[1:] == parameter[:-1]
+    for at in (start, offset):
+        goes_on = goes_on & (at[1:] == at[:-1] + numel[:-1])
+    first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
+    total = np.add.reduceat(numel, first) if len(first) else numel
+    rows = np.stack([start[first], parameter[first], offset[first], total], axis=1)
+    return [Run(*row) for row in rows.tolist()]
+
+
+def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:
+    """The table cut into runs of at most ``piece_numel`` coordinates, of nearly equal size.
+
+    ``whole_parameters``: not within a parameter, so that pieces may be larger.
+    """
+    if len(table) == 0:
+        return []
+    ends = np.cumsum(table[:, LENGTH])
+    count = max(1, -(-int(ends[-1]) // piece_numel))
+    bounds = np.searchsorted(ends, [int(ends[-1]) * k / count for k in range(1, count)], side="left") + 1
+    if whole_parameters:
+        starts = np.append(np.flatnonzero(table[:, INDEX] == 0), len(table))
+        bounds = starts[np.searchsorted(starts, bounds)]
+    return [piece for piece in np.split(table, bounds) if len(piece)]
+
+
+def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
+    """Divide the blocks among ``shards`` evenly by bytes, and give each a position in its shard's message.
+
+    Args:
+        table: block table, [blocks, COLUMNS].
+        q: what the codes are.
+        shards: number of shards.
+        scale_bytes: bytes of one block's scale in the message, 0 if scales do not travel in it.
+        raw_bytes: bytes per uncompressed coordinate.
+    """
+    record = _records(table, q, raw_bytes)
+    ends = np.cumsum(record + np.where(table[:, RAW] == 1, 0, scale_bytes))
+    total = int(ends[-1]) if len(table) else 0
+    inner = np.searchsorted(ends, [total * k / shards for k in range(1, shards)], side="left") + 1
+    first = [0, *np.minimum(inner, len(table)).tolist(), len(table)]
+    return _placed(table, np.arange(len(table)), first, record, scale_bytes, q.block_size)
+
+
+def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
+    """As `place`, for a table of as many alike runs of blocks as there are shards: one run for each."""
+    first = [len(table) // shards * shard for shard in range(shards + 1)]
+    record = _records(table, q, raw_bytes)
+    return _placed(table, np.arange(len(table)), first, record, scale_bytes, q.block_size)
+
+
+def place_by_owner(
+    table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int, striped: bool
+) -> Layout:
+    """As `place`, with shards that depend on a block's number and its parameter's only, not on the rest of the table.
+
+    Results that depend on a block's owner then do not depend on how parameters are put into buckets and pieces, and
+    what an owner remembers of its blocks stays valid.
+
+    Args:
+        table, q, shards, scale_bytes, raw_bytes: see `place`.
+        striped: see `owners`.
+    """
+    owner = owners(table, shards, striped=striped)
+    order = np.argsort(owner, kind="stable")
+    first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
+    return _placed(table, order, first, _records(table, q, raw_bytes), scale_bytes, q.block_size)
+
+
+def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
+    """The shard of each block, int64 [blocks].
+
+    The shards take turns at a parameter's blocks. The first one follows from a multiple of the golden ratio, so that
+    small parameters spread evenly.
+
+    Args:
+        table: block table, [blocks, COLUMNS].
+        shards: number of shards.
+        striped: whether a turn is a stripe of blocks (see `stripe`), for owners that remember. Turns of one block make
+            shards of more equal size.
+    """
+    first = table[:, PARAMETER] * 40503 % 65536 * shards // 65536
+    turn = table[:, INDEX] // stripe(table[:, BLOCKS], shards) if striped else table[:, INDEX]
+    return (turn + first) % shards
+
+
+def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:
+    """How many consecutive blocks of a parameter have the same owner; ``blocks``: how many blocks the parameter has.
+
+    The number is small, so that owners have equal parts. It is above 1 for large parameters, so that their blocks need
+    not be handled one by one.
+    """
+    return np.clip(blocks // (4 * shards), 1, MAX_STRIPE)
+
+
+def _keep_for_this_stream(blocks: Tensor) -> None:
+    """Tell PyTorch that the current stream uses a table, too: streams take turns, and PyTorch gives memory back to the
+    stream that it was allocated on."""
+    if blocks.is_cuda:
+        blocks.record_stream(torch.cuda.current_stream(blocks.device))
+
+
+def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
+    """Bytes of each block's record, aligned."""
+    length = table[:, LENGTH]
+    return _align(np.where(table[:, RAW] == 1, length * raw_bytes, q.record_bytes(length, raw_bytes)))
+
+
+def _placed(
+    table: np.ndarray, order: np.ndarray, first: list[int], record: np.ndarray, scale_bytes: int, block_size: int
+) -> Layout:
+    """The table with positions: shard k has the blocks ``order[first[k]:first[k + 1]]``.
+
+    A shard's message has the scales, the codes and the uncompressed blocks, in this order.
+    """
+    raw = table[order, RAW] == 1
+    record = record[order]
+    table = table.copy()
+    shard = np.repeat(np.arange(len(first) - 1), np.diff(first))
+    scales, scales_bytes = _positions(np.where(raw, 0, scale_bytes), first, shard)
+    codes, codes_bytes = _positions(np.where(raw, 0, record), first, shard)
+    raws, raws_bytes = _positions(np.where(raw, record, 0), first, shard)
+    before_codes = _align(scales_bytes)
+    shard_bytes = int((before_codes + codes_bytes + raws_bytes).max())
+    start = shard_bytes * shard
+    table[order, SCALE] = np.where(raw | (scale_bytes == 0), -1, start + scales)
+    table[order, CODES] = start + before_codes[shard] + np.where(raw, codes_bytes[shard] + raws, codes)
+    return Layout(table, order, tuple(first), shard_bytes, block_size)
+
+
+def _positions(sizes: np.ndarray, first: list[int], shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each block's ``sizes`` bytes lie behind those before it in its shard, and all bytes of each shard."""
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    starts = ends[first[:-1]]
+    return ends[:-1] - starts[shard], ends[first[1:]] - starts
+
+
+def _align(length: np.ndarray) -> np.ndarray:
+    return -(-length // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,90 @@
+"""Tables that spare the entropy coder from building and reading short omega codes bit by bit."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+
+from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.reducers.elias.codewords import omega_code, sign_bit
+
+#: Integers below this have their code in a table. From here on, codes have 16 bits or more.
+SHORT = 256
+#: A code of at most this many bits is read by one look-up.
+HEAD = 12
+
+
+class Tables(NamedTuple):
+    """Codewords, right-aligned, uint64 [256], and their lengths in bits, uint8 [256].
+
+    Attributes:
+        zero: K // 2, the code of level 0, and the highest level.
+        omega_word, omega_length: of an integer from 1 on.
+        level_word, level_length: sign bit and Elias(|l|), by the code of l; empty for level 0.
+        dense_word, dense_length: Elias(|l| + 1) and sign bit, by the code of l.
+        head_value: the integer whose codeword the bits begin with, by the first `HEAD` bits, uint8 [2^HEAD].
+        head_length: the length of this codeword, uint8 [2^HEAD]; 0: the codeword is longer than `HEAD` bits.
+    """
+
+    zero: int
+    omega_word: np.ndarray
+    omega_length: np.ndarray
+    level_word: np.ndarray
+    level_length: np.ndarray
+    dense_word: np.ndarray
+    dense_length: np.ndarray
+    head_value: np.ndarray
+    head_length: np.ndarray
+
+
+class _HasOddLevels(Protocol):
+    """What the entropy coder needs to know of a linear quantiser, see `codecs.linear.LinearQuantiser`."""
+
+    @property
+    def odd_levels(self) -> int: ...
+
+
+def levels_of(q: Quantiser) -> int:
+    """The number of levels K of a quantiser.
+
+    Raises:
+        ValueError: there are no Elias codes for the quantiser.
+    """
+    has_words = q.kind == Kind.LINEAR and not q.summable and 1 <= q.bits <= 8
+    levels = cast(_HasOddLevels, q).odd_levels if has_words else 0
+    if levels % 2 != 1 or not 1 <= levels <= 2**q.bits:
+        raise ValueError(f"Elias codes need an odd number of linear levels in separate words of 1 to 8 bits, not {q}")
+    return levels
+
+
+@lru_cache
+def tables_of(levels: int) -> Tables:
+    """The tables for ``levels`` levels, an odd number."""
+    signed = [code - levels // 2 for code in range(levels)]
+    omega = [""] + [omega_code(k) for k in range(1, SHORT)]
+    head_value, head_length = np.zeros((2, 1 << HEAD), np.uint8)
+    for k, code in enumerate(omega):
+        if 0 < len(code) <= HEAD:
+            free = HEAD - len(code)
+            head = slice(int(code, 2) << free, (int(code, 2) + 1) << free)
+            head_value[head] = k
+            head_length[head] = len(code)
+    return Tables(
+        levels // 2,
+        *_words(omega),
+        *_words([sign_bit(level) + omega_code(abs(level)) if level else "" for level in signed]),
+        *_words([omega_code(abs(level) + 1) + sign_bit(level) for level in signed]),
+        head_value,
+        head_length,
+    )
+
+
+def _words(codes: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Codewords and their lengths. There are 256 entries whatever K is, so that no code, a byte, is out of range."""
+    word = np.zeros(256, np.uint64)
+    length = np.zeros(256, np.uint8)
+    word[: len(codes)] = [int(code or "0", 2) for code in codes]
+    length[: len(codes)] = [len(code) for code in codes]
+    return word, length

@@ -1,0 +1,262 @@
+"""What a rank remembers between steps, by parameter, and the numbers with which that is stable.
+
+Nothing is keyed by bucket or piece: DDP rebuilds its buckets after the first step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import codec_of
+from lightning_gqsgd.codecs.variance import best_alpha, stability
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Run, stripe
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.spec.memories import Memory, described
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.spec.fields import AnyFields, Fields
+
+
+class StabilityWarning(UserWarning):
+    """A memory that may amplify errors without bound; the message names the reason and the number that works."""
+
+
+class Keeps(str, Enum):
+    """The kinds of tensors that a rank keeps; the values are their names in checkpoints.
+
+    UP_ERROR and UP_REFERENCE are this rank's e and h. UP_MEAN is the mean of all ranks' h, kept where messages are
+    averaged. DOWN_ERROR is the e of the way back, kept there as well. DOWN_REFERENCE is the h of the way back, which is
+    equal on all ranks. SHARED is the one h of both ways.
+    """
+
+    UP_ERROR = "up_error"
+    UP_REFERENCE = "up_reference"
+    UP_MEAN = "up_mean"
+    DOWN_ERROR = "down_error"
+    DOWN_REFERENCE = "down_reference"
+    SHARED = "shared_reference"
+
+
+#: What is kept where messages are averaged: by the owner of a shard, if each shard has one.
+KEPT_BY_OWNERS = (Keeps.UP_MEAN, Keeps.DOWN_ERROR)
+
+
+class Direction(NamedTuple):
+    """One direction of a reducer, as far as its memory is concerned.
+
+    Attributes:
+        error: what a sender keeps of its errors.
+        sent: the reference of a sender.
+        received: the reference, or the mean of the references, where messages arrive. The way back has one sender,
+            whose reference all receivers follow.
+    """
+
+    error: Keeps
+    sent: Keeps
+    received: Keeps
+
+    def references(self, memory: Memory | None) -> tuple[Keeps, Keeps]:
+        """Which reference a sender has, and which one is kept where messages arrive."""
+        return (Keeps.SHARED, Keeps.SHARED) if memory is not None and memory.shared else (self.sent, self.received)
+
+    def kinds(self, memory: Memory | None) -> list[Keeps]:
+        """What is kept for a memory of this direction, in a fixed order."""
+        if memory is None:
+            return []
+        kept = [self.error] if memory.keeps_error else []
+        return [*kept, *dict.fromkeys(self.references(memory))] if memory.keeps_reference else kept
+
+
+UP = Direction(Keeps.UP_ERROR, Keeps.UP_REFERENCE, Keeps.UP_MEAN)
+DOWN = Direction(Keeps.DOWN_ERROR, Keeps.DOWN_REFERENCE, Keeps.DOWN_REFERENCE)
+
+
+def kinds(config: Fields) -> list[Keeps]:
+    """What a configuration keeps, in a fixed order."""
+    return list(dict.fromkeys([*UP.kinds(config.up), *DOWN.kinds(config.down)]))
+
+
+class MemoryStore:
+    """What one rank keeps: a flat tensor of each kind for each parameter, zero at first; none without a memory.
+
+    Args:
+        kinds: what is kept.
+        block_size: the most coordinates of a block.
+        owners: number of ranks among which the blocks are divided, each of which averages the messages of its own, and
+            keeps what belongs to that (see `layout.place_by_owner`); 1 where every rank averages all messages.
+        sizes: number of coordinates of each compressed parameter, by parameter number.
+        dtype: dtype of the gradients; memory is fp32, or fp64 for fp64 gradients.
+        device: device of the gradients.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Keeps],
+        block_size: int,
+        owners: int,
+        sizes: Mapping[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.kinds = list(kinds)
+        self._owners = owners
+        self._sizes = dict(sizes)
+        self._dtype = COMPUTE_DTYPES[dtype]
+        self._device = device
+        #: Consecutive coordinates of each parameter with the same owner.
+        self._stripes = {
+            parameter: int(stripe(np.array(-(-size // block_size)), owners)) * block_size
+            for parameter, size in sizes.items()
+        }
+        self._tensors: dict[tuple[Keeps, int], Tensor] = {}
+
+    def load(self, kind: Keeps, runs: Sequence[Run], like: Tensor) -> Tensor:
+        """What is kept of some runs, at their places in a tensor like ``like``; zero elsewhere."""
+        values = torch.zeros_like(like)
+        for run in runs:
+            values[run.start : run.start + run.numel] = self._part(kind, run)
+        return values
+
+    def store(self, kind: Keeps, runs: Sequence[Run], values: Tensor) -> None:
+        """Keep what a tensor has at the places of some runs."""
+        for run in runs:
+            self._part(kind, run).copy_(values[run.start : run.start + run.numel])
+
+    def row(self, kind: Keeps, parameter: int) -> Tensor:
+        """What this rank keeps of a parameter: zeros if there is nothing yet; of the same length on every rank."""
+        key = (kind, parameter)
+        if key not in self._tensors:
+            size = self._sizes[parameter]
+            owned = self._stripes[parameter]
+            share = -(-size // (owned * self._owners_of(kind))) * owned
+            with torch.inference_mode(False):  # a state may be saved there, and training changes the tensor later
+                self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
+        return self._tensors[key]
+
+    def rows(self, parameter: int) -> dict[Keeps, Tensor]:
+        """A copy of all that this rank keeps of a parameter, by kind."""
+        return {kind: self.row(kind, parameter).clone() for kind in self.kinds}
+
+    def forget(self) -> None:
+        """Start empty again."""
+        self._tensors.clear()
+
+    def take(self, saved: Mapping[str, Mapping[int, Tensor]], rank: int) -> None:
+        """Keep what was saved of all ranks, and forget everything else.
+
+        Args:
+            saved: tensors [ranks, numel] by kind and parameter number.
+            rank: this rank.
+
+        Raises:
+            ConfigError: of other parameters, or of other sizes; nothing has been taken.
+        """
+        self.check(saved)
+        for row in self._tensors.values():
+            row.zero_()
+        for kind, tensors in saved.items():
+            for number, saved_rows in tensors.items():
+                self.row(Keeps(kind), number).copy_(saved_rows[rank])
+
+    def take_from(self, other: MemoryStore, numbers: Mapping[int, int]) -> None:
+        """Keep what another store keeps, of the parameters that this one has, too.
+
+        Args:
+            other: a store of the same configuration and as many ranks.
+            numbers: number of a parameter here, by its number there; of the same size.
+        """
+        for (kind, number), row in other._tensors.items():
+            here = numbers.get(number)
+            if here in self._sizes:
+                self.row(kind, here).copy_(row)
+
+    def check(self, saved: Mapping[str, Mapping[int, Tensor]]) -> None:
+        """Raise ConfigError for what `take` cannot keep."""
+        for kind, tensors in saved.items():
+            for number, saved_rows in tensors.items():
+                row = self.row(Keeps(kind), number) if number in self._sizes else None
+                if row is None or saved_rows.shape[1:] != row.shape:
+                    here = 0 if row is None else row.numel()
+                    raise ConfigError(
+                        f"the checkpoint remembers {saved_rows.shape[-1]} values of parameter {number}, the model "
+                        f"compresses {here}; resume with the model and the configuration that wrote it"
+                    )
+
+    def _owners_of(self, kind: Keeps) -> int:
+        """Number of ranks among which a kind is divided."""
+        return self._owners if kind in KEPT_BY_OWNERS else 1
+
+    def _part(self, kind: Keeps, run: Run) -> Tensor:
+        """Where a run is kept: the stripes of an owner lie side by side, and its runs within one stripe."""
+        length = self._stripes[run.parameter]
+        number, rest = divmod(run.offset, length)
+        start = number // self._owners_of(kind) * length + rest
+        return self.row(kind, run.parameter)[start : start + run.numel]
+
+
+def resolve_memory(config: AnyFields) -> AnyFields:
+    """The configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are None.
+
+    Raises:
+        ConfigError: the codec has no ω to compute them from.
+
+    Warns:
+        StabilityWarning: an error memory with λ >= 1, a reference with ρ (1 + ω) >= 2, or a shared reference with
+            β² + ρ² ω >= 1, for the codec's bound ω.
+    """
+    given: dict[str, Any] = {}
+    for name, memory in (("memory", config.up), ("memory_down", config.down)):
+        uses = memory is not None and (memory.keeps_error or memory.keeps_reference)
+        given[name] = _resolved(config, name, memory) if memory is not None and uses else "none"
+    return replace(config, **given)
+
+
+def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
+    codec = codec_of(config)
+    has_omega = not codec.biased_by and config.scale_per == "block"
+    if not has_omega:
+        if memory.alpha is None or memory.rho is None:
+            sizes = "with scale_per='parameter' it depends on the parameter"
+            why = f"codec={config.codec!r} is biased" if codec.biased_by else sizes
+            raise ConfigError(
+                f"{name}={described(memory)} takes its numbers from the variance ω of an unbiased codec, but {why}; "
+                "take 'ef' or 'ef21', or give the numbers"
+            )
+        return memory
+    omega = codec.omega(config.block_size)
+    alpha = 1 / (1 + omega) if memory.alpha is None else memory.alpha
+    rho = 1 / (2 * (1 + omega)) if memory.rho is None else memory.rho
+    factor = stability(alpha, memory.beta, omega)
+    if alpha and factor >= 1:
+        warnings.warn(
+            f"{name} with alpha={alpha:g}, beta={memory.beta:g} may diverge: for this codec, ω is up to {omega:.3g}, "
+            f"so λ = alpha² ω + (beta - alpha)² is up to {factor:.3g} >= 1, and errors are amplified rather than "
+            f"corrected; alpha={best_alpha(memory.beta, omega):.3g} works (memory='ecq' takes the best one)",
+            StabilityWarning,
+            stacklevel=3,
+        )
+    if memory.shared and memory.beta**2 + rho**2 * omega >= 1:
+        warnings.warn(
+            f"{name} with beta={memory.beta:g}, rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, so "
+            f"beta² + rho² ω is up to {memory.beta**2 + rho**2 * omega:.3g} >= 1, and the shared reference amplifies "
+            "its own noise; take a smaller rho, or more bits",
+            StabilityWarning,
+            stacklevel=3,
+        )
+    elif rho * (1 + omega) >= 2 and not memory.shared:
+        warnings.warn(
+            f"{name} with rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, and from rho (1 + ω) = 2 on "
+            f"the reference moves away from what it follows; rho={1 / (1 + omega):.3g} works ('diana' takes half)",
+            StabilityWarning,
+            stacklevel=3,
+        )
+    return replace(memory, alpha=alpha, rho=rho)

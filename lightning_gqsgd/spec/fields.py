@@ -1,0 +1,105 @@
+"""The fields of a configuration, as a record that nothing has checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from lightning_gqsgd.spec.bits_by_name import BitsByName
+from lightning_gqsgd.spec.decisions import Decision
+from lightning_gqsgd.spec.memories import Memory, named
+
+#: The numbers of bits that ``auto`` chooses among if it is not told.
+ALLOW = (32, 16, 8, 4)
+#: The default of the field ``sparse_limit``. A gather sends each rank's touched rows to all ranks, and a dense
+#: reduction sends each coordinate about twice. A row of few coordinates has a scale of its own and a row number, which
+#: take about as much again.
+SPARSE_LIMIT = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """The plain fields of a configuration; `config.GQSGDConfig` describes them, and checks that they can work.
+
+    Codecs, reducers and memories take this record, so that they do not depend on what checks it.
+    """
+
+    codec: str = "auto"
+    bits: int | Literal["auto"] | Mapping[str, int] | None = None
+    levels: int | None = None
+    mantissa: int = 0
+    density: float = 0.01
+    block_size: int = 0
+    norm: str = "max"
+    clip: float = 0.0
+    scale: str = "auto"
+    scale_per: str = "block"
+    dither: str = "adaptive"
+    rotation: bool = False
+    coder: str = "fixed"
+    reducer: str = "auto"
+    node_size: int = 0
+    memory: str | Memory = "auto"
+    memory_down: str | Memory = "auto"
+    min_numel: int = 1024
+    exclude: tuple[str, ...] = ()
+    warmup_steps: int = 0
+    seed: int = 0
+    sample_every: int = 100
+    auto: bool | Decision | Mapping[str, Any] = False
+    allow: tuple[int, ...] = ALLOW
+    max_slowdown: float | None = None
+    sparse: str = "refuse"
+    sparse_limit: float = SPARSE_LIMIT
+    connections: int = 1
+
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether bits are chosen while training, by the length of steps or by the noise of gradients."""
+        return bool(self.auto) or self.max_slowdown is not None
+
+    @property
+    def bits_by_name(self) -> BitsByName | None:
+        """``bits`` by patterns of parameter names; None: all parameters have the same bits."""
+        return self.bits if isinstance(self.bits, BitsByName) else None
+
+    @property
+    def num_bits(self) -> int:
+        """``bits`` as a number, which it is once the configuration is built, unless bits are given by name."""
+        assert isinstance(self.bits, int)
+        return self.bits
+
+    @property
+    def up(self) -> Memory | None:
+        """The memory of what a rank sends."""
+        return named(self.memory)
+
+    @property
+    def down(self) -> Memory | None:
+        """The memory of what the owner of a shard sends back."""
+        return named(self.memory_down)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is a memory, in either direction."""
+        return self.up is not None or self.down is not None
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Names of all fields, in order."""
+        return tuple(field.name for field in fields(cls))
+
+    def dither_key(self, step: int, stream: int) -> tuple[int, int]:
+        """Two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
+
+        blake2b over (seed, step, stream): streams of neighbouring steps and ranks share no structure.
+        """
+        text = b"".join(value.to_bytes(8, "little") for value in (self.seed, step, stream))
+        digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
+        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+#: A record, or what checks its fields.
+AnyFields = TypeVar("AnyFields", bound=Fields)

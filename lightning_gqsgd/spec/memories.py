@@ -1,0 +1,126 @@
+"""The numbers of memories, and the names of usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_gqsgd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one direction of a reducer remembers, for each compressed coordinate.
+
+    With the input x, the error memory e and the reference h (both zero at first), and Q the codec there and back:
+
+        u = x + alpha e - h;   e <- beta e + (x - h - Q(u));   h <- h + rho Q(u);   the receiver takes Q(u) + h.
+
+    A shared reference is side information: all ranks have the same h, whose state is one number for each coordinate.
+    There is no error then, and with the reduced gradient m that all ranks end with:
+
+        u = x - h;   h <- beta h + rho m;   the receiver takes Q(u) + h.
+
+    Attributes:
+        alpha: weight of remembered error in what is sent; None: 1/(1 + ω), the best one (ECQ-SGD, arXiv 1806.08054).
+        beta: how much of the old error is kept, or of a shared reference.
+        rho: step of the reference; None: 1/(2 (1 + ω)) (DIANA; Artemis, arXiv 2006.14591). 0: there is none.
+        shared: whether the reference is one of all ranks, and not a rank's own.
+
+    Raises:
+        ConfigError: a number out of its range, or a shared reference beside an error.
+    """
+
+    alpha: float | None
+    beta: float
+    rho: float | None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shared, bool):
+            raise ConfigError(f"memory shared={self.shared!r} must be True or False")
+        if self.shared and self.alpha != 0:
+            raise ConfigError(f"memory shared=True keeps no error; give alpha=0, not {self.alpha!r}")
+        for name in ("alpha", "beta", "rho"):
+            value = getattr(self, name)
+            if value is None and name != "beta":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ConfigError(f"memory {name}={value!r} is out of range: 0 to 1")
+
+    @property
+    def keeps_error(self) -> bool:
+        """Whether there is an error memory."""
+        return self.alpha != 0
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether there is a reference."""
+        return self.rho != 0
+
+
+#: A shared reference whose numbers are left out: a running mean of about 19 steps.
+_SHARED = Memory(0.0, 0.9, 0.1, shared=True)
+
+#: Names for usual memories: classic error feedback; ECQ-SGD; DIANA and Artemis; EF21, which is Markov compression; a
+#: running mean of the reduced gradients.
+MEMORIES: dict[str, Memory | None] = {
+    "none": None,
+    "ef": Memory(1.0, 1.0, 0.0),
+    "ecq": Memory(None, 1.0, 0.0),
+    "diana": Memory(0.0, 0.0, None),
+    "ef21": Memory(0.0, 0.0, 1.0),
+    "shared": _SHARED,
+}
+
+
+def parse(name: str, value: Any) -> str | Memory:
+    """A memory as a configuration holds it: the value itself, or a `Memory` made of a dictionary.
+
+    Raises:
+        ConfigError: the value is no memory; ``name`` is the field's name in the message.
+    """
+    if isinstance(value, Memory) or value == "auto" or (isinstance(value, str) and value in MEMORIES):
+        return value
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping) and set(value) <= {"alpha", "beta", "rho", "shared"}:
+        usual = {"alpha": None, "beta": 1.0, "rho": 0.0}
+        return Memory(**{**(asdict(_SHARED) if value.get("shared") else usual), **value})
+    raise ConfigError(
+        f"{name}={value!r} is not one of 'auto', {', '.join(map(repr, MEMORIES))}, a Memory, or its numbers by name, "
+        "e.g. {'alpha': 0.2, 'beta': 1, 'rho': 0}"
+    )
+
+
+def plain(value: str | Memory) -> Any:
+    """A memory as a plain value, which `parse` reads."""
+    if isinstance(value, str):
+        return value
+    numbers = asdict(value)
+    return numbers if value.shared else {name: numbers[name] for name in ("alpha", "beta", "rho")}
+
+
+def named(value: str | Memory) -> Memory | None:
+    """The memory that a name stands for; "auto" stands for none, which `config` checks."""
+    if isinstance(value, Memory):
+        return value
+    return None if value == "auto" else MEMORIES[value]
+
+
+def described(memory: Memory) -> str:
+    """The numbers of a memory, for messages."""
+    shared = ", shared=True" if memory.shared else ""
+    return f"(alpha={memory.alpha}, beta={memory.beta}, rho={memory.rho}{shared})"
+
+
+def numbers_in_words(memory: Memory) -> str:
+    """The numbers of a memory in words; those that follow from the codec's ω are formulas until they are resolved."""
+    numbers = {
+        "alpha": "1/(1 + ω)" if memory.alpha is None else memory.alpha,
+        "beta": memory.beta,
+        "rho": "1/(2 (1 + ω))" if memory.rho is None else memory.rho,
+    }
+    said = [f"{name} {value if isinstance(value, str) else f'{value:.3g}'}" for name, value in numbers.items() if value]
+    return ", ".join(said) or "of no effect"

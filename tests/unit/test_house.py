@@ -1,0 +1,109 @@
+"""The package's rooms, which are its top-level folders and files, import each other in one direction only.
+
+Every import counts, also those for types and those inside of functions.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lightning_gqsgd
+
+ROOT = Path(lightning_gqsgd.__file__).parent
+PACKAGE = "lightning_gqsgd"
+#: Rooms from the bottom of the house upwards. A room imports rooms below it only.
+ROOMS = ("errors", "tracing", "spec", "kernels", "codecs", "reducers", "config", "telemetry")
+#: Rooms that load no torch, so that command lines can check values at once.
+PLAIN = ("errors", "spec")
+
+
+def name_of(file: Path, root: Path) -> str:
+    """The dotted name of a module in the package, without the package's own name."""
+    return ".".join(file.relative_to(root).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+def imports_of(source: str, modules: set[str]) -> set[str]:
+    """The modules of the package that a source imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            head, _, rest = name.partition(".")
+            if head == PACKAGE:  # of `from a.b import c`, c is a module of a.b, or a name in it
+                found.add(rest if rest in modules else rest.rpartition(".")[0])
+    return found
+
+
+def house(root: Path) -> dict[str, set[str]]:
+    """What each module of a package imports of it."""
+    files = {name_of(file, root): file for file in root.rglob("*.py")}
+    return {name: imports_of(file.read_text(), set(files)) - {name} for name, file in files.items()}
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """A way along arrows that ends where it begins; empty if there is none."""
+    done: set[str] = set()
+
+    def walk(way: list[str]) -> list[str]:
+        for target in sorted(arrows[way[-1]]):
+            if target in way:
+                return [*way[way.index(target) :], target]
+            if target in arrows and target not in done and (found := walk([*way, target])):
+                return found
+        done.add(way[-1])
+        return []
+
+    return next((found for start in arrows if start not in done and (found := walk([start]))), [])
+
+
+ARROWS = house(ROOT)
+
+
+def test_every_room_is_there() -> None:
+    assert {module.partition(".")[0] for module in ARROWS}.issuperset(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_rooms_below_it_only(room: str) -> None:
+    allowed = {room, *ROOMS[: ROOMS.index(room)]}
+    inside = {module: targets for module, targets in ARROWS.items() if module.partition(".")[0] == room}
+    upwards = {
+        f"{module} -> {t}" for module, targets in inside.items() for t in targets if t.split(".")[0] not in allowed
+    }
+    assert upwards == set()
+
+
+def test_no_modules_of_these_rooms_import_each_other_in_a_circle() -> None:
+    assert circle({module: targets for module, targets in ARROWS.items() if module.partition(".")[0] in ROOMS}) == []
+
+
+@pytest.mark.parametrize("room", PLAIN)
+def test_a_plain_room_imports_nothing_that_takes_long(room: str) -> None:
+    for file in ROOT.rglob("*.py"):
+        if name_of(file, ROOT).partition(".")[0] == room:
+            nodes = list(ast.walk(ast.parse(file.read_text())))
+            names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+            assert not {name.partition(".")[0] for name in names} & {"torch", "numpy", "numba", "triton"}, file
+
+
+def test_imports_for_types_and_inside_of_functions_count(tmp_path: Path) -> None:
+    for name, text in {
+        "a": "def f():\n    from lightning_gqsgd.b import g\n",
+        "b": "if TYPE_CHECKING:\n    from lightning_gqsgd import c\n",
+        "c": "import lightning_gqsgd.a\n",
+        "d": "from lightning_gqsgd.a import f\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    arrows = house(tmp_path)
+    assert arrows == {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert circle(arrows) == ["a", "b", "c", "a"]
+    assert circle({**arrows, "c": set()}) == []
