@@ -72,8 +72,17 @@ def encode_kernel(
 # --- reduce -----------------------------------------------------------------------------------------------------------
 
 
+# A tuple within a tuple loses its constants and its functions after the first call that takes it, with Triton 3.5 and
+# 3.6. So what `tiles.by_kind` hands to three calls is flat, and `Messages` are made in the call that takes them.
+
+
 class _Reduction(NamedTuple):
-    messages: Any
+    wires: Any
+    stride: Any
+    ranks: Any
+    keys: Any
+    own: Any
+    to_values: Any
     x: Any
     out: Any
     key: Any
@@ -82,16 +91,16 @@ class _Reduction(NamedTuple):
 
 @triton.jit
 def _reduce_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b, _ = sum_of_messages(r.messages, t, KIND, c)
-    a, b, _ = with_own(a, b, r.x, t, _key_after(1, r.messages) if c.rotated else None, KIND, c)
+    a, b, _ = sum_of_messages(Messages(r.wires, r.stride, r.ranks, r.keys, r.own, r.to_values), t, KIND, c)
+    a, b, _ = with_own(a, b, r.x, t, _key_after(1, r) if c.rotated else None, KIND, c)
     a, b = divided_by_rest(a, b, c)
     write_records(a, b, t, r.out, None, r.key, r.to_codes, KIND, c)
 
 
 @triton.jit
-def _key_after(number: tl.constexpr, messages):
-    """The key that so many keys after those of the messages has."""
-    return tl.load(messages.keys + messages.ranks + number)
+def _key_after(number: tl.constexpr, arguments):
+    """The key that is so many places after those of the messages, in a `_Reduction` or a `_Decoding`."""
+    return tl.load(arguments.keys + arguments.ranks + number)
 
 
 @triton.jit(do_not_specialize=["count", "own"])
@@ -106,7 +115,7 @@ def reduce_kernel(
     # Functions stay functions in a named tuple only where it is made in a call.
     by_kind(
         _reduce_tile,
-        _Reduction(Messages(wires, stride, messages, keys, own, to_values), x, out, key, to_codes),
+        _Reduction(wires, stride, messages, keys, own, to_values, x, out, key, to_codes),
         t,
         x,
         c,
@@ -117,18 +126,23 @@ def reduce_kernel(
 
 
 class _Decoding(NamedTuple):
-    messages: Any
+    wires: Any
+    stride: Any
+    ranks: Any
+    keys: Any
+    own: Any
+    to_values: Any
     x: Any
     counter: Any
 
 
 @triton.jit
 def _decode_tile(d, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b, bad = sum_of_messages(d.messages, t, KIND, c)
+    a, b, bad = sum_of_messages(Messages(d.wires, d.stride, d.ranks, d.keys, d.own, d.to_values), t, KIND, c)
     if not c.mean.has_own:
         a, b = divided_by_rest(a, b, c)
     if c.rotated:
-        a, b = rotated(a, b, t, _key_after(0, d.messages), True, KIND, c)
+        a, b = rotated(a, b, t, _key_after(0, d), True, KIND, c)
     if c.mean.has_own:
         a, b, not_finite = with_own(a, b, d.x, t, None, KIND, c)
         bad |= not_finite
@@ -163,7 +177,7 @@ def decode_kernel(
     """See `protocol.Kernels.decode`; ``messages`` is their number, and ``keys`` are those of the messages and then, if
     ``c.rotated`` is true, that of the rotation. The number of blocks that are not finite is added to ``counter``."""
     t = tile_of(table, count, c)
-    by_kind(_decode_tile, _Decoding(Messages(wires, stride, messages, keys, own, to_values), x, counter), t, x, c)
+    by_kind(_decode_tile, _Decoding(wires, stride, messages, keys, own, to_values, x, counter), t, x, c)
 
 
 # --- sums of codes ----------------------------------------------------------------------------------------------------

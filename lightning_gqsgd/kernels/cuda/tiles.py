@@ -75,8 +75,9 @@ def tile_of(table, count, c: tl.constexpr):
 def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
     """The tile with as many coordinates in each block as its record has codes, see `constants.Codes`."""
     if c.codes.padded and KIND == RAGGED:
+        STAGES: tl.constexpr = c.shape.stages
         n = tl.where(t.n > 0, _SHORTEST, 0)
-        for _ in tl.static_range(c.shape.stages):
+        for _ in tl.static_range(STAGES):
             n = tl.where(n < t.n, 2 * n, n)
         t = Tile(t.table, t.row, t.inside, n, t.raw, t.start)
     return t
