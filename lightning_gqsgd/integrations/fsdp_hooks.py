@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,21 @@ from torch import Tensor
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.integrations.fsdp_modules import ShardedGroup
 
-if TYPE_CHECKING:
-    from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState
+
+class Reduces(Protocol):
+    """What the hooks call: `fsdp.GQSGDFSDPState`."""
+
+    def average(self, group: ShardedGroup, reduced: Tensor) -> None:
+        """Replace a module's gradient by its mean over replicas."""
+
+    def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
+        """Write this rank's shard of a module's reduced gradient."""
 
 
 class _ReduceScatter:
     """What FSDP calls instead of the backend's reduce-scatter: torch's `ReduceScatter` interface."""
 
-    def __init__(self, state: GQSGDFSDPState, group: ShardedGroup) -> None:
+    def __init__(self, state: Reduces, group: ShardedGroup) -> None:
         self.state, self._group = state, group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,7 +42,7 @@ class _ReduceScatter:
         self.state.scatter(self._group, output_tensor, input_tensor, op)
 
 
-def set_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], *, averages: bool, scatters: bool) -> None:
+def set_hooks(state: Reduces, groups: Sequence[ShardedGroup], *, averages: bool, scatters: bool) -> None:
     """Set the hooks of all modules.
 
     Args:
@@ -51,7 +58,7 @@ def set_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], *, averages
             group.module.set_custom_reduce_scatter(_ReduceScatter(state, group))
 
 
-def check_hooks(state: GQSGDFSDPState, groups: Sequence[ShardedGroup], *, averages: bool, scatters: bool) -> None:
+def check_hooks(state: Reduces, groups: Sequence[ShardedGroup], *, averages: bool, scatters: bool) -> None:
     """Raise ConfigError if a module has lost a hook to a later one; the arguments are those of `set_hooks`."""
     for group in groups:
         all_reduce, reduce_scatter = group.hooks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,23 @@ from torch.optim import Optimizer
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.local_steps.options import LocalOptions
+
+
+class AnchorOptions(Protocol):
+    """What fragments take from `options.LocalOptions`.
+
+    Attributes:
+        fragments: number of parts.
+        anchor_dtype: dtype of the anchor; None: the compute dtype of the parameters.
+        anchor_device: device of the anchor; None: that of the parameters.
+    """
+
+    @property
+    def fragments(self) -> int: ...
+    @property
+    def anchor_dtype(self) -> torch.dtype | None: ...
+    @property
+    def anchor_device(self) -> torch.device | str | None: ...
 
 
 class Entry(NamedTuple):
@@ -47,7 +63,7 @@ class Bundle:
         anchors: the anchor of each tensor, of the tensor's shape.
     """
 
-    def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
+    def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
         self.entries = tuple(entries)
         self.segments = tuple(entry.segment for entry in entries)
         self._dtype = COMPUTE_DTYPES[entries[0].tensor.dtype]
@@ -159,7 +175,7 @@ class Fragment:
             None: some rank has changed them since.
     """
 
-    def __init__(self, entries: Sequence[Entry], options: LocalOptions) -> None:
+    def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
         dtypes = dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in entries)
         together = ([entry for entry in entries if COMPUTE_DTYPES[entry.tensor.dtype] == dtype] for dtype in dtypes)
         self.bundles = [Bundle(group, options) for group in together]
@@ -189,7 +205,7 @@ class Fragment:
         return ((entry, anchor) for bundle in self.bundles for entry, anchor in bundle._pairs())
 
 
-def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: LocalOptions) -> list[Fragment]:
+def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: AnchorOptions) -> list[Fragment]:
     """Parameters in consecutive parts of about equal size; the buffers go with the last part.
 
     Raises:

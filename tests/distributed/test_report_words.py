@@ -81,7 +81,7 @@ def _travelling(model: nn.Module, state: GQSGDState, rank: int) -> set[str]:
         return mock.patch.object(owner, name, watched)
 
     with ExitStack() as stack:
-        stack.enter_context(watch(Link, "outgoing", lambda link: link.config.codec))
+        stack.enter_context(watch(Link, "outgoing", lambda link: link.codec.name))
         stack.enter_context(watch(LogarithmicRows, "write", "powers"))
         stack.enter_context(watch(RowsAsTheyAre, "write", "rows"))
         stack.enter_context(watch(RowsOfBf16, "write", "bf16 rows"))
