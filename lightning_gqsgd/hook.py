@@ -48,6 +48,7 @@ from lightning_gqsgd.starting import (
     dtypes_of,
     facts_of,
 )
+from lightning_gqsgd.summary import StepClock, in_words, summary
 from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.transport.agreement import Stamp, digest_of
@@ -111,6 +112,7 @@ class GQSGDState:
             (key,) = start.agree([facts])
             self._engine = Engine(self._device, self._group, key, timeout=timeout, messages=_MESSAGES)
             undo.callback(self._engine.close)
+            self._clock = StepClock(self._engine.telemetry)
             dtypes = dtypes_of(model)
             self._engine.connect(*configs)
             tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
@@ -195,6 +197,7 @@ class GQSGDState:
         check_divisor(self._model())
         if is_last:
             self._trained.check()
+            self._clock.tick()
         local = self._post_local_sgd
         if local is not None:
             if local.iter >= local.start_localSGD_iter:
@@ -441,6 +444,14 @@ class GQSGDState:
         else:
             text = report(self.requested, (self.config, *self._others), trained, ranks, self.step)
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe()}"
+
+    def summary(self) -> dict[str, float]:
+        """What compression did since the hook was made, in numbers; see `summary.summary`."""
+        return summary(self.telemetry, self._clock, self._engine.world_size)
+
+    def summary_line(self) -> str:
+        """The same as one line: bytes against those of fp32, bits, error, and the share of a step spent waiting."""
+        return in_words(self.summary())
 
     def announce(self, say: Callable[[str], None]) -> None:
         """Say what `report` says, and from now on whatever ``auto`` or ``bits="auto"`` decides, on rank 0.
