@@ -58,8 +58,6 @@ class Section:
         elsewhere: predictions for slower links, which stand in the place of the headline: on one machine, the headline
             would say how long codecs take.
         predicted: predictions of the steps that were measured, by variant; empty where there are none.
-        same_trainings: whether the runs are those of the section before, at the speed of another link: final values and
-            their differences are said once.
     """
 
     title: str
@@ -69,7 +67,6 @@ class Section:
     target: float
     elsewhere: Elsewhere | None = None
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
-    same_trainings: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def write_page(
         command=command,
         chips=_chips(sections),
         overviews=overviews,
-        sections=[_view(section) for section in sections],
+        sections=_views(sections),
         prediction_note=PREDICTION_NOTE,
         notes=notes,
         footnote=BOUND_NOTE if any(knows_bound(section.lines) for section in sections) else "",
@@ -184,7 +181,19 @@ def _facts_in_words(facts: dict[str, object]) -> list[str]:
     ]
 
 
-def _view(section: Section) -> dict[str, Any]:
+def _views(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    """What the template shows of each section; differences that several sections have in common are shown once.
+
+    Final values are the same on every link, and so are their differences.
+    """
+    tables = [pair_table(pairs_of(section.variants)) for section in sections]
+    return [
+        _view(section, [] if table in tables[:number] else table)
+        for number, (section, table) in enumerate(zip(sections, tables, strict=True))
+    ]
+
+
+def _view(section: Section, pairs: list[list[str]]) -> dict[str, Any]:
     """What the template shows of a section."""
     steps = partial(save_step_times, section.variants, "", predicted=section.predicted)
     words = f"Parts of a step: {_in_words(section, 'step (ms)')}"
@@ -200,7 +209,7 @@ def _view(section: Section) -> dict[str, Any]:
         "heads": heads,
         "rows": rows,
         "colours": {variant: {"light": colour, "dark": on_dark(colour)} for variant, colour in chosen.items()},
-        "pairs": [] if section.same_trainings else pair_table(pairs_of(section.variants)),
+        "pairs": pairs,
     }
 
 

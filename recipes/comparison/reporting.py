@@ -40,9 +40,7 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
         command: the command line that reproduces the comparison.
         console: where tables are printed.
     """
-    by_link = [(link, variants) for link, variants in _results(plan, failed).items() if variants]
-    # Trainings are the same on every link.
-    sections = [_section(plan, *both, same_trainings=bool(number)) for number, both in enumerate(by_link)]
+    sections = [_section(plan, link, variants) for link, variants in _results(plan, failed).items() if variants]
     if not sections:
         console.print("no run has finished: no table")
         return
@@ -162,15 +160,14 @@ def _results(plan: Plan, failed: set[Path]) -> dict[str | None, dict[str, list[R
     return by_link
 
 
-def _section(plan: Plan, link: str | None, variants: dict[str, list[Run]], same_trainings: bool) -> Section:
+def _section(plan: Plan, link: str | None, variants: dict[str, list[Run]]) -> Section:
     given = plan.settings.target
     target = common_target(variants) if given is None else given
     folder = plan.folder / link if link else plan.folder
     configs = [cell.config for cell in plan.cells]
     slower = None if link else elsewhere(configs, variants)
     predicted = beside_measured(configs, link, variants)
-    lines = compare(variants, target)
-    return Section(_title(plan, variants, link), folder, variants, lines, target, slower, predicted, same_trainings)
+    return Section(_title(plan, variants, link), folder, variants, compare(variants, target), target, slower, predicted)
 
 
 def _show_table(section: Section, console: Console) -> None:

@@ -151,11 +151,11 @@ def test_of_equal_trainings_the_last_one_is_taken_and_this_is_said(runs: Path) -
         ),
     ],
 )
-def test_mistakes_name_the_folder_and_the_remedy(runs: Path, spoil: Callable[[Path], None], message: str) -> None:
-    run = runs / "gqsgd-seed0" / "nvlink-time"
+def test_mistakes_name_the_folder_and_the_remedy(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+    good, run = (_made_up(tmp_path, strategy, "nvlink", 0, 0.1) for strategy in ("ddp", "gqsgd"))
     spoil(run)
     with pytest.raises(PlanError, match=message) as refused:
-        find([runs / "ddp-seed0", run])
+        find([good, run])
     assert str(run) in str(refused.value)
 
 
