@@ -51,6 +51,7 @@ from lightning_gqsgd.starting import (
     dtypes_of,
     facts_of,
 )
+from lightning_gqsgd.summary import StepClock, in_words, summary
 from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.trained import TrainedParameters, average, start_alike
@@ -117,6 +118,7 @@ class GQSGDState:
             (key,) = start.agree([facts])
             self._engine = Engine(self._device, self._group, key, timeout=timeout, messages=_MESSAGES)
             undo.callback(self._engine.close)
+            self._clock = StepClock(self._engine.telemetry)
             dtypes = dtypes_of(model)
             self._engine.connect(*configs)
             tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
@@ -264,6 +266,7 @@ class GQSGDState:
 
     def _end_watched_step(self) -> None:
         self._is_in_step = False
+        self._clock.tick()
         if self._watch is not None:
             self._watch.end_reduction()
 
@@ -530,6 +533,14 @@ class GQSGDState:
             dense = [parameter for parameter in self._trained.parameters if parameter.number not in tables]
             text = report(self.requested, configs, dense, ranks, self.step, has_tables=bool(tables))
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(configs)}"
+
+    def summary(self) -> dict[str, float]:
+        """What compression did since the hook was made, in numbers; see `summary.summary`."""
+        return summary(self.telemetry, self._clock, self._engine.world_size)
+
+    def summary_line(self) -> str:
+        """The same as one line: bytes against those of fp32, bits, error, and the share of a step spent waiting."""
+        return in_words(self.summary())
 
     def announce(self, say: Callable[[str], None]) -> None:
         """Say what `report` says, and from now on whatever ``auto`` or ``bits="auto"`` decides, on rank 0.

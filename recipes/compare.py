@@ -26,6 +26,8 @@ examples:
   python recipes/compare.py +exp=quickstart strategy=gqsgd strategy.bits=2,4,8
   python recipes/compare.py +exp=resnet_cifar hardware=netlab hardware.rate=1gbit target=0.9
 
+  python recipes/compare.py --from outputs/resnet_cifar/*
+
 Comma lists are the sweep: every combination is one run of recipes/run.py in processes of its own. Finished runs are
 kept. strategy=all is ddp, ddp_bf16 and every preset; not powersgd, which needs CUDA.
 Settings of the comparison itself, beside all overrides of run.py:
@@ -33,6 +35,8 @@ Settings of the comparison itself, beside all overrides of run.py:
   output=FOLDER     default: outputs/compare
   links=100mbit,1gbit  with hardware=netlab: train once, on unlimited links, and measure the step of every strategy on
                     each of these in a run of probe_steps=30 steps; a table and plots for each, in seconds of that link
+--from compares runs that have finished, wherever they were made: folders of runs, or folders above them. Runs of one
+experiment on several kinds of hardware stand side by side. target= and output= go with it.
 """
 
 
@@ -63,9 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(description=__doc__, epilog=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="override", help="as for recipes/run.py, with comma lists")
     parser.add_argument("--fresh", action="store_true", help="run finished cells again")
+    parser.add_argument(
+        "--from", dest="runs", nargs="+", metavar="FOLDER", help="compare the finished runs in these folders; runs none"
+    )
     if {"-m", "--multirun"} & set(arguments):
         parser.error("comma lists are the sweep here; leave -m out")
     options = parser.parse_intermixed_args(arguments)
+    if options.runs:
+        return _compare_finished(options, parser)
     command = shlex.join(["python", "recipes/compare.py", *options.overrides])
     try:
         announce("compare.py", "a comparison", arguments)
@@ -101,6 +110,35 @@ def _compare(overrides: Sequence[str], fresh: bool, command: str, parser: _Parse
         show_failure(failure, console)
     report(plan, {failure.cell.folder for failure in failures}, command, console)
     return 1 if failures else 0
+
+
+def _compare_finished(options: argparse.Namespace, parser: _Parser) -> int:
+    """Compare the runs of ``--from``, and run nothing."""
+    announce("compare.py", "finished runs", ["--from", *options.runs])
+    from rich.console import Console
+
+    from recipes.comparison.finished import find
+    from recipes.comparison.plan import PlanError, check_target, settings_of
+    from recipes.comparison.reporting import report_finished
+    from recipes.folders import FolderError, check_writable
+
+    # The option takes all words that follow it, and settings may be among them.
+    own = [word for word in options.runs if word.startswith(("target=", "output="))]
+    folders = [Path(word) for word in options.runs if word not in own]
+    overrides = [*options.overrides, *own]
+    command = shlex.join(["python", "recipes/compare.py", *overrides, "--from", *map(str, folders)])
+    try:
+        if options.fresh:
+            raise PlanError("--fresh runs cells again, and --from runs none; leave one of them out")
+        settings = settings_of(overrides)
+        check_writable("output", settings.output)
+        finished = find(folders)
+        check_target(settings.target, finished.chosen[0].run.metric)
+    except (PlanError, FolderError) as error:
+        parser.error(str(error))
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    report_finished(finished, settings, command, console)
+    return 0
 
 
 def _intention(plan: Plan) -> str:

@@ -1,9 +1,11 @@
-"""The first words of a command, before anything is imported that takes time; the standard library alone is used."""
+"""The first words of a command, before anything is imported that takes time; the standard library is enough."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+
+from recipes.launch.processes import global_rank
 
 #: Exit code after an interrupt, as shells have it.
 INTERRUPTED = 130
@@ -34,8 +36,7 @@ def speaks(environment: Mapping[str, str]) -> bool:
     Args:
         environment: the environment variables of this process.
     """
-    places = (environment.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return all(place in ("", "0") for place in places)
+    return global_rank(environment) == 0
 
 
 def leads(environment: Mapping[str, str]) -> bool:

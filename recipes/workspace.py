@@ -27,12 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--by", action="append", metavar="KEY", help="one line per value; default: strategy.name")
     parser.add_argument("--plot", action="append", default=[], metavar="NAME", help="a picture of the comparison's run")
     parser.add_argument("--table", action="append", metavar="NAME", help="a table of it; default: comparison")
+    parser.add_argument("--also", action="append", default=[], metavar="GROUP", help="a further W&B group of the runs")
     parser.add_argument("--file", type=Path, help="where it is written; default: outputs/workspaces/GROUP.json")
     options = parser.parse_args(arguments)
     file = options.file or Path("outputs", "workspaces", f"{options.group}.json")
     by = tuple(options.by or ["strategy.name"])
     plots, tables = tuple(options.plot), tuple(options.table or [TABLE])
-    definition = Definition(options.group, options.metric, options.project, options.entity, by, plots, tables)
+    of_runs = (options.group, options.metric, options.project, options.entity)
+    definition = Definition(*of_runs, by, plots, tables, tuple(options.also))
     try:
         url = save_workspace(definition, file)
     except WorkspaceError as error:

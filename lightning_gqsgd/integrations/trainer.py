@@ -6,6 +6,7 @@ Mixins: `trainer_lightning` and `trainer_pytorch_lightning` put them on the clas
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -228,10 +229,12 @@ class TrainerMixin(_Base):
             self._local.take_back()
 
     def on_train_end(self) -> None:
-        """With local steps, make the last average."""
+        """Say what compression did; with local steps, make the last average."""
         super().on_train_end()
         if self._local is not None:
             self._local.finish()
+        elif self._gqsgd_state is not None and self._gqsgd_state.telemetry.steps and self.is_global_zero:
+            self._rank_zero_info(self._gqsgd_state.summary_line())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, and the hook where it is already there; with local steps, the optimizers of this
@@ -346,3 +349,14 @@ class TelemetryMixin(_Base):
         values = self._meter.read()
         if values:
             pl_module.log_dict(values, rank_zero_only=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write what compression did into the summary of a W&B run: ``gqsgd/summary/...``."""
+        state = getattr(trainer.strategy, "gqsgd_state", None)
+        if not isinstance(state, GQSGDState) or not state.telemetry.steps or not trainer.is_global_zero:
+            return
+        values = {f"gqsgd/summary/{name}": value for name, value in state.summary().items() if not math.isnan(value)}
+        for logger in trainer.loggers:
+            # Other loggers have no summary. The class is W&B's of either flavour of Lightning.
+            if any(ancestor.__name__ == "WandbLogger" for ancestor in type(logger).__mro__):
+                logger.experiment.summary.update(values)

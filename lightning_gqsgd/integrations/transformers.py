@@ -20,6 +20,7 @@ from lightning_gqsgd.integrations.transformers_local import LocalStepsCallback, 
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.telemetry import Meter
+from lightning_gqsgd.tuning.announcing import print_to_stderr
 
 #: File of the hook's state in a checkpoint's folder.
 STATE_FILE = "gqsgd.pt"
@@ -55,6 +56,12 @@ class GQSGDCallback(TrainerCallback):
         values = {name: value for name, value in values.items() if not math.isnan(value)}  # the log is kept as JSON
         for row in (logs, state.log_history[-1]):
             row.update(values)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say on rank 0 what compression did."""
+        for hook in self._handler.states[-1:]:
+            if state.is_world_process_zero and hook.telemetry.steps:
+                print_to_stderr(hook.summary_line())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the hook's state to a checkpoint that training can resume from."""

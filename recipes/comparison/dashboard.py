@@ -7,13 +7,16 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from recipes.comparison.plan import Cell, Plan
+from recipes.comparison.finished import Finished
+from recipes.comparison.grouping import grouping
+from recipes.comparison.plan import Plan
 from recipes.comparison.workspace import PLOTS, TABLE, Definition, WorkspaceError, save_workspace
 from recipes.loggers.labels import Labels
 from recipes.loggers.wandb_client import start_wandb, wandb_mode
@@ -37,15 +40,51 @@ def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], conso
         console: where the lines are printed.
     """
     cells = [cell for cell in plan.cells if cell.config["logger"]["name"] == "wandb" and cell.is_finished()]
-    if not cells:
-        return
+    if cells:
+        config = cells[0].config
+        by = grouping([cell.config for cell in cells])
+        shown = Shown(config["logger"]["group"], plan.folder, [cell.folder for cell in cells], config, by)
+        publish_runs(shown, metric, title, files, console)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Finished runs that were logged to W&B, and that a comparison shows together.
+
+    Attributes:
+        group: W&B group of the comparison's own run, which is also the name of the workspace.
+        folder: folder of the comparison.
+        runs: folders of the runs.
+        config: configuration of one of the runs: project, entity and tags are the same for all.
+        by: keys of the configuration; runs with equal values share a line of the workspace.
+        more_groups: further W&B groups that runs are in.
+    """
+
+    group: str
+    folder: Path
+    runs: Sequence[Path]
+    config: Mapping[str, Any]
+    by: tuple[str, ...]
+    more_groups: tuple[str, ...] = ()
+
+
+def publish_runs(shown: Shown, metric: Metric, title: str, files: Sequence[Path], console: Console) -> None:
+    """Log a comparison of runs that were logged to W&B, see `publish`.
+
+    Args:
+        shown: the runs.
+        metric: the metric of the task.
+        title: name of the comparison's run.
+        files: tables and pictures of the comparison; ``table.csv`` is among them.
+        console: where the lines are printed.
+    """
     if wandb_mode() == "disabled":
         console.print("W&B: WANDB_MODE=disabled, nothing is logged", highlight=False)
         return
     for step in (
-        lambda: _log(plan.folder, cells[0].config, title, files),
-        lambda: _gather(plan.folder, cells),
-        lambda: _workspace(plan.folder, cells, metric, files),
+        lambda: _log(shown, title, files),
+        lambda: _gather(shown.folder, shown.runs),
+        lambda: _workspace(shown, metric, files),
     ):
         try:
             lines = step()
@@ -56,37 +95,44 @@ def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], conso
             console.print(f"W&B: {line}", markup=False, highlight=False)
 
 
-def grouping(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Keys of the configuration whose values tell variants apart: strategy.name, and what else differs within one seed.
+def publish_finished(finished: Finished, folder: Path, files: Sequence[Path], console: Console) -> None:
+    """Log a comparison of finished runs, as far as the runs were logged to W&B, see `publish`.
 
-    Names of groups go first: a key that follows from a name, like the size of a model, is then not needed.
+    Args:
+        finished: the runs.
+        folder: folder of the comparison.
+        files: tables and pictures of the comparison.
+        console: where the lines are printed.
     """
-    runs = [dict(_flattened(config)) for config in configs]
-    keys = list(dict.fromkeys(key for run in runs for key in run))
-    chosen = ["strategy.name"]
-    for key in sorted(keys, key=lambda name: not name.endswith(".name")):
-        alike = [[repr(run.get(name)) for name in ("seed", *chosen)] for run in runs]
-        values = [repr(run.get(key)) for run in runs]
-        if any(
-            alike[number] == alike[other] and values[number] != values[other]
-            for number in range(len(runs))
-            for other in range(number)
-        ):
-            chosen.append(key)
-    return tuple(chosen)
+    logged = [found for found in finished.chosen if found.config["logger"]["name"] == "wandb"]
+    projects = dict.fromkeys((each.config["logger"]["entity"], each.config["logger"]["project"]) for each in logged)
+    if len(projects) > 1:
+        named = ", ".join("/".join(filter(None, project)) for project in projects)
+        console.print(
+            f"W&B: the runs are in {len(projects)} projects ({named}), and a workspace shows one", markup=False
+        )
+        return
+    config = logged[0].config
+    groups = [*dict.fromkeys(each.config["logger"]["group"] or each.config["title"] for each in logged)]
+    own = groups[0] if len(groups) == 1 else f"compare-{folder.name}"
+    by = (*finished.keys, *_hardware_keys([found.config for found in logged]))
+    more = () if len(groups) == 1 else tuple(groups)
+    shown = Shown(own, folder, [found.folder for found in logged], config, by, more)
+    publish_runs(shown, logged[0].run.metric, finished.title, files, console)
 
 
-def _flattened(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs = []
-    for key, value in config.items():
-        if isinstance(value, dict):
-            pairs += _flattened(value, f"{prefix}{key}.")
-        else:
-            pairs.append((f"{prefix}{key}", value))
-    return pairs
+def _hardware_keys(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Keys of the configuration that tell kinds of hardware apart."""
+    values = {
+        "hardware.name": [config["hardware"]["name"] for config in configs],
+        "hardware.rate": [config["hardware"].get("rate") for config in configs],
+        "trainer.num_nodes": [config["trainer"]["num_nodes"] for config in configs],
+        "trainer.devices": [repr(config["trainer"]["devices"]) for config in configs],
+    }
+    return tuple(key for key, each in values.items() if len({*each}) > 1)
 
 
-def _log(folder: Path, config: dict[str, Any], title: str, files: Sequence[Path]) -> list[str]:
+def _log(shown: Shown, title: str, files: Sequence[Path]) -> list[str]:
     """Make the comparison's run, with table, pictures, and all files as an artifact.
 
     The offline run of an earlier comparison is removed from ``folder``: that run described other files and cells.
@@ -96,11 +142,12 @@ def _log(folder: Path, config: dict[str, Any], title: str, files: Sequence[Path]
     """
     import wandb
 
+    folder, config = shown.folder, shown.config
     _clear(folder / "wandb")
     # W&B keeps copies for a later upload here; its default is the home directory.
     os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
     settings = config["logger"]
-    labels = Labels(title, settings["group"], config["title"], JOB_TYPE, config["hardware"]["name"])
+    labels = Labels(title, shown.group, config["title"], JOB_TYPE, config["hardware"]["name"])
     run = start_wandb(
         str(folder),
         silent=True,
@@ -174,33 +221,34 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(old)
 
 
-def _gather(folder: Path, cells: Sequence[Cell]) -> list[str]:
-    """Link the cells' offline runs into ``folder``/wandb.
+def _gather(folder: Path, runs: Sequence[Path]) -> list[str]:
+    """Link the runs' offline folders into ``folder``/wandb.
 
     Returns:
         A line with the command that uploads all of them; nothing if there is no offline run.
     """
     together = folder / "wandb"
     together.mkdir(exist_ok=True)
-    for cell in cells:
-        for run in (cell.folder / "wandb").glob("offline-run-*"):
-            (together / run.name).symlink_to(os.path.relpath(run, together))
+    for run in runs:
+        for offline in (run / "wandb").glob("offline-run-*"):
+            (together / offline.name).symlink_to(os.path.relpath(offline, together))
     if not any(together.glob("offline-run-*")):
         return []
     return [f"upload what is offline with: wandb sync {shlex.quote(str(together))}/offline-run-*"]
 
 
-def _workspace(folder: Path, cells: Sequence[Cell], metric: Metric, files: Sequence[Path]) -> list[str]:
+def _workspace(shown: Shown, metric: Metric, files: Sequence[Path]) -> list[str]:
     """Create the workspace, or write its file; returns lines that say where it is, or how to create it later."""
-    logger = cells[0].config["logger"]
+    logger, folder = shown.config["logger"], shown.folder
     definition = Definition(
-        logger["group"],
+        shown.group,
         metric.key,
         logger["project"],
         logger["entity"],
-        by=grouping([cell.config for cell in cells]),
+        by=shown.by,
         plots=_plots(folder, files),
         tables=_tables(folder, files),
+        more_groups=shown.more_groups,
     )
     file = folder / WORKSPACE_FILE
     try:

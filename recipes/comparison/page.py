@@ -69,7 +69,27 @@ class Section:
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
 
 
-def write_page(sections: Sequence[Section], title: str, command: str, file: Path) -> None:
+@dataclass(frozen=True)
+class Overview:
+    """A table that stands above all sections.
+
+    Attributes:
+        title: what the table shows.
+        rows: headings, and the rows.
+    """
+
+    title: str
+    rows: Sequence[Sequence[str]]
+
+
+def write_page(
+    sections: Sequence[Section],
+    title: str,
+    command: str,
+    file: Path,
+    overviews: Sequence[Overview] = (),
+    notes: Sequence[str] = (),
+) -> None:
     """Write the page: for every section its headline, curves on three axes, parts of a step, and the table.
 
     Args:
@@ -77,15 +97,17 @@ def write_page(sections: Sequence[Section], title: str, command: str, file: Path
         title: heading of the page.
         command: the command line that reproduces the comparison.
         file: path of the page.
+        overviews: tables above the sections.
+        notes: lines at the end of the page.
     """
-    facts = next(iter(sections[0].variants.values()))[0].facts
     page = _TEMPLATES.get_template("page.html.j2").render(
         title=title,
         command=command,
-        chips=_chips(facts, sections),
-        # Final values are the same on every link, and so are their differences.
-        sections=[_view(section, with_pairs=not number) for number, section in enumerate(sections)],
+        chips=_chips(sections),
+        overviews=overviews,
+        sections=_views(sections),
         prediction_note=PREDICTION_NOTE,
+        notes=notes,
         footnote=BOUND_NOTE if any(knows_bound(section.lines) for section in sections) else "",
         paper=PAPER,
         dark_paper=on_dark(PAPER),
@@ -99,8 +121,8 @@ def headlines(
 ) -> list[tuple[str, str]]:
     """Pairs (number, what the number means) that the page says first.
 
-    With ``variants``, the runs of each variant, the difference at the end has its standard deviation over seeds that
-    both variants were trained with.
+    With ``variants``, the runs of each variant, the difference at the end is among them where both variants were
+    trained with two seeds or more, with its standard deviation over these seeds.
 
     The list is empty if the comparison has no reference, or nothing to compare with the reference. The variant that
     reaches the target first, torch's own variants left out, is compared with the reference and with the best of torch's
@@ -125,14 +147,12 @@ def headlines(
         shown.append(
             (f"{by_name[reference].mb_sent / best.mb_sent:.1f}× less", f"sent by {best.variant} than {reference}")
         )
-    change = signed(metric, best.final - by_name[reference].final)
-    points = " points" if metric.percent else ""
-    spread = next(
-        (pair.spread for pair in pairs_of(variants or {}, reference) if pair.variant == best.variant), math.nan
-    )
-    if math.isfinite(spread):
-        change += f" ± {metric.text(spread)}"
-    shown.append((change, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
+    pairs = [pair for pair in pairs_of(variants or {}, reference) if pair.variant == best.variant]
+    # A difference from one seed says nothing: trainings that differ by their seed alone differ as much.
+    if pairs and math.isfinite(pairs[0].spread):
+        change = f"{signed(metric, best.final - by_name[reference].final)} ± {metric.text(pairs[0].spread)}"
+        points = " points" if metric.percent else ""
+        shown.append((change, f"{metric.label}{points} at the end, {best.variant} against {reference}"))
     return shown
 
 
@@ -141,8 +161,15 @@ def _faster(ratio: float, timed: bool) -> str:
     return f"{ratio:.1f}× {words[0]}" if ratio >= 1 else f"{1 / ratio:.1f}× {words[1]}"
 
 
-def _chips(facts: dict[str, object], sections: Sequence[Section]) -> list[str]:
+def _chips(sections: Sequence[Section]) -> list[str]:
+    """What was trained, and on what; where runs differ, all that there is."""
     seeds = [len(runs) for section in sections for runs in section.variants.values()]
+    firsts = [next(iter(section.variants.values()))[0].facts for section in sections]
+    each = [" / ".join(dict.fromkeys(words)) for words in zip(*map(_facts_in_words, firsts), strict=True)]
+    return [*each, seeds_in_words(seeds)]
+
+
+def _facts_in_words(facts: dict[str, object]) -> list[str]:
     parameters = facts.get("parameters")
     nodes = counted(int(str(facts["nodes"])), "node")
     return [
@@ -151,11 +178,22 @@ def _chips(facts: dict[str, object], sections: Sequence[Section]) -> list[str]:
         f"{counted(int(str(facts['processes'])), 'process', 'processes')} on {nodes}",
         f"{facts['device']}",
         counted(int(str(facts["steps"])), "step"),
-        seeds_in_words(seeds),
     ]
 
 
-def _view(section: Section, with_pairs: bool) -> dict[str, Any]:
+def _views(sections: Sequence[Section]) -> list[dict[str, Any]]:
+    """What the template shows of each section; differences that several sections have in common are shown once.
+
+    Final values are the same on every link, and so are their differences.
+    """
+    tables = [pair_table(pairs_of(section.variants)) for section in sections]
+    return [
+        _view(section, [] if table in tables[:number] else table)
+        for number, (section, table) in enumerate(zip(sections, tables, strict=True))
+    ]
+
+
+def _view(section: Section, pairs: list[list[str]]) -> dict[str, Any]:
     """What the template shows of a section."""
     steps = partial(save_step_times, section.variants, "", predicted=section.predicted)
     words = f"Parts of a step: {_in_words(section, 'step (ms)')}"
@@ -171,7 +209,7 @@ def _view(section: Section, with_pairs: bool) -> dict[str, Any]:
         "heads": heads,
         "rows": rows,
         "colours": {variant: {"light": colour, "dark": on_dark(colour)} for variant, colour in chosen.items()},
-        "pairs": pair_table(pairs_of(section.variants)) if with_pairs else [],
+        "pairs": pairs,
     }
 
 

@@ -131,6 +131,39 @@ class Plan:
     probes: tuple[Cell, ...] = ()
 
 
+def settings_of(arguments: Sequence[str]) -> Settings:
+    """The settings of a comparison of finished runs.
+
+    Args:
+        arguments: settings, as on the command line.
+
+    Raises:
+        PlanError: an argument is another one than ``target`` and ``output``, or is out of range.
+    """
+    try:
+        overrides = parse(arguments)
+    except OverrideError as error:
+        raise PlanError(str(error)) from error
+    for override in overrides:
+        if override.key_or_group not in ("target", "output"):
+            raise PlanError(
+                f"{override.input_line}: the runs that --from names have their settings already; beside --from, there "
+                "are target= and output="
+            )
+    return _settings(overrides)
+
+
+def check_target(target: float | None, metric: Metric) -> None:
+    """Refuse a target that a metric cannot reach.
+
+    Raises:
+        PlanError: see above.
+    """
+    if target is not None and not metric.is_possible(target):
+        limits = "above 0 to 1, e.g. target=0.9" if metric.higher_is_better else "above 0, e.g. target=100"
+        raise PlanError(f"target={target} is out of range for {metric.label}: {limits}")
+
+
 def make_plan(arguments: Sequence[str]) -> Plan:
     """Parse overrides, whose comma lists are the sweep, and compose every configuration before anything runs.
 
@@ -159,12 +192,12 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     if settings.links:
         passed += _on_unlimited_links(passed, settings.links)
     choices = [(choice, _composed(choice)) for choice in combinations(passed)]
-    folder = Path(settings.output).absolute() / _slug(
+    folder = Path(settings.output).absolute() / slug(
         "-".join([experiment, *_hardware([config for _, config in choices])])
     )
     cells = [_cell(choice, config, swept, folder) for choice, config in choices]
     _check_distinct(cells)
-    _check_target(settings.target, METRICS[cells[0].config["task"]["metric"]])
+    check_target(settings.target, METRICS[cells[0].config["task"]["metric"]])
     first = {variant: place for place, variant in reversed(list(enumerate(cell.variant for cell in cells)))}
     cells.sort(key=lambda cell: (cell.seed, first[cell.variant]))
     return Plan(settings, experiment, folder, tuple(cells), _probes(cells, settings))
@@ -191,7 +224,7 @@ def _probes(cells: Sequence[Cell], settings: Settings) -> tuple[Cell, ...]:
         own = {**short, "hardware.rate": link}
         kept = [text for text in cell.overrides if _key(text) not in own and not _key(text).startswith("logger.")]
         choice = (*kept, *(f"{key}={value}" for key, value in own.items()))
-        folder = cell.folder.parent / f"{_slug(cell.variant)}-{link}"
+        folder = cell.folder.parent / f"{slug(cell.variant)}-{link}"
         probes.append(Cell(cell.variant, cell.seed, choice, _composed(choice), folder, link))
     return tuple(probes)
 
@@ -255,9 +288,11 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         raise PlanError(str(error)) from error
     name = resolved["hardware"]["name"]
     if name in (MULTI_NODE, SLURM):
+        folders = f"outputs/{resolved['title']}/*" if name == MULTI_NODE else "outputs/multirun/TIME"
         raise PlanError(
             f"hardware={name}: the runs of a comparison are started from this machine, on this machine; take "
-            "python recipes/run.py for each of them"
+            "python recipes/run.py for each of them, and compare them when they have finished: "
+            f"python recipes/compare.py --from {folders}"
         )
     return {str(key): value for key, value in resolved.items()}
 
@@ -270,7 +305,7 @@ def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str]
     seed, name = config["seed"], config["strategy"]["name"]
     details = [_last_part(override) for override in overrides if _key(override) in swept]
     variant = " ".join([name, *(detail for detail in details if detail)])
-    folder = comparison / "cells" / f"{_slug(variant)}-seed{seed}"
+    folder = comparison / "cells" / f"{slug(variant)}-seed{seed}"
     return Cell(variant, seed, tuple(overrides), config, folder)
 
 
@@ -308,11 +343,6 @@ def _check_distinct(cells: Sequence[Cell]) -> None:
             raise PlanError(f"several runs are called {cell.folder.name}; list every strategy and seed once")
 
 
-def _check_target(target: float | None, metric: Metric) -> None:
-    if target is not None and not metric.is_possible(target):
-        limits = "above 0 to 1, e.g. target=0.9" if metric.higher_is_better else "above 0, e.g. target=100"
-        raise PlanError(f"target={target} is out of range for {metric.label}: {limits}")
-
-
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
+    """A name as a part of a path: runs of characters that shells or file systems read otherwise are one dash."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-")

@@ -9,10 +9,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from recipes.comparison.finished import Finished, Hardware
 from recipes.comparison.headline import save_headline
+from recipes.comparison.overview import side_by_side
 from recipes.comparison.page import AXES, Section, write_page
 from recipes.comparison.pairs import pair_table, pairs_of, write_pairs
-from recipes.comparison.plan import Plan
+from recipes.comparison.plan import Plan, Settings, slug
 from recipes.comparison.plots import save_curves, save_family, save_step_times
 from recipes.comparison.predictions import beside_measured
 from recipes.comparison.results import (
@@ -46,12 +48,8 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
     for section in sections:
         _show_table(section, console)
         files += _write(section)
-    heads, *rows = pair_table(pairs_of(sections[0].variants)) or [[]]  # final values are the same on every link
-    if rows:
-        console.print(_table("seed by seed", heads, rows, 1), soft_wrap=False)
-        files.append(write_pairs(heads, rows, plan.folder))
-    if any(knows_bound(section.lines) for section in sections):
-        console.print(BOUND_NOTE, style="dim", highlight=False, soft_wrap=False)
+    files += _write_pairs(sections[0], plan.folder, console)
+    _say_bound(sections, console)
     for section in sections:
         if section.elsewhere:
             console.print("\n".join(["", *section.elsewhere.lines, ""]), markup=False, highlight=False)
@@ -65,14 +63,84 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
         command,
         files[-1],
     )
-    for file in files:
-        kind = {".png": "plot", ".svg": "plot", ".html": "page"}.get(file.suffix, "table")
-        console.print(f"{kind}: {file}", highlight=False)
+    _list(files, console)
     if any(cell.config["logger"]["name"] == "wandb" for cell in plan.cells):
         # Here, not above: the module imports Lightning, which takes seconds.
         from recipes.comparison.dashboard import publish
 
         publish(plan, sections[0].lines[0].metric, _title(plan, sections[0].variants, None), files, console)
+
+
+def report_finished(finished: Finished, settings: Settings, command: str, console: Console) -> None:
+    """The same for finished runs: a section for each kind of hardware, and tables in which they stand side by side.
+
+    Args:
+        finished: the runs.
+        settings: target and folder of the comparison.
+        command: the command line that reproduces the comparison.
+        console: where tables are printed.
+    """
+    every = [found.run for found in finished.chosen]
+    # One target for all kinds of hardware: seconds to different values could not be compared.
+    target = common_target({"all": every}) if settings.target is None else settings.target
+    folder = Path(settings.output).absolute() / f"{slug(every[0].facts['title'])}-finished"
+    sections = {hardware: _finished_section(finished, hardware, target, folder) for hardware in finished.by_hardware}
+    files: list[Path] = []
+    for section in sections.values():
+        _show_table(section, console)
+        files += [*_write(section), *_write_pairs(section, section.folder, console)]
+    overviews = side_by_side({hardware.name: section.lines for hardware, section in sections.items()}, target)
+    for overview in overviews:
+        heads, *rows = overview.rows
+        console.print(_table(overview.title, heads, rows, 1), soft_wrap=False)
+    _say_bound(list(sections.values()), console)
+    for line in finished.left_out:
+        console.print(f"left out: {line}", markup=False, highlight=False)
+    page = folder / "comparison.html"
+    notes = [f"Left out: {line}" for line in finished.left_out]
+    write_page(list(sections.values()), finished.title, command, page, overviews, notes)
+    files.append(page)
+    _list(files, console)
+    if any(found.config["logger"]["name"] == "wandb" for found in finished.chosen):
+        # Here, not above: the module imports Lightning, which takes seconds.
+        from recipes.comparison.dashboard import publish_finished
+
+        publish_finished(finished, folder, files, console)
+
+
+def _finished_section(finished: Finished, hardware: Hardware, target: float, comparison: Path) -> Section:
+    variants = finished.by_hardware[hardware]
+    configs = [found.config for found in finished.of(hardware)]
+    return Section(
+        f"{finished.title}, {hardware.words}",
+        comparison / slug(hardware.name),
+        variants,
+        compare(variants, target),
+        target,
+        elsewhere(configs, variants),
+        beside_measured(configs, None, variants),
+    )
+
+
+def _write_pairs(section: Section, folder: Path, console: Console) -> list[Path]:
+    """Show and write the differences from plain DDP seed by seed; no file where no two runs have a seed in common."""
+    heads, *rows = pair_table(pairs_of(section.variants)) or [[]]
+    if not rows:
+        return []
+    console.print(_table("seed by seed", heads, rows, 1), soft_wrap=False)
+    return [write_pairs(heads, rows, folder)]
+
+
+def _say_bound(sections: Sequence[Section], console: Console) -> None:
+    if any(knows_bound(section.lines) for section in sections):
+        console.print(BOUND_NOTE, style="dim", highlight=False, soft_wrap=False)
+
+
+def _list(files: Sequence[Path], console: Console) -> None:
+    """Print what each file is, and where."""
+    for file in files:
+        kind = {".png": "plot", ".svg": "plot", ".html": "page"}.get(file.suffix, "table")
+        console.print(f"{kind}: {file}", highlight=False)
 
 
 def _results(plan: Plan, failed: set[Path]) -> dict[str | None, dict[str, list[Run]]]:

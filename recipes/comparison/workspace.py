@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Definition:
         by: keys of the configuration; runs with equal values share a line.
         plots: names of the pictures that the comparison's run has logged.
         tables: names of the tables that the comparison's run has logged.
+        more_groups: further W&B groups of the runs.
     """
 
     group: str
@@ -62,13 +64,19 @@ class Definition:
     by: tuple[str, ...] = ("strategy.name",)
     plots: tuple[str, ...] = ()
     tables: tuple[str, ...] = (TABLE,)
+    more_groups: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
         """The command line that makes this workspace."""
         words = ["python", "recipes/workspace.py", "--group", self.group, "--metric", self.metric]
         words += ["--project", self.project, *(["--entity", self.entity] if self.entity else [])]
-        for flag, values in (("--by", self.by), ("--plot", self.plots), ("--table", self.tables)):
+        for flag, values in (
+            ("--by", self.by),
+            ("--plot", self.plots),
+            ("--table", self.tables),
+            ("--also", self.more_groups),
+        ):
             words += [word for value in values for word in (flag, value)]
         return shlex.join(words)
 
@@ -143,7 +151,7 @@ def _workspace(definition: Definition, entity: str) -> Any:
         ),
     ]
     runs = ws.RunsetSettings(
-        filters=ws.And(ws.Metric("Group") == _expressible(definition.group)),
+        filters=ws.And(_of_groups([definition.group, *definition.more_groups])),
         groupby=[ws.Config(key) for key in definition.by],
         group_colors=dict(COLOURS) if definition.by[:1] == ("strategy.name",) else {},
     )
@@ -155,6 +163,14 @@ def _workspace(definition: Definition, entity: str) -> Any:
         settings=ws.WorkspaceSettings(x_axis=names.TRAIN_TIME, max_runs=100),
         runset_settings=runs,
     )
+
+
+def _of_groups(groups: Sequence[str]) -> Any:
+    """The filter that lets the runs of these groups through."""
+    import wandb_workspaces.workspaces as ws
+
+    known = [_expressible(group) for group in groups]
+    return ws.Metric("Group") == known[0] if len(known) == 1 else ws.Metric("Group").isin(known)
 
 
 def _expressible(group: str) -> str:
@@ -182,5 +198,6 @@ def _known_url(definition: Definition, file: Path) -> str | None:
         written = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    same = written.get("definition") == json.loads(json.dumps(asdict(definition)))
+    known = {"more_groups": [], **(written.get("definition") or {})}  # files of earlier versions know one group
+    same = known == json.loads(json.dumps(asdict(definition)))
     return written.get("url") if same else None

@@ -26,6 +26,26 @@ def external_rank(environment: Mapping[str, str]) -> int | None:
     return None
 
 
+def global_rank(environment: Mapping[str, str], devices: int = 1) -> int:
+    """Global rank of this process, whoever has started it; 0 for a process that is alone, or that will start others.
+
+    The environment is right from the first moment of a process. Lightning's ``rank_zero_only.rank`` is not: it has the
+    environment of the moment in which Lightning was imported, until there is a Trainer.
+
+    Args:
+        environment: the environment variables of this process.
+        devices: number of processes on each node. Only processes that Lightning starts on several nodes need it, and
+            without it, rank 0 is right all the same.
+    """
+    if environment.get("RANK"):
+        return int(environment["RANK"])
+    # Lightning's own processes come before SLURM's: an allocation leaves its variables in every process below it.
+    node, local = (environment.get(name) or "0" for name in ("NODE_RANK", "LOCAL_RANK"))
+    if int(node) or int(local):
+        return int(node) * devices + int(local)
+    return external_rank(environment) or 0
+
+
 def check_launch(nodes: int, devices: int, environment: Mapping[str, str]) -> None:
     """Check that an outside launcher, if there is one, has started as many processes as the run asks for.
 
@@ -85,8 +105,9 @@ def hydra_arguments(arguments: Sequence[str], environment: Mapping[str, str]) ->
         arguments: the command line, without the name of the script.
         environment: the environment variables of this process.
     """
-    if not external_rank(environment):
-        return []
+    by_lightning = external_rank(environment) is None and "LOCAL_RANK" in environment
+    if by_lightning or not global_rank(environment):
+        return []  # Lightning gives the processes that it starts such arguments itself
     named = any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments)
     return [
         "hydra.output_subdir=null",

@@ -88,6 +88,21 @@ def asked_by(cfg: DictConfig) -> str:
     return f"ckpt_path={cfg.ckpt_path}" if cfg.ckpt_path else "resume=true"
 
 
+def read_configuration(file: Path) -> dict[str, Any]:
+    """The configuration that a run has recorded in `CONFIGURATION_FILE`.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else; the message goes on where the file's name ends.
+    """
+    try:
+        recorded = yaml.load(file.read_text(), _Reader)  # noqa: S506  (a SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot be read ({type(error).__name__})") from error
+    if not isinstance(recorded, dict):
+        raise ValueError("holds no configuration")
+    return recorded
+
+
 def _check_format(cfg: DictConfig, checkpoint: str) -> None:
     """Refuse a file that torch has not written, or has not written to its end.
 
@@ -111,14 +126,9 @@ def _recorded(file: Path) -> dict[str, Any]:
         CheckpointError: the file cannot be read.
     """
     try:
-        recorded = yaml.load(file.read_text(), _Reader)  # noqa: S506  (a SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({type(error).__name__}); delete it to go on without it"
-        ) from error
-    if not isinstance(recorded, dict):
-        raise CheckpointError(f"{file} holds no configuration; delete it to go on without it")
-    return recorded
+        return read_configuration(file)
+    except ValueError as error:
+        raise CheckpointError(f"{file} {error}; delete it to go on without it") from error
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.launch.environment import set_threads
 from recipes.launch.hardware import described
 from recipes.launch.processes import local_processes
-from recipes.launch.ranks import cluster_environment, is_rank_zero
+from recipes.launch.ranks import cluster_environment, is_rank_zero, tell_lightning_the_rank
 from recipes.loggers.csv_rows import ContinuedCSVLogger
 from recipes.loggers.labels import Labels
 from recipes.measuring.clock import TrainingClock
@@ -60,6 +60,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         DivergedError: on rank 0, after everything is written: the loss or the weights are not finite.
     """
     on_this_machine = local_processes(cfg.trainer.accelerator, cfg.trainer.devices)
+    tell_lightning_the_rank(os.environ, on_this_machine)
     threads = set_threads(cfg.threads, on_this_machine, environment=os.environ)
     seed_everything(cfg.seed, workers=True, verbose=False)
     _silence_expected_messages()

@@ -56,6 +56,24 @@ def test_parameters_are_bit_identical_on_all_ranks_after_50_steps(ranks: int, tm
             assert result["last"] < result["first"]
 
 
+def _summed_up(rank: int) -> tuple[dict[str, float], int, str]:
+    model, state = wrapped({}, {"bits": 8, "sample_every": 4})
+    train(model, rank, range(12))
+    return state.summary(), sum(p.numel() for p in model.parameters()), state.summary_line()
+
+
+def test_a_training_can_be_summed_up(tmp_path: Path) -> None:
+    for values, numel, line in run(_summed_up, 3, tmp_path):
+        assert values["steps"] == 12
+        assert values["fp32_bytes"] == pytest.approx(2 * 2 / 3 * 4 * numel * 12)
+        assert 3 < values["compression_ratio"] < 4  # biases travel as they are
+        assert 8 < values["bits_per_coordinate"] < 10
+        assert 0 < values["mean_rel_l2"] < 0.1
+        assert values["step_s"] > 0
+        assert 0 <= values["waiting_share"] <= 1
+        assert line.startswith("gqsgd: in 12 steps, rank 0 sent ")
+
+
 def _all_options(rank: int) -> list[str]:
     bits = []
     for options in DDP_OPTIONS:

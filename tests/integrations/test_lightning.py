@@ -81,6 +81,7 @@ def test_a_string_is_enough_in_both_packages(package: str, tmp_path: Path) -> No
     output = (tmp_path / "output.txt").read_text()
     assert output.count("gqsgd: 5,376 gradient values in 2 tensors at 8 bits") == 1
     assert output.count("gqsgd: 5,376 gradient values in 2 tensors at 4 bits") == 1
+    assert output.count("gqsgd: in 8 steps, rank 0 sent ") == 2  # once in each fit
     rows = list(csv.DictReader(next(tmp_path.glob("csv/*/metrics.csv")).open()))
     sent = [float(row["gqsgd/bytes_sent"]) for row in rows if row["gqsgd/bytes_sent"]]
     assert len(sent) == 8

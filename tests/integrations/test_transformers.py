@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -66,11 +69,16 @@ def fit(
 ) -> tuple[Trainer, dict[str, Any]]:
     trainer = trainer_of(folder, **arguments)
     handler = None if fields is None else enable(trainer, **fields)
+    said = io.StringIO()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.train(resume_from_checkpoint=resume)
+        try:
+            with contextlib.redirect_stderr(said):
+                trainer.train(resume_from_checkpoint=resume)
+        finally:
+            sys.stderr.write(said.getvalue())
     told = [str(one.message) for one in caught if "gqsgd" in str(one.message)]
-    return trainer, {**seen(trainer, handler), "told": told}
+    return trainer, {**seen(trainer, handler), "told": told, "said": said.getvalue()}
 
 
 def fits(_: int, *runs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,7 +116,9 @@ def test_the_hook_is_on_and_native_is_equal_to_the_plain_trainer(tmp_path: Path)
 
 
 def test_counters_are_logged_beside_the_loss(tmp_path: Path) -> None:
-    (one,), _ = start(tmp_path, {"fields": {"bits": 4, "reducer": "two_shot", "sample_every": 4}, "logging_steps": 3})
+    (one,), (other,) = start(
+        tmp_path, {"fields": {"bits": 4, "reducer": "two_shot", "sample_every": 4}, "logging_steps": 3}
+    )
     rows = [row for row in one["rows"] if "gqsgd/bytes_sent" in row]
     assert [row["step"] for row in rows] == [3, 6, 8]
     assert ["loss" in row for row in rows] == [True, True, False]  # the last is the summary
@@ -119,6 +129,7 @@ def test_counters_are_logged_beside_the_loss(tmp_path: Path) -> None:
         assert {f"gqsgd/{name}" for name in names} <= set(row)
     assert 4 < rows[-1]["gqsgd/bits_per_coordinate"] < 8
     assert 0 < rows[-1]["gqsgd/rel_l2"] < 0.5
+    assert [each["said"].count("gqsgd: in 8 steps, rank 0 sent ") for each in (one, other)] == [1, 0]
 
 
 def trains_twice(_: int, folder: Path) -> dict[str, Any]:

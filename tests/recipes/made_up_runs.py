@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import OmegaConf
+
 from recipes.comparison.results import Run
+from recipes.configuration import compose_configuration
 from recipes.measuring import names
 from recipes.measuring.metrics import ACCURACY, Metric
 
@@ -62,3 +67,37 @@ def made_up_run(
                 seconds = {names.ENCODE_S: step_s / 10, names.DECODE_S: step_s / 20}
                 writer.writerow({**seconds, **sampled, "step": 10 * number - 1})
     return Run.load(folder)
+
+
+def made_up_folder(
+    folder: Path, *overrides: str, accuracies: list[float], step_s: float = 0.1, device: str = "a GPU", ended: int = 0
+) -> Path:
+    """The folder of a finished run as `run.py` leaves it, without weights.
+
+    Args:
+        folder: the folder.
+        overrides: command line of the run; two processes on each node where it names no number.
+        accuracies: of each validation.
+        step_s: seconds of a step.
+        device: what the run has found.
+        ended: when the run ended, in seconds.
+    """
+    config = OmegaConf.to_container(compose_configuration(overrides), resolve=True)
+    assert isinstance(config, dict)
+    strategy, seed, hardware = config["strategy"]["name"], config["seed"], config["hardware"]
+    made_up_run(folder, accuracies, step_s, seed, codec=strategy != "ddp", final=accuracies[-1])
+    (folder / "hparams.yaml").write_text(yaml.safe_dump({**config, "machine": {"device": device}}))
+    nodes, devices = config["trainer"]["num_nodes"], config["trainer"]["devices"]
+    devices = devices if isinstance(devices, int) else 2
+    found = {"profile": hardware["name"], "nodes": nodes, "devices": devices, "device": device}
+    kept = {name: hardware[name] for name in ("rate", "link") if name in hardware}
+    file = folder / "result.json"
+    facts = {
+        **json.loads(file.read_text()),
+        **{"title": config["title"], "data": config["data"]["name"], "model": config["model"]["name"]},
+        **{"strategy": strategy, "hardware": {**found, **kept, "env": {}}, "diverged": None},
+        **{"processes": nodes * devices, "nodes": nodes, "device": device, "parameters": 1000},
+    }
+    file.write_text(json.dumps(facts))
+    os.utime(file, (ended, ended))
+    return folder

@@ -28,7 +28,7 @@ from recipes.comparison.results import Run, cells, common_target, compare, headi
 from recipes.comparison.runner import LOG
 from recipes.files import RESULT_FILE
 from recipes.measuring import names
-from recipes.measuring.metrics import ACCURACY, PERPLEXITY
+from recipes.measuring.metrics import ACCURACY, PERPLEXITY, Metric
 from recipes.strategies.choices import ALL, strategies
 from tests.recipes.conftest import ROOT, TINY
 from tests.recipes.made_up_runs import made_up_run
@@ -331,6 +331,20 @@ def test_strategies_are_compared_seed_by_seed(tmp_path: Path) -> None:
     assert pair_table([one]) == pair_table(pairs_of({"gqsgd": variants["gqsgd"]})) == []
     written = write_pairs(heads, rows, tmp_path).read_text()
     assert written.splitlines()[2] == "| gqsgd | +1.50 | 0.71 | +1.00 | +2.00 |"
+
+
+@pytest.mark.parametrize("metric", [ACCURACY, PERPLEXITY])
+def test_a_difference_from_one_seed_is_no_headline(tmp_path: Path, metric: Metric) -> None:
+    def runs(name: str, seeds: tuple[int, ...], step_s: float) -> list[Run]:
+        return [made_up_run(tmp_path / f"{name}{seed}", [0.9], step_s, seed, metric=metric) for seed in seeds]
+
+    for seeds, said in (((0,), False), ((0, 1), True)):
+        variants = {"ddp": runs("ddp", seeds, 0.2), "gqsgd": runs("gqsgd", seeds, 0.1)}
+        lines = compare(variants, 0.9)
+        meanings = [meaning for _, meaning in headlines(lines, 0.9, variants=variants)]
+        assert any("at the end" in meaning for meaning in meanings) == said
+        write_page([Section("", tmp_path, variants, lines, 0.9)], "title", "command", tmp_path / "page.html")
+        assert ("at the end, gqsgd against ddp" in (tmp_path / "page.html").read_text()) == said
 
 
 def test_headlines_compare_with_the_reference_and_the_best_baseline(variants: dict[str, list[Run]]) -> None:

@@ -20,7 +20,8 @@ import pytest
 
 from recipes.compare import main
 from recipes.comparison import dashboard, workspace
-from recipes.comparison.dashboard import grouping, publish
+from recipes.comparison.dashboard import publish
+from recipes.comparison.grouping import grouping
 from recipes.comparison.plan import CELL_FILE, make_plan
 from recipes.comparison.workspace import Definition, WorkspaceError, save_workspace
 from recipes.configuration import compose_configuration

@@ -313,8 +313,9 @@ def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: 
         "+hardware.sbatch.begin=now",
     )
     # A preset has no file: the job has to know what this process has registered.
-    arguments = ("run.py", "-m", *SMALL, "strategy=gqsgd", "test=false", *profile, *asked)
-    finished = script(*arguments, cwd=tmp_path, environment=fake_slurm.install(tmp_path))
+    arguments = ("run.py", "-m", *SMALL, "strategy=gqsgd", "logger=wandb", "test=false", *profile, *asked)
+    environment = {**fake_slurm.install(tmp_path), "NETRC": str(tmp_path / "none")}
+    finished = script(*arguments, cwd=tmp_path, environment=environment)
     assert finished.returncode == 0, finished.stderr[-3000:]
     lines = (tmp_path / "script.sh").read_text().splitlines()
     options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in lines if line.startswith("#SBATCH"))
@@ -328,6 +329,7 @@ def test_a_job_is_submitted_whose_tasks_are_the_ranks(script: Script, tmp_path: 
     assert (facts["processes"], facts["steps"], facts["threads"]) == (2, 6, 1)
     assert facts["hardware"]["profile"] == "slurm"
     assert facts["hardware"]["env"] == {"OMP_NUM_THREADS": "1"}
+    assert len([*sweep.glob("**/wandb/offline-run-*")]) == 1  # as in tests/recipes/test_rank_zero.py
     logs = [(sweep / ".submitit" / fake_slurm.JOB_ID / f"4711_{rank}_log.out").read_text() for rank in range(2)]
     assert ["epoch 1/2" in log for log in logs] == [True, False]  # two ranks of one run, not two runs
 

@@ -18,6 +18,7 @@ class WandbFile:
         step_metrics: what each metric is plotted against.
         globs: patterns that metrics were defined for.
         artifacts: their records.
+        summary: the latest value of each number, with what was set at the end.
     """
 
     def __init__(self, file: Path) -> None:
@@ -36,6 +37,12 @@ class WandbFile:
             for record in records
             if record.HasField("artifact") or record.request.HasField("log_artifact")
         ]
+        self.summary: dict[str, Any] = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for record in records
+            if record.HasField("summary")
+            for item in record.summary.update
+        }
         self._updates = [(self.run.config.update), *(r.config.update for r in records if r.HasField("config"))]
 
     @property

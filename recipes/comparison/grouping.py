@@ -1,0 +1,36 @@
+"""Which settings tell the variants of a comparison apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def grouping(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Keys of the configuration whose values tell variants apart: strategy.name, and what else differs within one seed.
+
+    Names of groups go first: a key that follows from a name, like the size of a model, is then not needed.
+    """
+    runs = [dict(_flattened(config)) for config in configs]
+    keys = list(dict.fromkeys(key for run in runs for key in run))
+    chosen = ["strategy.name"]
+    for key in sorted(keys, key=lambda name: not name.endswith(".name")):
+        alike = [[repr(run.get(name)) for name in ("seed", *chosen)] for run in runs]
+        values = [repr(run.get(key)) for run in runs]
+        if any(
+            alike[number] == alike[other] and values[number] != values[other]
+            for number in range(len(runs))
+            for other in range(number)
+        ):
+            chosen.append(key)
+    return tuple(chosen)
+
+
+def _flattened(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            pairs += _flattened(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
