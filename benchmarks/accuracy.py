@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.report import Report, present
-from lightning_gqsgd.simulation import average, relative_error
+from lightning_gqsgd.research.simulation import average, relative_error
 from workloads.resnet import ResNet
 
 NUMEL = 1 << 18

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
 from benchmarks.report import Report
 from benchmarks.training import CLASSES, MODELS
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from netlab.lab import reshape_own_link
 from netlab.machine import cores
 

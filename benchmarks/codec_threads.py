@@ -23,19 +23,19 @@ from torch import Tensor
 from benchmarks.kernels import codec_cases
 from benchmarks.report import Report, present
 from lightning_gqsgd.codecs import codec_of
-from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.performance.turns import Spread, in_turns, ratio
-from lightning_gqsgd.plan import Plan
+from lightning_gqsgd.predict.turns import Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.base import Exchange
-from lightning_gqsgd.telemetry import Telemetry
-from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.job import Job
-from lightning_gqsgd.transport.pipeline import Sequencer
-from lightning_gqsgd.transport.workers import MOST
+from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.compiling import compile_kernels
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Sequencer
+from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.telemetry import Telemetry
+from lightning_gqsgd.wire.workers import MOST
 
 PROGRAM = "python -m benchmarks.codec_threads"
 RANKS = 2
@@ -67,7 +67,7 @@ class Mirror:
         return _Done()
 
     def describe(self, error: BaseException, what: str) -> Exception:
-        """See `transport.communicator.Communicator.describe`."""
+        """See `wire.communicator.Communicator.describe`."""
         return RuntimeError(f"{what} {error}")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import presets
 from benchmarks.report import Report, present
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
 
 class Curve(NamedTuple):

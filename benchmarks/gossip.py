@@ -4,7 +4,7 @@
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Every host makes gradient steps on a quadratic of its own.
 An all-reduce averages the gradients of all hosts. Gossip averages a host's model with those of its neighbours after a
-step, with the Metropolis weights of `simulation.graph.Graph`. Cases take turns step by step, so that all of them see
+step, with the Metropolis weights of `research.simulation.graph.Graph`. Cases take turns step by step, so that all of them see
 the same load of the machine.
 """
 
@@ -23,13 +23,13 @@ from torch import Tensor
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from lightning_gqsgd import all_reduce
+from lightning_gqsgd.config.presets import PRESETS
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.base import ring_bytes
-from lightning_gqsgd.simulation.graph import Graph
+from lightning_gqsgd.research.simulation.graph import Graph
+from lightning_gqsgd.wire.plan import Plan
 
 PROGRAM = "python -m benchmarks.gossip"
 RATE_OF_LEARNING = 0.1

@@ -27,9 +27,9 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place_by_owner
 from lightning_gqsgd.kernels.protocol import Own
-from lightning_gqsgd.performance.turns import Case, Clock, EventClock, Spread, in_turns, ratio
+from lightning_gqsgd.predict.turns import Case, Clock, EventClock, Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, StepKeys
-from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL
+from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 
 MEGABYTES = (1, 25, 100, 1000)
 DTYPES = ("float32", "bfloat16")

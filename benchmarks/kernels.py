@@ -22,7 +22,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Segment, cut, pieces, place
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.performance.turns import Case, Spread, in_turns, ratio
+from lightning_gqsgd.predict.turns import Case, Spread, in_turns, ratio
 
 #: Options that belong to one device, with their defaults.
 OF_DEVICE = {

@@ -30,7 +30,7 @@ from benchmarks.report import Report
 from lightning_gqsgd import LocalSteps, register_gqsgd
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
-from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.wire.telemetry import Telemetry
 from pictures.style import DPI, STYLE
 from workloads.characters import CharacterTransformer, load_texts, windows
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from benchmarks.gradient_sequences import TASKS, gradients, segments_of
 from benchmarks.report import Report, present
+from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseRules, NoiseSums, Way
+from lightning_gqsgd.adaptive.sampling import GradientSampler
 from lightning_gqsgd.config import MAX_SLOWDOWN, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseRules, NoiseSums, Way
-from lightning_gqsgd.tuning.sampling import GradientSampler
 
 PROGRAM = "python -m benchmarks.noise_layers"
 

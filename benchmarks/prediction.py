@@ -4,7 +4,7 @@
 
 The benchmark needs Linux, root and iproute2, see `netlab`. In every lab, all cases train in turns, among them one
 without communication, from which the model learns when buckets are ready. After the rounds that warm up, each process
-measures the link, the kernels and the processors (`lightning_gqsgd.performance.probe`). No constant of the model was
+measures the link, the kernels and the processors (`lightning_gqsgd.predict.probe`). No constant of the model was
 chosen by step times.
 """
 
@@ -27,12 +27,12 @@ from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_
 from benchmarks.report import Report
 from benchmarks.training import CLASSES, MODELS, Case
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.performance.model import BF16, NATIVE, predict
-from lightning_gqsgd.performance.probe import Probe
-from lightning_gqsgd.performance.probe import measure as probe_here
-from lightning_gqsgd.performance.recording import Recorder
-from lightning_gqsgd.performance.timeline import Timeline
-from lightning_gqsgd.performance.turns import in_turns
+from lightning_gqsgd.predict.model import BF16, NATIVE, predict
+from lightning_gqsgd.predict.probe import Probe
+from lightning_gqsgd.predict.probe import measure as probe_here
+from lightning_gqsgd.predict.recording import Recorder
+from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.predict.turns import in_turns
 
 PROGRAM = "python -m benchmarks.prediction"
 

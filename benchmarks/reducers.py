@@ -30,21 +30,21 @@ from torch import Tensor
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
-from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.nodes import with_nodes
-from lightning_gqsgd.performance.turns import Spread, in_turns, ratio
-from lightning_gqsgd.plan import Plan
+from lightning_gqsgd.predict.turns import Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, link, new_store, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
-from lightning_gqsgd.telemetry import Telemetry
-from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.job import Job
-from lightning_gqsgd.transport.pipeline import release, runner_for
+from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.compiling import compile_kernels
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import release, runner_for
+from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.telemetry import Telemetry
 
 PROGRAM = "python -m benchmarks.reducers"
 

@@ -30,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_present
 from benchmarks.report import Report
 from benchmarks.rival_hooks import BlockwiseCodes, Hook, MaxMinCodes, RowCodes, UniformCodes, gathering
-from lightning_gqsgd.hook import register_gqsgd
-from lightning_gqsgd.performance.turns import Spread
-from lightning_gqsgd.simulation import relative_error
+from lightning_gqsgd.ddp.hook import register_gqsgd
+from lightning_gqsgd.predict.turns import Spread
+from lightning_gqsgd.research.simulation import relative_error
 from netlab.lab import INTERFACE
 from workloads.digits import load_digits
 

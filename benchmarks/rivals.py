@@ -39,7 +39,7 @@ from torch import Tensor
 
 from benchmarks import presets
 from benchmarks.report import Report, present
-from lightning_gqsgd.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from pictures.style import COLOURS, DPI, STYLE
 
 #: What one gradient becomes on its way: values and random numbers to values.

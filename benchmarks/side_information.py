@@ -22,7 +22,7 @@ from benchmarks.gradient_sequences import TASKS, changes, gradients, images, seg
 from benchmarks.report import Report, present
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers.memory import StabilityWarning
-from lightning_gqsgd.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.spec.memories import MEMORIES
 from workloads.characters import load_texts
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import Report, present
-from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
-from lightning_gqsgd.simulation import simulate
-from lightning_gqsgd.simulation.gossip import DPSVRG, DSPG, Penalised
-from lightning_gqsgd.simulation.graph import Graph
-from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
-from lightning_gqsgd.simulation.shifted import DGDDEF
-from lightning_gqsgd.simulation.votes import FedVote
-from lightning_gqsgd.systems import SYSTEMS
+from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation.gossip import DPSVRG, DSPG, Penalised
+from lightning_gqsgd.research.simulation.graph import Graph
+from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
+from lightning_gqsgd.research.simulation.shifted import DGDDEF
+from lightning_gqsgd.research.simulation.votes import FedVote
+from lightning_gqsgd.research.systems import SYSTEMS
 
 #: Of the L1 norm, in both experiments that have a penalty.
 PENALTY = 1e-2

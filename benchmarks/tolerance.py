@@ -25,7 +25,7 @@ from benchmarks import presets
 from benchmarks.report import Report, present
 from lightning_gqsgd.codecs.companded.codec import CompandedCodec
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
 LIMIT, SMALLEST = 0.04, 1e-7
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

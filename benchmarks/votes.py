@@ -20,10 +20,10 @@ from torch import Tensor
 
 from benchmarks.report import Report, present
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation import simulate
-from lightning_gqsgd.simulation.problems import DigitsMLP
-from lightning_gqsgd.simulation.record import Record
-from lightning_gqsgd.simulation.votes import FedVote
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation.problems import DigitsMLP
+from lightning_gqsgd.research.simulation.record import Record
+from lightning_gqsgd.research.simulation.votes import FedVote
 
 CLIENTS = 8
 

@@ -14,21 +14,21 @@ from lightning_gqsgd._autoload import flavour, install
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig, Memory
-    from lightning_gqsgd.distributed_checkpoint import DCPState
+    from lightning_gqsgd.config.presets import PRESETS
+    from lightning_gqsgd.ddp.functional import all_reduce
+    from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
     from lightning_gqsgd.errors import CollectiveError, ConfigError
-    from lightning_gqsgd.functional import all_reduce
-    from lightning_gqsgd.hook import GQSGDState, register_gqsgd
-    from lightning_gqsgd.integrations.accelerate import GQSGDKwargs
-    from lightning_gqsgd.integrations.enable import enable
-    from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
-    from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
-    from lightning_gqsgd.integrations.ray import RayGQSGDStrategy
-    from lightning_gqsgd.integrations.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
+    from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs
+    from lightning_gqsgd.frameworks.distributed_checkpoint import DCPState
+    from lightning_gqsgd.frameworks.enable import enable
+    from lightning_gqsgd.frameworks.fabric_lightning import GQSGDFabricStrategy
+    from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+    from lightning_gqsgd.frameworks.ray import RayGQSGDStrategy
+    from lightning_gqsgd.frameworks.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.local_steps.optimizer import LocalSteps
-    from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad
-    from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.reducers.memory import StabilityWarning
-    from lightning_gqsgd.simulation import simulate
+    from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
+    from lightning_gqsgd.research.simulation import simulate
 
 __version__ = "0.1.0"
 

@@ -171,7 +171,7 @@ def _register(name: str, module: ModuleType) -> None:
 
     def strategy(**arguments: Any) -> Any:
         """Make a strategy; its class is imported here, and not before."""
-        home = importlib.import_module(f"lightning_gqsgd.integrations.{target.home}")
+        home = importlib.import_module(f"lightning_gqsgd.frameworks.{target.home}")
         return getattr(home, target.strategy)(**arguments)
 
     for strategy_name, arguments in strategy_names().items():

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from lightning_gqsgd.cli.asking import check_network
 from lightning_gqsgd.errors import ConfigError, check_one_of
-from lightning_gqsgd.performance import models
-from lightning_gqsgd.performance.advice import (
+from lightning_gqsgd.predict import models
+from lightning_gqsgd.predict.advice import (
     BITS,
     FEWEST_BITS,
     Candidate,
@@ -28,11 +28,11 @@ from lightning_gqsgd.performance.advice import (
     over_probe,
     recommendation,
 )
-from lightning_gqsgd.performance.costs import ESTIMATES, Costs, Link
-from lightning_gqsgd.performance.device_times import codec_of_bits
-from lightning_gqsgd.performance.probe import Probe
-from lightning_gqsgd.performance.timeline import Timeline, estimated
-from lightning_gqsgd.performance.units import bytes_per_second, seconds
+from lightning_gqsgd.predict.costs import ESTIMATES, Costs, Link
+from lightning_gqsgd.predict.device_times import codec_of_bits
+from lightning_gqsgd.predict.probe import Probe
+from lightning_gqsgd.predict.timeline import Timeline, estimated
+from lightning_gqsgd.predict.units import bytes_per_second, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"

@@ -88,8 +88,8 @@ def presets(
 ) -> None:
     """What each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
     from lightning_gqsgd.cli import asking
+    from lightning_gqsgd.config.presets import PRESETS
     from lightning_gqsgd.errors import check_integer
-    from lightning_gqsgd.presets import PRESETS
 
     with _refusals_in_one_line():
         check_integer("--ranks", ranks, 2, asking.MOST_RANKS)
@@ -135,7 +135,7 @@ def warmup(
 ) -> None:
     """Compile the kernels for the CPU into the cache, so that no training has to: for images of containers."""
     from lightning_gqsgd.cli import warming
-    from lightning_gqsgd.presets import PRESETS
+    from lightning_gqsgd.config.presets import PRESETS
 
     with _refusals_in_one_line():
         try:
@@ -224,7 +224,7 @@ def advise(
             asking.check_network(probe, link)
     # Here, not above: they import torch, which takes seconds.
     from lightning_gqsgd.cli import advising, tables, waiting
-    from lightning_gqsgd.performance.advice import Sweeps, candidates, recommendable, with_local_steps
+    from lightning_gqsgd.predict.advice import Sweeps, candidates, recommendable, with_local_steps
 
     places = (nodes, gpus_per_node, backward, forward, codec)
     question = advising.Question(model, batch, probe, link, latency, intra, *places)
@@ -239,7 +239,7 @@ def advise(
         return
     with _refusals_in_one_line(), waiting.status("building the model") as say:
         if files:  # matplotlib takes a while to import
-            from lightning_gqsgd.performance import pictures
+            from lightning_gqsgd.predict import pictures
 
             pictures.check_files(files)
         cluster = question.cluster()

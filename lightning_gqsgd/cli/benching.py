@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lightning_gqsgd.cli.probing import joined_ranks, plain_table
+from lightning_gqsgd.cli.training_steps import measure_steps, step_runs
 from lightning_gqsgd.errors import ConfigError, check_one_of
-from lightning_gqsgd.performance.bench import KERNELS_PART, PARTS, REDUCERS_PART, Bench, WayTime, measure, runs
-from lightning_gqsgd.performance.training import measure_steps, step_runs
+from lightning_gqsgd.predict.bench import KERNELS_PART, PARTS, REDUCERS_PART, Bench, WayTime, measure, runs
 
 #: What ``gqsgd bench`` can be restricted to, or asked for.
 TRAINING = "training"
@@ -40,7 +40,7 @@ class Training:
         backend: of the process group.
         ranks: number of ranks.
         rounds: number of timed rounds.
-        steps: see `performance.bench.WayTime`; next to plain DDP.
+        steps: see `predict.bench.WayTime`; next to plain DDP.
     """
 
     device: str

@@ -110,9 +110,9 @@ def _gpu_kernels() -> Finding | str:
 
 def _average(device: torch.device) -> None:
     """Average two gradients with the default configuration, once."""
-    from lightning_gqsgd.compiling import compile_kernels
     from lightning_gqsgd.config import GQSGDConfig
     from lightning_gqsgd.config.resolving import resolve
+    from lightning_gqsgd.wire.compiling import compile_kernels
 
     compile_kernels(resolve(GQSGDConfig(), 2), torch.float32, device, 2)
 

@@ -13,15 +13,15 @@ import torch
 from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import PRESETS, Preset, make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import PRESETS, Preset, make_config
 from lightning_gqsgd.reducers import REDUCERS, Setting
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import KEPT_BY_OWNERS, StabilityWarning, kinds
-from lightning_gqsgd.simulation import VirtualRanks
+from lightning_gqsgd.research.simulation import VirtualRanks
+from lightning_gqsgd.wire.plan import Plan
 
 #: Size of the parameter whose messages are counted, where their length is known without a step.
 NUMEL = 1 << 20

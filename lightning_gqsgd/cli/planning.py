@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.performance.local_plan import LocalPlan, LocalProblem, plan
+from lightning_gqsgd.predict.local_plan import LocalPlan, LocalProblem, plan
 
 
 def check_alone(others: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_gqsgd.cli.listing import Listing
-from lightning_gqsgd.systems import SYSTEMS
+from lightning_gqsgd.research.systems import SYSTEMS
 
 
 def row(name: str) -> list[str]:

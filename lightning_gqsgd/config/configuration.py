@@ -35,7 +35,7 @@ CODE_BITS = tuple(range(1, 9))
 MAX_SLOWDOWN = 0.05
 #: The codecs whose error is a bias and no variance.
 BIASED_CODECS = ("sign", "top_k")
-#: The reducers whose sums of codes are rounded in ways that `tuning.noise` does not predict.
+#: The reducers whose sums of codes are rounded in ways that `adaptive.noise` does not predict.
 ADDING_REDUCERS = ("sum", "tree")
 _LARGEST = 2**63 - 1
 #: Fields that all candidates of ``auto`` have in common, also those of 16 and 32 bits.
@@ -111,8 +111,8 @@ class GQSGDConfig(Fields):
         allow: with ``auto`` or ``bits="auto"``, the numbers of bits that may be taken, at least two.
         max_slowdown: with ``bits="auto"``, the share by which rounding may lengthen a training, counted in steps: the
             variance of the rounding of the mean is at most ``max_slowdown`` times the sampling variance of the mean
-            (see `tuning.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. With ``auto`` as well, the time
-            decides among the bits that this leaves.
+            (see `adaptive.noise`); above 0. None: no limit, or 0.05 with ``bits="auto"``. With ``auto`` as well, the
+            time decides among the bits that this leaves.
         sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
             ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
             ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased;

@@ -1,6 +1,6 @@
 """Kernels for tensors without data, on torch's device "meta": they compute nothing, and note what they were asked for.
 
-The performance model (`performance.profile`) runs reducers on such tensors to learn how much work each of their stages
+The performance model (`predict.profile`) runs reducers on such tensors to learn how much work each of their stages
 has. A tensor without data has no block lengths, so blocks count as full, up to the number of coordinates of the tensor.
 """
 

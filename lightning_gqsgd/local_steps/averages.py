@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -52,16 +51,17 @@ from lightning_gqsgd.local_steps.starting import (
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
-from lightning_gqsgd.nodes import with_nodes
 from lightning_gqsgd.reducers import new_store
-from lightning_gqsgd.report import report
+from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.report import report
 from lightning_gqsgd.sparse.options import refuse_for
-from lightning_gqsgd.telemetry import Telemetry, moment
 from lightning_gqsgd.tracing import untraced
-from lightning_gqsgd.transport.agreement import Card, Stamp, digest_of
-from lightning_gqsgd.transport.communicator import check_timeout, parent_group, patience_of
-from lightning_gqsgd.transport.job import Job
-from lightning_gqsgd.transport.meeting import Meeting
+from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
+from lightning_gqsgd.wire.communicator import check_timeout, parent_group, patience_of
+from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.telemetry import Telemetry, moment
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The order in which averages are started and used: the same between processes and between virtual workers.
 
 A subclass says how an average is started, waited for and applied: `averages.LocalAverages` over process groups,
-`simulation.local.LocalWorkers` in one process.
+`research.simulation.local.LocalWorkers` in one process.
 """
 
 from __future__ import annotations

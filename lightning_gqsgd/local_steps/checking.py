@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gqsgd.checkpoint import is_count
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.reducers.memory import Keeps
+from lightning_gqsgd.session.checkpoint import is_count
 
 #: What to do with a state that has other entries than `checkpoint.state_of` writes.
 REMEDY = "load what state_dict has written"

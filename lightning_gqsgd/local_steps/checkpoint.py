@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gqsgd.checkpoint import STATE_SCHEMA, check_state
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.averages import Average, LocalAverages
 from lightning_gqsgd.local_steps.checking import check_local_state, check_tensors, rows_of
@@ -24,7 +23,8 @@ from lightning_gqsgd.local_steps.fragments import Fragment
 from lightning_gqsgd.local_steps.gathering import gathered
 from lightning_gqsgd.local_steps.outer import load_outer
 from lightning_gqsgd.local_steps.rules import Averager
-from lightning_gqsgd.transport.agreement import digest_of
+from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
+from lightning_gqsgd.wire.agreement import digest_of
 
 logger = logging.getLogger(__name__)
 

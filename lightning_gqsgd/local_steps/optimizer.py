@@ -19,9 +19,9 @@ from lightning_gqsgd.local_steps.choosing import make_local, split_fields
 from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
 from lightning_gqsgd.local_steps.options import Every
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
-from lightning_gqsgd.telemetry import Telemetry
 from lightning_gqsgd.tracing import untraced
-from lightning_gqsgd.transport.communicator import parent_group
+from lightning_gqsgd.wire.communicator import parent_group
+from lightning_gqsgd.wire.telemetry import Telemetry
 
 
 class LocalSteps(Optimizer):

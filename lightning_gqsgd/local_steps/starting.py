@@ -20,8 +20,8 @@ from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
-from lightning_gqsgd.parameters import Parameter, digest, number_parameters
-from lightning_gqsgd.plan import check_parameters
+from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
+from lightning_gqsgd.wire.plan import check_parameters
 
 #: Rounds of a schedule that ranks compare when they start.
 _COMPARED_ROUNDS = 16

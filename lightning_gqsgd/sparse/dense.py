@@ -17,7 +17,7 @@ from lightning_gqsgd.reducers import Exchange, Steps
 from lightning_gqsgd.reducers.base import side_by_side
 from lightning_gqsgd.sparse.gathering import Mean
 from lightning_gqsgd.sparse.tables import Table, Touched
-from lightning_gqsgd.telemetry import BucketCounters
+from lightning_gqsgd.wire.telemetry import BucketCounters
 
 
 def dense_gradient(table: Table, touched: Touched, dtype: torch.dtype) -> Tensor:

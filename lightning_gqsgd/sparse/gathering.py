@@ -23,7 +23,7 @@ from lightning_gqsgd.reducers import Exchange
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.rows import Rows
 from lightning_gqsgd.sparse.tables import Table, Touched
-from lightning_gqsgd.telemetry import BucketCounters
+from lightning_gqsgd.wire.telemetry import BucketCounters
 
 #: Bytes of one rank's lengths.
 LENGTH_BYTES = 16

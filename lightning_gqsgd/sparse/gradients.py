@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.engine import Engine, Request
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, in_finite_range
-from lightning_gqsgd.parameters import Parameter
 from lightning_gqsgd.reducers import Setting, StepKeys, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
+from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.sparse import row_numbers
 from lightning_gqsgd.sparse.dense import dense_gradient, dense_mean
 from lightning_gqsgd.sparse.gathering import LENGTH_BYTES, Mean, gathered_lengths, gathered_mean
 from lightning_gqsgd.sparse.rows import rows_for
 from lightning_gqsgd.sparse.sketching import sketched_mean
 from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
-from lightning_gqsgd.telemetry import BucketCounters
+from lightning_gqsgd.wire.engine import Engine, Request
+from lightning_gqsgd.wire.telemetry import BucketCounters
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from lightning_gqsgd.copies import OwnHook
+from lightning_gqsgd.session.copies import OwnHook
 from lightning_gqsgd.sparse.tables import gradient_of
 
 

@@ -33,7 +33,7 @@ from lightning_gqsgd.reducers import Exchange
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.sparse.gathering import Mean
 from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows
-from lightning_gqsgd.telemetry import BucketCounters
+from lightning_gqsgd.wire.telemetry import BucketCounters
 
 #: Parts of a sketch, which are hashes of each row.
 PARTS = 4

@@ -14,8 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lightning_gqsgd.errors import counted
-from lightning_gqsgd.performance.model import Prediction
-from lightning_gqsgd.performance.pictures import draw_steps
+from lightning_gqsgd.predict.model import Prediction
+from lightning_gqsgd.predict.pictures import draw_steps
 from pictures.style import STYLE as PICTURE_STYLE
 from pictures.style import colours
 from recipes.comparison.embedding import NARROW, on_dark, picture

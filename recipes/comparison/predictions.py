@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.comparison.results import Run
 
 if TYPE_CHECKING:
-    from lightning_gqsgd.performance.model import Prediction
+    from lightning_gqsgd.predict.model import Prediction
 
 LATENCY_S = 50e-6
 #: Candidates of the model by the strategies that they are: plain DDP, torch's bf16 hook, and the package's own codec.
@@ -47,10 +47,10 @@ def predicted_steps(
     import torch
     from omegaconf import OmegaConf
 
-    from lightning_gqsgd.performance.advice import Cluster, candidates, over_links
-    from lightning_gqsgd.performance.costs import ESTIMATES, Link
-    from lightning_gqsgd.performance.timeline import estimated
-    from lightning_gqsgd.performance.units import bytes_per_second
+    from lightning_gqsgd.predict.advice import Cluster, candidates, over_links
+    from lightning_gqsgd.predict.costs import ESTIMATES, Link
+    from lightning_gqsgd.predict.timeline import estimated
+    from lightning_gqsgd.predict.units import bytes_per_second
     from recipes.training.building import build_network
 
     with torch.device("meta"):

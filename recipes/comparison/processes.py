@@ -194,6 +194,4 @@ class ForkedRun:
 def modules_of(config: dict[str, Any]) -> Sequence[str]:
     """The modules whose functions a configuration calls."""
     targets = (node["_target_"] for node in config.values() if isinstance(node, dict) and "_target_" in node)
-    return sorted(
-        {target.rpartition(".")[0] for target in targets} | {"lightning_gqsgd.integrations.trainer_lightning"}
-    )
+    return sorted({target.rpartition(".")[0] for target in targets} | {"lightning_gqsgd.frameworks.trainer_lightning"})

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gqsgd.theory import bits_at
+from lightning_gqsgd.research.theory import bits_at
 from recipes.files import METRICS_FILE, RESULT_FILE
 from recipes.measuring import names
 from recipes.measuring.metrics import METRICS, Metric

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 
 
 def mlp(width: int = 128, depth: int = 3) -> nn.Sequential:

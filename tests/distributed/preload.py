@@ -7,11 +7,11 @@ import torch._dynamo  # DistributedDataParallel imports it, which takes seconds
 import torch.distributed.fsdp
 from transformers import Trainer  # noqa: F401
 
-import lightning_gqsgd.functional  # noqa: F401
-from lightning_gqsgd.compiling import compile_kernels
+import lightning_gqsgd.ddp.functional  # noqa: F401
+from lightning_gqsgd.adaptive.prediction import Measured, StepPredictor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
+from lightning_gqsgd.wire.compiling import compile_kernels
 
 for _reducer in ("sum", "two_shot", "gather"):
     compile_kernels(GQSGDConfig(reducer=_reducer), torch.float32, torch.device("cpu"), 2)

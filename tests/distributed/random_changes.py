@@ -127,7 +127,7 @@ class WithFabric(Bare):
     def _make(self, hook: dict[str, Any]) -> None:
         from lightning.fabric import Fabric
 
-        from lightning_gqsgd.integrations.fabric_lightning import GQSGDFabricStrategy
+        from lightning_gqsgd.frameworks.fabric_lightning import GQSGDFabricStrategy
 
         strategy = GQSGDFabricStrategy(**hook, **self._options)
         self._fabric = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy=strategy)

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.copies import DetachedState
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
-from lightning_gqsgd.telemetry import Meter
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.session.copies import DetachedState
+from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 from tests.distributed.test_hook import DDP_OPTIONS

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.hook import register_gqsgd
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from tests.distributed.models import batch, finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
-from lightning_gqsgd.transport import communicator as module
-from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL, Communicator
+from lightning_gqsgd.wire import communicator as module
+from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL, Communicator
 from tests.distributed.ranks import run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.functional import Reduction, all_reduce, close
-from lightning_gqsgd.hook import register_gqsgd
+from lightning_gqsgd.ddp.functional import Reduction, all_reduce, close
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from tests.distributed.models import batch, fingerprint, mlp
 from tests.distributed.ranks import run
 

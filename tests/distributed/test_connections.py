@@ -11,8 +11,8 @@ import torch
 
 from lightning_gqsgd import register_gqsgd
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.functional import all_reduce, close
-from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.ddp.functional import all_reduce, close
+from lightning_gqsgd.wire.communicator import Communicator
 from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
 

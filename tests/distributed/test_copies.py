@@ -17,9 +17,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_gqsgd.copies import DetachedState
-from lightning_gqsgd.functional import all_reduce
-from lightning_gqsgd.hook import register_gqsgd
+from lightning_gqsgd.ddp.functional import all_reduce
+from lightning_gqsgd.ddp.hook import register_gqsgd
+from lightning_gqsgd.session.copies import DetachedState
 from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
 

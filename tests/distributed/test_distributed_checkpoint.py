@@ -96,7 +96,7 @@ class _Records(logging.Handler):
 
 def _loaded(rank: int, folder: Path) -> list[tuple[str, list[str]]]:
     records, ends = _Records(), []
-    logging.getLogger("lightning_gqsgd.checkpoint").addHandler(records)
+    logging.getLogger("lightning_gqsgd.session.checkpoint").addHandler(records)
     for number, hook in enumerate(HOOKS[:2]):
         model, state = wrapped({}, hook)
         train(model, rank, range(20, 22))

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd import engine, functional
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.functional import Reduction, all_reduce, close
-from lightning_gqsgd.hook import register_gqsgd
-from lightning_gqsgd.transport.communicator import CollectiveError
+from lightning_gqsgd.ddp import functional
+from lightning_gqsgd.ddp.functional import Reduction, all_reduce, close
+from lightning_gqsgd.ddp.hook import register_gqsgd
+from lightning_gqsgd.wire import engine
+from lightning_gqsgd.wire.communicator import CollectiveError
 from tests.distributed.ranks import run
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_gqsgd import all_reduce
-from lightning_gqsgd.functional import close
+from lightning_gqsgd.ddp.functional import close
 from tests.distributed.models import finish, train, wrapped
 from tests.distributed.ranks import run
 

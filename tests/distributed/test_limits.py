@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_gqsgd import functional
-from lightning_gqsgd.functional import MAX_PLAN_BYTES, all_reduce, close
+from lightning_gqsgd.ddp import functional
+from lightning_gqsgd.ddp.functional import MAX_PLAN_BYTES, all_reduce, close
 from tests.distributed.models import Branches, batch, finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 

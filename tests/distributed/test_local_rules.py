@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.simulation import simulate
-from lightning_gqsgd.simulation.problems import Quadratic
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation.problems import Quadratic
 from tests.distributed.local_models import WithBuffers, bits_of_anchors, bits_of_model, train
 from tests.distributed.ranks import run
 

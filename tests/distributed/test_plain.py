@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd.adaptive import plain as plain_module
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
-from lightning_gqsgd.telemetry import Meter
-from lightning_gqsgd.tuning import plain as plain_module
+from lightning_gqsgd.wire.telemetry import Meter
 from tests.distributed.models import Branches, batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 

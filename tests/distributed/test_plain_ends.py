@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gqsgd.tuning import clock as clock_module
-from lightning_gqsgd.tuning import steering as steering_module
+from lightning_gqsgd.adaptive import clock as clock_module
+from lightning_gqsgd.adaptive import steering as steering_module
 from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
 from tests.distributed.test_plain import carrier

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.presets import FIXED, PRESETS
+from lightning_gqsgd.config.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers.memory import kinds
-from lightning_gqsgd.simulation import average
+from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 
@@ -104,7 +104,7 @@ def _resumed_elsewhere(rank: int, path: Path, hook: dict[str, Any]) -> list[str]
     saved = torch.load(path, weights_only=True) if path.exists() else None
     records: list[str] = []
     if saved is not None:
-        from lightning_gqsgd import checkpoint as module
+        from lightning_gqsgd.session import checkpoint as module
 
         module.logger.warning = lambda text, *args: records.append(text % args)  # type: ignore[method-assign]
         state.load_state_dict(saved)

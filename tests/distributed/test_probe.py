@@ -20,13 +20,13 @@ from lightning_gqsgd.cli import benching, doctor, probing
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.performance import bench, predict
-from lightning_gqsgd.performance import probe as probe_module
-from lightning_gqsgd.performance.costs import BF16_HOOK, KINDS, Costs
-from lightning_gqsgd.performance.probe import Probe
-from lightning_gqsgd.performance.recording import Recorder
+from lightning_gqsgd.predict import bench, predict
+from lightning_gqsgd.predict import probe as probe_module
+from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Costs
+from lightning_gqsgd.predict.probe import Probe
+from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.reducers.base import ALL, Scope
-from lightning_gqsgd.transport.communicator import Communicator
+from lightning_gqsgd.wire.communicator import Communicator
 from tests.distributed.ranks import run
 
 

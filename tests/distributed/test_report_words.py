@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gqsgd.hook import GQSGDState
-from lightning_gqsgd.presets import FIXED
+from lightning_gqsgd.config.presets import FIXED
+from lightning_gqsgd.ddp.hook import GQSGDState
 from lightning_gqsgd.reducers.link import Link
+from lightning_gqsgd.research.systems import SYSTEMS
 from lightning_gqsgd.sparse import gradients as sparse_gradients
 from lightning_gqsgd.sparse.logarithmic import LogarithmicRows
 from lightning_gqsgd.sparse.rows import RowsAsTheyAre, RowsOfBf16
-from lightning_gqsgd.systems import SYSTEMS
 from tests.distributed.models import wrapped
 from tests.distributed.ranks import run
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.hook import register_gqsgd
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 

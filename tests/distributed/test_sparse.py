@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.functional import all_reduce
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.ddp.functional import all_reduce
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from tests.distributed.models import fingerprint
 from tests.distributed.ranks import run
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.functional import all_reduce, close
+from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
-from lightning_gqsgd.transport import communicator
-from lightning_gqsgd.transport.agreement import Card, compared
-from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.staging import Staging
+from lightning_gqsgd.wire import communicator
+from lightning_gqsgd.wire.agreement import Card, compared
+from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.staging import Staging
 from tests.distributed.models import finish, train, wrapped
 from tests.distributed.ranks import run
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd import hook
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.ddp import hook
+from lightning_gqsgd.ddp.functional import all_reduce, close
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.functional import all_reduce, close
-from lightning_gqsgd.hook import register_gqsgd
-from lightning_gqsgd.transport.meeting import Meeting
+from lightning_gqsgd.wire.meeting import Meeting
 from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 

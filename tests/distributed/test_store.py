@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError
-from lightning_gqsgd.hook import register_gqsgd
-from lightning_gqsgd.transport.store import Store
+from lightning_gqsgd.wire.store import Store
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
 from tests.ports import free_port

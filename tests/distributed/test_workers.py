@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gqsgd.functional import all_reduce, close
-from lightning_gqsgd.transport.workers import VARIABLE
+from lightning_gqsgd.ddp.functional import all_reduce, close
+from lightning_gqsgd.wire.workers import VARIABLE
 from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
 

@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from lightning_gqsgd.theory import omega_eden, tree_second_moment
+from lightning_gqsgd.research.theory import omega_eden, tree_second_moment
 from tests.docs.checks import Checked, Sentences, compare_sentence
 from tests.docs.pages import tables, text_of
 from tests.docs.tables import RESULTS, cell, rows_of

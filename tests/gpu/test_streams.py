@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.compiling import compile_kernels
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.presets import FIXED
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
-from lightning_gqsgd.telemetry import Telemetry
-from lightning_gqsgd.transport.communicator import CollectiveError, Communicator
-from lightning_gqsgd.transport.job import Job
-from lightning_gqsgd.transport.pipeline import Runner, release, runner_for
+from lightning_gqsgd.wire.communicator import CollectiveError, Communicator
+from lightning_gqsgd.wire.compiling import compile_kernels
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
+from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.telemetry import Telemetry
 from tests.gpu.card import CPU, DEVICE, difference, is_waiting, keep_busy, marks, synchronise
 from tests.unit.test_kernels import gradient
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from tests.distributed.models import batch, mlp
 
 

@@ -24,7 +24,7 @@ def fabric_of(case: dict[str, Any]) -> Any:
     flavour = case.get("flavour", "lightning.fabric")
     strategy = case["strategy"]
     if isinstance(strategy, dict):
-        home = importlib.import_module(f"lightning_gqsgd.integrations.fabric_{flavour.replace('.fabric', '')}")
+        home = importlib.import_module(f"lightning_gqsgd.frameworks.fabric_{flavour.replace('.fabric', '')}")
         strategy = home.GQSGDFabricStrategy(**strategy)
     fabric = importlib.import_module(flavour).Fabric(
         accelerator="cpu",

@@ -22,7 +22,7 @@ if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.integrations.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
+from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
 from tests.distributed.models import batch, mlp, train
 from tests.distributed.ranks import run
 from tests.integrations.fsdp_models import (

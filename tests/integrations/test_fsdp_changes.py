@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.integrations.fsdp import register_gqsgd_fsdp
+from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
 from tests.distributed.models import mlp
 from tests.distributed.ranks import run
 from tests.integrations.fsdp_models import bits, loss_of, mesh, quantised, sharded

@@ -20,8 +20,8 @@ if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.integrations.fsdp import register_gqsgd_fsdp
-from lightning_gqsgd.transport.communicator import CollectiveError
+from lightning_gqsgd.frameworks.fsdp import register_gqsgd_fsdp
+from lightning_gqsgd.wire.communicator import CollectiveError
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
 from tests.integrations.fsdp_models import (

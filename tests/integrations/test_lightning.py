@@ -26,10 +26,10 @@ import lightning_gqsgd
 from lightning_gqsgd import _autoload
 from lightning_gqsgd._autoload import STRATEGY_PRESETS, strategy_names
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.integrations import trainer
+from lightning_gqsgd.config.presets import PRESETS
+from lightning_gqsgd.frameworks import trainer
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.spec.decisions import Decision
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
@@ -276,7 +276,7 @@ def test_a_missing_framework_is_an_error_that_names_its_own_package(
 ) -> None:
     for module in [module for module in sys.modules if module.partition(".")[0] == missing]:
         monkeypatch.setitem(sys.modules, module, None)
-    for module in [module for module in sys.modules if module.startswith("lightning_gqsgd.integrations.")]:
+    for module in [module for module in sys.modules if module.startswith("lightning_gqsgd.frameworks.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "lightning":  # some packages look for Lightning's older name, and leave such an entry behind

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from lightning_gqsgd.adaptive.steering import Steering
+from lightning_gqsgd.adaptive.trials import Trials
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.spec.decisions import Decision
-from lightning_gqsgd.tuning.steering import Steering
-from lightning_gqsgd.tuning.trials import Trials
 from tests.distributed.ranks import run
 from tests.integrations import fit, test_accelerate, test_fabric, test_transformers
 

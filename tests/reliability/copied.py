@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.copies import DetachedState
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.session.copies import DetachedState
 from tests.distributed.models import batch, fingerprint, train
 
 #: Seconds in which a child ends.

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gqsgd.functional import all_reduce, close
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.ddp.functional import all_reduce, close
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from tests.distributed.models import batch, fingerprint, mlp, train
 from tests.reliability.changes import change_state
 from tests.reliability.copied import check_forked, check_spawned, copied_and_saved, trained_copy

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.engine import Engine
-from lightning_gqsgd.functional import all_reduce, close
-from lightning_gqsgd.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.ddp.functional import all_reduce, close
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.local_steps.optimizer import LocalSteps
-from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.transport.communicator import Communicator
-from lightning_gqsgd.transport.job import Job
+from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.engine import Engine
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.plan import Plan
 from tests.distributed.models import batch, mlp
 
 #: What hooks are registered with, in turns.

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.hook import GQSGDState
-from lightning_gqsgd.tuning import clock as clock_module
-from lightning_gqsgd.tuning import steering as steering_module
+from lightning_gqsgd.adaptive import clock as clock_module
+from lightning_gqsgd.adaptive import steering as steering_module
+from lightning_gqsgd.ddp.hook import GQSGDState
 from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
 from tests.reliability.knobs import SEED, chance, scaled

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation.virtual import VirtualRanks
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 from tests.reliability.knobs import chance
 from tests.reliability.test_properties import DTYPES, NOT_FINITE, check_means, drawn_gradients
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.functional import all_reduce, close
 from tests.distributed.models import train, wrapped
 from tests.distributed.ranks import run
 

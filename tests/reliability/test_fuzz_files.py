@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gqsgd.checkpoint import check_state, take_memory
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut, place
-from lightning_gqsgd.performance.costs import KINDS, Collective, Costs, Gamma
-from lightning_gqsgd.performance.probe import Probe
-from lightning_gqsgd.performance.timeline import Bucket, Timeline
+from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma
+from lightning_gqsgd.predict.probe import Probe
+from lightning_gqsgd.predict.timeline import Bucket, Timeline
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.elias import streams as elias
 from lightning_gqsgd.reducers.memory import MemoryStore
-from lightning_gqsgd.transport.agreement import CARD_BYTES, Card, verdict
+from lightning_gqsgd.session.checkpoint import check_state, take_memory
+from lightning_gqsgd.wire.agreement import CARD_BYTES, Card, verdict
 from tests.reliability.knobs import chance, scaled
 from tests.reliability.mutations import LEAVES, mutated, mutated_bytes
 

@@ -14,7 +14,7 @@ from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.packing import pack, unpack
-from lightning_gqsgd.simulation.virtual import VirtualRanks, average
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks, average
 
 #: Coordinates of a block.
 WIDTH = 256

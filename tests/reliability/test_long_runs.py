@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation.virtual import VirtualRanks
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 from tests.reliability.knobs import SEED, scaled
 
 RANKS, STEPS = 3, scaled(4000)

@@ -21,7 +21,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS as REDUCERS_BY_NAME
 from lightning_gqsgd.reducers.memory import StabilityWarning
-from lightning_gqsgd.simulation.virtual import VirtualRanks
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks
 from tests.reliability.knobs import chance, scaled
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

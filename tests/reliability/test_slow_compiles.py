@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.engine import Engine
+from lightning_gqsgd.ddp.functional import all_reduce, close
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
-from lightning_gqsgd.functional import all_reduce, close
-from lightning_gqsgd.hook import register_gqsgd
 from lightning_gqsgd.local_steps.optimizer import LocalSteps
+from lightning_gqsgd.wire.engine import Engine
 from tests.distributed.models import fingerprint, mlp, train
 from tests.distributed.ranks import run
 from tests.reliability.test_forks import code_of_a_child_that_drops

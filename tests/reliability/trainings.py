@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd import GQSGDKwargs
-from lightning_gqsgd.hook import register_gqsgd
+from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.local_steps.optimizer import LocalSteps
 from tests.distributed.models import batch, fingerprint, mlp
 

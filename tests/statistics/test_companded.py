@@ -13,7 +13,7 @@ from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS
 from lightning_gqsgd.reducers import REDUCERS
-from lightning_gqsgd.simulation import average, relative_error
+from lightning_gqsgd.research.simulation import average, relative_error
 
 REPEATS, NUMEL = 250, 4096
 

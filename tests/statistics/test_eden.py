@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.kernels.wire import ScaleFormat
 from lightning_gqsgd.reducers import REDUCERS
-from lightning_gqsgd.simulation import average, relative_error
+from lightning_gqsgd.research.simulation import average, relative_error
 
 BLOCK, REPEATS = 256, 8000
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import Memory
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation import VirtualRanks
+from lightning_gqsgd.research.simulation import VirtualRanks
 
 STEPS = 20
 NUMEL = 1000

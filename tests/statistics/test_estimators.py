@@ -11,7 +11,7 @@ from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.reducers import REDUCERS
-from lightning_gqsgd.simulation import average, relative_error
+from lightning_gqsgd.research.simulation import average, relative_error
 
 REPEATS = 400
 DITHERS = ["adaptive", "subtractive", "stochastic"]

@@ -13,7 +13,7 @@ from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.reducers.tree import hops_of
-from lightning_gqsgd.simulation import average, relative_error
+from lightning_gqsgd.research.simulation import average, relative_error
 
 DRAWS = 2_000_000 // 16 * 16
 BLOCK = 1 << 16

@@ -18,9 +18,9 @@ from lightning_gqsgd.local_steps.fragments import Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.rules import MeanOf
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
-from lightning_gqsgd.simulation import VirtualRanks, simulate
-from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Quadratic
-from lightning_gqsgd.simulation.record import Record
+from lightning_gqsgd.research.simulation import VirtualRanks, simulate
+from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Quadratic
+from lightning_gqsgd.research.simulation.record import Record
 
 #: QSGD's codes with s levels and one l2 norm, which FedPAQ has.
 QSGD: dict[str, Any] = {"norm": "l2", "dither": "stochastic", "block_size": 104, "reducer": "gather"}

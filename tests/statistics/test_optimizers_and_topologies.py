@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
-from lightning_gqsgd.simulation import average, simulate
-from lightning_gqsgd.simulation.gossip import DPSVRG, DSPG, Penalised
-from lightning_gqsgd.simulation.graph import Graph
-from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
-from lightning_gqsgd.simulation.shifted import DGDDEF
-from lightning_gqsgd.simulation.votes import FedVote
-from lightning_gqsgd.systems import SYSTEMS
+from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
+from lightning_gqsgd.research.simulation import average, simulate
+from lightning_gqsgd.research.simulation.gossip import DPSVRG, DSPG, Penalised
+from lightning_gqsgd.research.simulation.graph import Graph
+from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
+from lightning_gqsgd.research.simulation.shifted import DGDDEF
+from lightning_gqsgd.research.simulation.votes import FedVote
+from lightning_gqsgd.research.systems import SYSTEMS
 
 # --- optimizers that make models sparse -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 
 #: A reference that is the latest reduced gradient.
 LATEST = {"shared": True, "rho": 1.0, "beta": 0.0}

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd import theory
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers.memory import StabilityWarning
-from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
-from lightning_gqsgd.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
-from lightning_gqsgd.simulation.record import Record
+from lightning_gqsgd.research import theory
+from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error, simulate
+from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
+from lightning_gqsgd.research.simulation.record import Record
 
 
 def normal(seed: int, numel: int) -> Tensor:

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.performance import Bucket, Timeline, advice
-from lightning_gqsgd.performance.costs import ESTIMATES, Link
+from lightning_gqsgd.predict import Bucket, Timeline, advice
+from lightning_gqsgd.predict.costs import ESTIMATES, Link
 
 LINE = Timeline(
     tuple(Bucket((Segment(number, numel, False),), 0.02 * number) for number, numel in enumerate((400_000, 5_000_000))),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gqsgd.performance import Costs, advice
-from lightning_gqsgd.performance.probe import MOST_BYTES, Probe
+from lightning_gqsgd.predict import Costs, advice
+from lightning_gqsgd.predict.probe import MOST_BYTES, Probe
 from tests.unit.test_advise import USUAL, _json, _probe, _run
 
 HERE = "tests.unit.test_advise_notes"

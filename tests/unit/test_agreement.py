@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.transport.agreement import CARD_BYTES, Card, compared
+from lightning_gqsgd.wire.agreement import CARD_BYTES, Card, compared
 
 
 @pytest.mark.parametrize("error", ["short", "ω" * 1000, "\U0001f600" * 1000, "\n" * 1000, "x" * 5000])

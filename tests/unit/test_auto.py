@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_gqsgd.adaptive import announcing
+from lightning_gqsgd.adaptive.clock import StepClock
+from lightning_gqsgd.adaptive.describing import describe
+from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.cli.facts import facts_of, notes
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.presets import FIXED, PRESETS, make_config
-from lightning_gqsgd.simulation import average
+from lightning_gqsgd.research.simulation import average
 from lightning_gqsgd.spec.decisions import LAG, Decision
-from lightning_gqsgd.transport.agreement import Agreed
-from lightning_gqsgd.tuning import announcing
-from lightning_gqsgd.tuning.clock import StepClock
-from lightning_gqsgd.tuning.describing import describe
-from lightning_gqsgd.tuning.steering import Steering
+from lightning_gqsgd.wire.agreement import Agreed
 
 
 def test_candidates_are_the_configurations_that_bits_alone_would_give() -> None:

@@ -14,9 +14,9 @@ import torch
 from benchmarks import gpu_kernels, kernels, report, roofline
 from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Target
 from benchmarks.roofline import Fact
-from lightning_gqsgd.performance.turns import EventClock, in_turns, stopwatch
+from lightning_gqsgd.predict.turns import EventClock, in_turns, stopwatch
 from lightning_gqsgd.reducers import Setting
-from lightning_gqsgd.transport.communicator import NCCL_PIECE_NUMEL
+from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 
 CPU = Target(torch.device("cpu"), stopwatch, lambda: None, cache_bytes=40_000)
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import rivals
 from benchmarks.rival_hooks import BlockwiseCodes, Codes, MaxMinCodes, RowCodes, UniformCodes, dynamic_levels, mean_of
-from lightning_gqsgd.simulation import relative_error
+from lightning_gqsgd.research.simulation import relative_error
 
 #: Codes, bits of a message per coordinate at 200,000 normal numbers, and the range of one mean's error.
 CODES: list[tuple[Codes, float, float, float]] = [

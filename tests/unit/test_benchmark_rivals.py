@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import rivals
-from lightning_gqsgd.simulation import relative_error
+from lightning_gqsgd.research.simulation import relative_error
 
 
 def gradients(ranks: int) -> list[torch.Tensor]:

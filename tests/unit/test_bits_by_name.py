@@ -11,10 +11,10 @@ from torch import nn
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve, resolve_each
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.parameters import number_parameters
-from lightning_gqsgd.plan import Plan
 from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.session.parameters import number_parameters
 from lightning_gqsgd.spec.bits_by_name import BitsByName
+from lightning_gqsgd.wire.plan import Plan
 
 NAMES = {"body.0.weight": nn.Parameter(torch.zeros(64, 64)), "head.weight": nn.Parameter(torch.zeros(64, 64))}
 

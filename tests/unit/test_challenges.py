@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from lightning_gqsgd.adaptive.describing import describe
+from lightning_gqsgd.adaptive.trials import Trials
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.spec.decisions import LAG, Rules
-from lightning_gqsgd.tuning.describing import describe
-from lightning_gqsgd.tuning.trials import Trials
 from tests.unit.test_trials import ALLOW, constant, run
 
 

@@ -12,7 +12,7 @@ from lightning_gqsgd.codecs import TopKCodec
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation import average
+from lightning_gqsgd.research.simulation import average
 from tests.unit.test_kernels import layout_of, message
 
 BITS = (2, 3, 4)
@@ -87,7 +87,7 @@ def test_bytes_of_a_message() -> None:
 
 def test_memory_sends_everything_in_the_long_run() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(2))
-    from lightning_gqsgd.simulation import VirtualRanks
+    from lightning_gqsgd.research.simulation import VirtualRanks
 
     ranks = VirtualRanks(1, [Segment(0, 1000, False)], preset="topk_ef", bits=2, density=0.05)
     total = sum(ranks.mean([x], step) for step in range(200)) / 200

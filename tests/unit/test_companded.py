@@ -13,7 +13,7 @@ from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.packing import unpack
 from lightning_gqsgd.reducers import choose_reducer
-from lightning_gqsgd.simulation import average
+from lightning_gqsgd.research.simulation import average
 from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message
 
 WIDTHS = range(2, 9)

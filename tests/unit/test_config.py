@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_gqsgd.adaptive import announcing
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.config.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import choose_reducer
-from lightning_gqsgd.tuning import announcing
 
 
 @pytest.mark.parametrize(

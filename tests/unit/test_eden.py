@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gqsgd import theory
 from lightning_gqsgd.codecs import EdenCodec
 from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, folded
 from lightning_gqsgd.codecs.variance import LLOYD_MAX
@@ -21,7 +20,8 @@ from lightning_gqsgd.kernels.layout import CODES, Segment
 from lightning_gqsgd.kernels.rotation import SHORTEST, padded
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE
 from lightning_gqsgd.reducers import choose_reducer
-from lightning_gqsgd.simulation import average
+from lightning_gqsgd.research import theory
+from lightning_gqsgd.research.simulation import average
 from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message
 
 WIDTHS = range(1, 5)

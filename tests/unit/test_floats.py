@@ -13,10 +13,10 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.kernels.narrowing import rounded
-from lightning_gqsgd.performance.costs import ESTIMATES, Link, collectives_between
-from lightning_gqsgd.performance.model import NATIVE, predict
-from lightning_gqsgd.performance.timeline import Bucket, Timeline
-from lightning_gqsgd.simulation import average, relative_error
+from lightning_gqsgd.predict.costs import ESTIMATES, Link, collectives_between
+from lightning_gqsgd.predict.model import NATIVE, predict
+from lightning_gqsgd.predict.timeline import Bucket, Timeline
+from lightning_gqsgd.research.simulation import average, relative_error
 
 ROWS = [Segment(0, 5001, raw=False), Segment(3, 1, raw=True), Segment(7, 3 * 1024, raw=False), Segment(9, 1023, False)]
 NUMEL = sum(segment.numel for segment in ROWS)

@@ -10,10 +10,10 @@ import torch
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.nodes import node_size_of
 from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.reducers.hierarchical import between_nodes
-from lightning_gqsgd.simulation import average, relative_error
+from lightning_gqsgd.research.simulation import average, relative_error
+from lightning_gqsgd.session.nodes import node_size_of
 
 SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
 

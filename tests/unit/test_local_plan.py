@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.performance.local_plan import LocalProblem, plan
+from lightning_gqsgd.predict.local_plan import LocalProblem, plan
 
 #: Ten workers, half of them five times as fast, and the constants of the released code, CuiYing123456/GenQSGD.
 WORKER: dict[str, Any] = {"cycles": 1e8, "power": 1.5, "rate": 5e6, "levels": 2**14, "count": 5}

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.checkpoint import take_memory
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
+from lightning_gqsgd.config.presets import FIXED, PRESETS
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment, cut, owners, runs
-from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import MemoryStore, StabilityWarning, kinds
-from lightning_gqsgd.simulation import VirtualRanks
+from lightning_gqsgd.research.simulation import VirtualRanks
+from lightning_gqsgd.session.checkpoint import take_memory
+from lightning_gqsgd.wire.plan import Plan
 
 SEGMENTS = [Segment(0, 5000, False), Segment(1, 300, True), Segment(2, 2300, False)]
 NUMEL = 7600

@@ -16,9 +16,9 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, run_virtual
-from lightning_gqsgd.telemetry import BucketCounters, Telemetry
+from lightning_gqsgd.wire.plan import Plan, ScatterPlan
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 
 RANKS = 4
 SEGMENTS = [Segment(0, 3000, False), Segment(1, 10, True), Segment(2, 700, False)]

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseRules, NoiseSums, Way
+from lightning_gqsgd.adaptive.sampling import SAMPLE_NUMEL, GradientSampler
+from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.integrations.fsdp_starting import check_request
+from lightning_gqsgd.frameworks.fsdp_starting import check_request
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation import average
-from lightning_gqsgd.transport.agreement import Agreed
-from lightning_gqsgd.tuning.noise import NoiseGauge, NoiseRules, NoiseSums, Way
-from lightning_gqsgd.tuning.sampling import SAMPLE_NUMEL, GradientSampler
-from lightning_gqsgd.tuning.steering import Steering
+from lightning_gqsgd.research.simulation import average
+from lightning_gqsgd.wire.agreement import Agreed
 
 RANKS, NUMEL = 4, 3 * SAMPLE_NUMEL + 500
 SEGMENTS = (Segment(0, 700, True), Segment(1, NUMEL, False))

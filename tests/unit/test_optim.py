@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_gqsgd
-from lightning_gqsgd.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
+from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
 
 BOTH = pytest.mark.parametrize("kind", [CMDAdagrad, RDAAdagrad])
 

@@ -12,7 +12,7 @@ from lightning_gqsgd.codecs import Codec, CompandedCodec, ExponentialCodec, Line
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Layout, Segment
 from lightning_gqsgd.kernels.protocol import Own
-from lightning_gqsgd.simulation import VirtualRanks
+from lightning_gqsgd.research.simulation import VirtualRanks
 from tests.unit.test_kernels import KEYS, gradient, layout_of, message
 
 SEGMENTS = [Segment(0, 300, False), Segment(1, 37, True), Segment(2, 81, False)]

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import FIXED, make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.kernels.meta import Work
-from lightning_gqsgd.performance import (
+from lightning_gqsgd.predict import (
     Bucket,
     Collective,
     Costs,
@@ -30,14 +31,13 @@ from lightning_gqsgd.performance import (
     estimated,
     predict,
 )
-from lightning_gqsgd.performance.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks
-from lightning_gqsgd.performance.paper import tree_gains, tree_seconds
-from lightning_gqsgd.performance.probe import measure
-from lightning_gqsgd.performance.profile import bucket_profiles
-from lightning_gqsgd.plan import Plan
-from lightning_gqsgd.presets import FIXED, make_config
+from lightning_gqsgd.predict.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks
+from lightning_gqsgd.predict.paper import tree_gains, tree_seconds
+from lightning_gqsgd.predict.probe import measure
+from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.memory import StabilityWarning
+from lightning_gqsgd.wire.plan import Plan
 
 RANKS = 4
 BETA = 1e-9
@@ -308,7 +308,7 @@ def test_a_profile_does_not_load_torchs_compiler() -> None:
         "import sys, torch\n"
         "from lightning_gqsgd import GQSGDConfig\n"
         "from lightning_gqsgd.kernels.layout import PieceSize, Segment\n"
-        "from lightning_gqsgd.performance.profile import bucket_profiles\n"
+        "from lightning_gqsgd.predict.profile import bucket_profiles\n"
         "from lightning_gqsgd.reducers import resolve\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "bucket_profiles(resolve(GQSGDConfig(), 2), [Segment(0, 1000, raw=False)], 2, torch.float32, PieceSize())\n"

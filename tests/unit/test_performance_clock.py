@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gqsgd.performance.clock import Clock, Resource
+from lightning_gqsgd.predict.clock import Clock, Resource
 
 
 def _ends(cores: float, tasks: list[tuple[float, float]]) -> list[float]:

@@ -16,8 +16,8 @@ from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.performance import Bucket, Timeline, advice, profile
-from lightning_gqsgd.performance.costs import ESTIMATES, Link
+from lightning_gqsgd.predict import Bucket, Timeline, advice, profile
+from lightning_gqsgd.predict.costs import ESTIMATES, Link
 from lightning_gqsgd.reducers import Setting
 
 NUMELS = (1, 7, 64, 128, 1000, 4096, 100_003, 1 << 17, 300_000, 1 << 20)

@@ -12,10 +12,10 @@ import torch
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
-from lightning_gqsgd.telemetry import BucketCounters, Telemetry
-from lightning_gqsgd.transport.job import Job
-from lightning_gqsgd.transport.pipeline import MAX_UNDER_WAY, Sequencer, StreamRunner
-from lightning_gqsgd.transport.workers import VARIABLE, codec_threads, spare_threads
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import MAX_UNDER_WAY, Sequencer, StreamRunner
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
+from lightning_gqsgd.wire.workers import VARIABLE, codec_threads, spare_threads
 
 
 class FakeWork:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.reducers.memory import kinds
-from lightning_gqsgd.simulation import VirtualRanks, average, relative_error
+from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
 
 STATELESS = [name for name, preset in FIXED.items() if not kinds(preset.config)]
 #: Rough relative L2 error of one step on Gaussian gradients of 3 ranks; those with memory lose more at first.

@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment
-from lightning_gqsgd.plan import Plan, ScatterPlan
 from lightning_gqsgd.reducers import REDUCERS, Setting
+from lightning_gqsgd.wire.plan import Plan, ScatterPlan
 
 REPEATS = 400
 

@@ -16,8 +16,8 @@ import torch
 
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.simulation import VirtualRanks, average, relative_error, simulate
-from lightning_gqsgd.simulation.problems import (
+from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error, simulate
+from lightning_gqsgd.research.simulation.problems import (
     DigitsMLP,
     LeastSquares,
     LogisticRegression,
@@ -25,7 +25,7 @@ from lightning_gqsgd.simulation.problems import (
     Quadratic,
     _generator,
 )
-from lightning_gqsgd.simulation.record import Record
+from lightning_gqsgd.research.simulation.record import Record
 
 
 def test_every_virtual_rank_gets_the_same_mean_and_gradients_stay_as_they_are() -> None:

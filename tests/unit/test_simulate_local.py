@@ -11,9 +11,9 @@ import torch
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.simulation import simulate
-from lightning_gqsgd.simulation.local import Crowd
-from lightning_gqsgd.simulation.problems import Quadratic
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation.local import Crowd
+from lightning_gqsgd.research.simulation.problems import Quadratic
 
 PROBLEM = Quadratic(300, condition=10, spread=1.0, dtype=torch.float64)
 

@@ -20,7 +20,7 @@ from lightning_gqsgd.sparse.missing import empty_gradient
 from lightning_gqsgd.sparse.rows import rows_for
 from lightning_gqsgd.sparse.sketching import PARTS, places_of, rows_of, sketch_of, sketched_mean
 from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
-from lightning_gqsgd.telemetry import BucketCounters
+from lightning_gqsgd.wire.telemetry import BucketCounters
 
 # --- row numbers -----------------------------------------------------------------------------------------------------
 

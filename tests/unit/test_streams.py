@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_gqsgd.reducers.base import Exchange, Steps
-from lightning_gqsgd.telemetry import BucketCounters, Telemetry
-from lightning_gqsgd.transport import staging
-from lightning_gqsgd.transport.job import Job
-from lightning_gqsgd.transport.pipeline import Sequencer, StreamRunner, release, runner_for
+from lightning_gqsgd.wire import staging
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Sequencer, StreamRunner, release, runner_for
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from tests.unit.fake_cuda import DEVICE, FakeCuda, FakeEvent, cuda, on_gpu
 
 __all__ = ["cuda"]

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from lightning_gqsgd.summary import StepClock, in_words, summary
-from lightning_gqsgd.telemetry import Telemetry
+from lightning_gqsgd.session.summary import StepClock, in_words, summary
+from lightning_gqsgd.wire.telemetry import Telemetry
 
 
 def _trained(steps: int = 10) -> Telemetry:

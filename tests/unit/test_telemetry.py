@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_gqsgd.telemetry import MAX_MEASURING, BucketCounters, Meter, Tally, Telemetry, moment
+from lightning_gqsgd.wire.telemetry import MAX_MEASURING, BucketCounters, Meter, Tally, Telemetry, moment
 from tests.unit.fake_cuda import DEVICE, FakeCuda, cuda, on_gpu
 
 __all__ = ["cuda"]

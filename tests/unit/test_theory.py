@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lightning_gqsgd import theory
 from lightning_gqsgd.config import ConfigError
+from lightning_gqsgd.research import theory
 
 Array = np.ndarray
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_gqsgd import theory
+from lightning_gqsgd.research import theory
 from tests.unit.test_theory import Array, round_linear
 
 # Bits

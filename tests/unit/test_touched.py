@@ -16,9 +16,9 @@ from tests import touched
         ("tests/recipes/test_text.py", "tests/recipes/test_run.py::test_a", False),
         ("docs/index.md", "tests/recipes/test_run.py::test_a", False),
         ("README.md", "tests/integrations/test_readme.py::test_example", True),
-        ("lightning_gqsgd/integrations/fabric.py", "tests/integrations/test_lightning.py::test_a", True),
-        ("lightning_gqsgd/copies.py", "tests/distributed/test_plain.py::test_a", True),
-        ("lightning_gqsgd/copies.py", "tests/distributed/test_staging.py::test_a", False),
+        ("lightning_gqsgd/frameworks/fabric.py", "tests/integrations/test_lightning.py::test_a", True),
+        ("lightning_gqsgd/session/copies.py", "tests/distributed/test_plain.py::test_a", True),
+        ("lightning_gqsgd/session/copies.py", "tests/distributed/test_staging.py::test_a", False),
         ("lightning_gqsgd/codecs/linear/codec.py", "tests/statistics/test_systems.py::test_a", True),
     ],
 )

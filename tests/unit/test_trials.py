@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_gqsgd.adaptive.describing import describe
+from lightning_gqsgd.adaptive.prediction import Measured, StepPredictor
+from lightning_gqsgd.adaptive.trials import Trials
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.spec.decisions import LAG, Decision, Rules
-from lightning_gqsgd.tuning.describing import describe
-from lightning_gqsgd.tuning.prediction import Measured, StepPredictor
-from lightning_gqsgd.tuning.trials import Trials
 
 ALLOW = (32, 16, 8, 4)
 Length = Callable[[int, int], float | None]  # of a step, by its number and its bits

@@ -2,7 +2,7 @@
 
 A rule issues no collective itself. The `Averager` of a rank yields what it asks for and is resumed with the answer, so
 that the same objects run over process groups (`PendingMean`) and over virtual workers of one process
-(`simulation.local`).
+(`research.simulation.local`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Steps
-from lightning_gqsgd.telemetry import BucketCounters
-from lightning_gqsgd.transport.job import Job
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.telemetry import BucketCounters
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig

@@ -1,0 +1,330 @@
+"""Plain DDP in the place of the hook, and the hook in its place again, while a model is trained.
+
+Where `auto` has decided for 32 bits, no hook is as fast as DDP without one. DDP divides gradients by the number of
+ranks while it copies them into buckets, and calls no Python. A hook costs another pass over all gradients, and a call
+for each bucket.
+
+DDP's Reducer keeps the first hook that it gets. So a new Reducer is built, by the same methods by which DDP builds one
+for a model that was unpickled. It is built before a forward pass, when no backward pass is under way. All ranks build
+it between the same two steps, because all of them follow the same decisions. Like every new Reducer, it has one bucket
+in its first step, and it builds its buckets anew in the next forward pass. Gradients that are views of buckets become
+views of the new buckets, as they do whenever DDP builds its buckets anew.
+
+While plain DDP carries the gradients, steps are counted and timed without DDP's help. Every few steps, ranks compare
+how long their steps took, and whether a state was loaded. The comparison has a process group of its own. It is started
+before one step and read before the next, so no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gqsgd.adaptive.steering import Steering
+from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.spec.decisions import Rules
+from lightning_gqsgd.wire.agreement import Stamp
+from lightning_gqsgd.wire.engine import Engine
+from lightning_gqsgd.wire.job import Job
+
+#: Attributes of a DDP model, beyond the documented ones, that are needed to build its Reducer anew.
+_NEEDED = (
+    "reducer",
+    "logger",
+    "require_backward_grad_sync",
+    "_build_params_for_reducer",
+    "_build_debug_param_to_name_mapping",
+    "_comm_hooks",
+    "_ddp_init_helper",
+    "_has_rebuilt_buckets",
+    "_join_config",
+)
+
+#: Parameters of DDP's method that builds the Reducer.
+_BUILDER = ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"]
+
+#: A hook of DDP's: the state and the function.
+Hook = tuple[Any, Callable[..., Any]]
+
+
+def obstacle(model: DistributedDataParallel) -> str:
+    """Why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
+    missing = [name for name in _NEEDED if not hasattr(model, name)]
+    missing += [] if hasattr(torch._C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
+    missing += [] if hasattr(getattr(model, "reducer", None), "_remove_autograd_hooks") else ["_remove_autograd_hooks"]
+    if missing:
+        return f"torch {torch.__version__}, which has no {', '.join(missing)}"
+    if list(inspect.signature(model._ddp_init_helper).parameters) != _BUILDER:
+        return f"torch {torch.__version__}, whose DDP builds its Reducer in another way"
+    # A static graph is learnt in a Reducer's first step, which Lightning ends by a call of its own, once per model.
+    if model.static_graph:
+        return "static_graph=True"
+    if getattr(model, "_delay_all_reduce_params", ()):
+        return "delay_all_reduce_named_params"
+    if getattr(model, "_require_manual_backward_finalization", False):
+        return "require_manual_backward_finalization=True"
+    return ""
+
+
+def rebuild_reducer(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
+    """Build a DDP model's Reducer anew, with a hook or without one.
+
+    This is no collective. If an exception is raised, the model has its old Reducer, which is whole.
+
+    Args:
+        model: the DDP model.
+        reduced: the parameters that the old Reducer reduces, in DDP's order.
+        hook: the hook; None: plain DDP.
+
+    Returns:
+        False if the module has other parameters than those, or if a CUDA graph is captured, which keeps the buckets of
+        its Reducer. Nothing was changed then.
+    """
+    if model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    # A rank that freezes a parameter where parameters may be unused has to change places with the others. The new
+    # Reducer reduces that parameter, as the old one did.
+    frozen = [parameter for parameter in reduced if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        return _build_anew(model, reduced, hook)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook: Hook | None) -> bool:
+    """`rebuild_reducer`, where all of the parameters require a gradient."""
+    built = zip(*model._build_params_for_reducer(), strict=True)
+    known = set(map(id, reduced))
+    # One that was unfrozen since is not reduced, which `trained.TrainedParameters.check` refuses.
+    kept = [(parameter, is_sparse) for parameter, is_sparse in built if id(parameter) in known]
+    parameters, expects_sparse = [parameter for parameter, _ in kept], [is_sparse for _, is_sparse in kept]
+    if list(map(id, parameters)) != list(map(id, reduced)):
+        return False
+    before = model.reducer, model.logger
+    try:
+        names = model._build_debug_param_to_name_mapping(parameters)
+        model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
+        if hook is not None:
+            state, function = hook
+            assert model.logger is not None  # DDP's method has made it
+            # `register_comm_hook` would also add the hook to the model's list, which still has it.
+            model.logger._set_comm_hook_name(function.__qualname__)
+            dist._register_comm_hook(model.reducer, state, function)
+    except BaseException:
+        if model.reducer is not before[0]:
+            model.reducer._remove_autograd_hooks()
+        model.reducer, model.logger = before
+        raise
+    before[0]._remove_autograd_hooks()
+    model._has_rebuilt_buckets = False
+    return True
+
+
+class PlainPath:
+    """Lets plain DDP carry the gradients of one model while `auto` has decided for 32 bits.
+
+    Args:
+        model: the DDP model, with the hook on it; `obstacle` is empty.
+        engine: that of the hook.
+        steering: that of the hook.
+
+    Attributes:
+        is_on: whether plain DDP has the hook's place.
+        passed: steps that plain DDP has carried since the hook's number of steps was last set.
+    """
+
+    def __init__(self, model: DistributedDataParallel, engine: Engine, steering: Steering) -> None:
+        self.is_on, self.passed = False, 0
+        self._engine, self._steering, self._rules = engine, steering, Rules()
+        self._parameters, _ = model._build_params_for_reducer()
+        self._bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        self._numel = sum(p.numel() for p in self._parameters)
+        self._expectation = _Expectation()
+        self._counted, self._seen = 0, 0  # backward passes so far, and those of them that were dealt with
+        self._matches = 0
+        self._since = 0  # steps since plain DDP took the hook's place
+        self._lengths: deque[int] = deque(maxlen=self._rules.window)  # in microseconds
+        self._comparing: tuple[int, Job] | None = None
+        self._goes_back = False
+        # Any parameter may be one that a backward pass does not use, if DDP allows for such parameters.
+        watched = self._parameters if model.find_unused_parameters else self._parameters[-1:]
+        count = _counter(self._expectation, weakref.ref(self))
+        self._handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in watched]
+        weakref.finalize(model, _remove, self._handles)  # the module may be trained without DDP afterwards
+
+    @classmethod
+    def on(
+        cls, model: DistributedDataParallel, engine: Engine, steering: Steering, needs: Mapping[str, object]
+    ) -> PlainPath | None:
+        """The path of a model; None if the hook has to stay.
+
+        Args:
+            model: the DDP model.
+            engine: that of the hook.
+            steering: that of the hook, which is told.
+            needs: what else needs the hook, by name; None: it is not there.
+        """
+        if engine.world_size == 1:
+            return None  # there are no steps to compare
+        noise = ['bits="auto"'] if steering.gauge is not None else []
+        reasons = [name for name, value in needs.items() if value is not None]
+        why = "; ".join([*noise, *reasons]) or obstacle(model)
+        steering.permit_plain(why)
+        return None if why else cls(model, engine, steering)
+
+    def restart(self) -> None:
+        """Count from 0 again: the hook's number of steps was set, perhaps by a state that was loaded.
+
+        A comparison under way was started before. Nothing follows from it on this rank, because other ranks might have
+        loaded nothing. The next comparison finds that.
+        """
+        self.passed, self._comparing = 0, None
+
+    def forget(self) -> None:
+        """Count no backward pass before the next forward pass, and let go of the parameters: the hook was closed."""
+        self._expectation.is_open, self._comparing = False, None
+        self._parameters = []
+
+    def remove(self) -> None:
+        """Count no backward pass any more: another DDP model is wrapped around the module."""
+        self.forget()
+        self._steering.end_plain()
+        _remove(self._handles)
+
+    def end_hook_step(self) -> None:
+        """Note that the hook has got the last bucket of a step, and whether the step was counted without the hook.
+
+        The two counts differ where forward passes and reductions do not alternate, such as in training loops that
+        prepare DDP for several backward passes after one forward pass. There, the hook stays.
+        """
+        self._matches = self._matches + 1 if self._counted == self._seen + 1 else 0
+        self._seen = self._counted
+        self._steering.is_countable = self._matches >= self._rules.matches
+
+    def is_due(self, model: DistributedDataParallel) -> bool:
+        """Whether `go_on` is to be called before a forward pass. The backward pass that may follow is counted.
+
+        Under torch's `Join`, some ranks make no forward passes. So nothing is counted or changed there, nor afterwards,
+        because torch keeps a model prepared for `Join` once it was used.
+        """
+        self._expectation.is_open = model.require_backward_grad_sync and not model._join_config.enable
+        if not self._expectation.is_open or self._engine.is_closed:  # if it is closed, the backward pass raises that
+            return False
+        if self.is_on:
+            return self._goes_back or self._counted != self._seen
+        return self._steering.leaves_hook
+
+    def go_on(self, model: DistributedDataParallel, stamp: Stamp, hook: Hook) -> None:
+        """Change places, or deal with a step that plain DDP has carried.
+
+        Args:
+            model: the DDP model.
+            stamp: this rank's stamp of the step that begins, whose digest is that of all facts.
+            hook: the hook, to be registered again.
+
+        Raises:
+            ConfigError: ranks do not agree, because a state was loaded on some of them only.
+        """
+        if not self.is_on:
+            self._leave_hook(model, stamp.step)
+            return
+        if not self._goes_back:
+            self._end_plain_step(stamp)
+        if self._goes_back:
+            self._return_to_hook(model, stamp.step, hook)
+
+    def count_backward(self) -> None:
+        """Count a backward pass that a forward pass has announced."""
+        self._expectation.is_open = False
+        self._counted += 1
+        if self.is_on:
+            self._engine.check_open()
+            self.passed += 1
+            self._steering.count_step()
+            sent = ring_bytes(self._bytes, self._engine.world_size)
+            self._engine.telemetry.add_plain_step(self._numel, self._bytes, sent)
+
+    def _leave_hook(self, model: DistributedDataParallel, step: int) -> None:
+        if not rebuild_reducer(model, self._parameters, None):
+            return
+        self.is_on, self._since = True, 0
+        self._lengths.clear()
+        self._engine.forget_agreed()
+        self._engine.plans.clear()
+        self._steering.begin_plain()
+        self._engine.telemetry.choice = self._steering.choice()
+        self._log(f"plain DDP carries the gradients from step {step} on")
+
+    def _end_plain_step(self, stamp: Stamp) -> None:
+        """Time a step, and start or read a comparison."""
+        self._seen = self._counted
+        self._since += 1
+        length = self._steering.time_plain_step()
+        if length:
+            self._lengths.append(length)
+        if self._comparing is not None:
+            self._read(stamp.step)
+        if not self._goes_back and self._since % self._rules.compare_every == 0:
+            period_us = self._steering.watched_us(self._lengths)
+            stamp = stamp._replace(digest=self._steering.plain_digest(stamp.digest), period_us=period_us)
+            self._comparing = stamp.step, self._engine.compare(stamp)
+
+    def _read(self, begins: int) -> None:
+        """Read the comparison that was started a step ago, and decide whether the hook is needed again in the step that
+        begins."""
+        assert self._comparing is not None
+        (step, job), self._comparing = self._comparing, None
+        job.wait()
+        self._engine.read_stamps()
+        period_us = self._engine.agreed(step)[step].period_us
+        self._steering.watch_plain(self._rules.compare_every, period_us, begins, logs=self._engine.rank == 0)
+        self._engine.telemetry.choice = self._steering.choice()
+        self._goes_back = not self._steering.rests
+
+    def _return_to_hook(self, model: DistributedDataParallel, step: int, hook: Hook) -> None:
+        if not rebuild_reducer(model, self._parameters, hook):
+            return
+        self.is_on, self._goes_back, self._matches = False, False, 0
+        self._steering.is_countable = False
+        self._steering.end_plain()
+        self._log(f"the hook carries the gradients again from step {step} on")
+
+    def _log(self, text: str) -> None:
+        if self._engine.rank == 0:
+            self._steering.say(f"gqsgd: {text}")
+
+
+class _Expectation:
+    """Whether a forward pass has announced a backward pass that was not counted yet, as ``is_open``."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+def _counter(expectation: _Expectation, path: weakref.ref[PlainPath]) -> Callable[[nn.Parameter], None]:
+    """What is called whenever a parameter's gradient was accumulated; does not keep the path alive."""
+
+    def count(_: nn.Parameter) -> None:
+        if expectation.is_open:
+            here = path()
+            if here is not None:
+                here.count_backward()
+
+    return count
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,143 @@
+"""How long steps at other numbers of bits will take, predicted from steps of the training itself.
+
+The performance model (`predict.model`) needs to know what a rank computes, and what the link and the codec cost.
+`StepPredictor` takes all of that from steps that were measured:
+
+* Steps at 32 bits say how long a step is, how long its buckets arrive, and how much of it waits for gradients. The rest
+  of the step is computation. The cost β of a byte on the link is the number at which the model's step of 32 bits waits
+  as long as the measured one.
+* Steps at one width with codes say what the codec costs: the processor-seconds γ for a coordinate, at which the model's
+  step is as long as the measured one. As long as there is no such step, γ is 0, and predictions with codes are lower
+  bounds.
+
+The model sees a few equal buckets in the place of the real ones, whose coordinates stand for more coordinates of the
+training. So a prediction takes milliseconds. The start of a collective costs nothing here, and one β stands for all
+collectives. `hierarchical` has two links, so there is no prediction for it.
+
+All inputs are numbers that all ranks know, and nothing is random, so that all ranks predict alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_gqsgd.codecs import codec_of
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.meta import codec_name
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.predict.costs import Costs
+
+#: Buckets of the model, and coordinates of each; a bucket is one piece.
+BUCKETS, BUCKET_NUMEL = 4, 1 << 16
+#: Halvings of the interval in which a cost is searched: 2^-20 of the largest cost that is possible.
+_HALVINGS = 20
+
+
+class Measured(NamedTuple):
+    """Medians over steps at one number of bits, in seconds.
+
+    Attributes:
+        step_s: from a step's first bucket to that of the next step, of the slowest rank.
+        exposed_s: waiting for the last gradients, of the rank that waits least. NaN: not known.
+        backward_s: from the first bucket to the last one, of the rank that takes longest.
+    """
+
+    step_s: float
+    exposed_s: float
+    backward_s: float
+
+
+class StepPredictor:
+    """Predicts the length of steps.
+
+    Args:
+        candidates: the configurations by their bits, with their reducers chosen.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, candidates: Mapping[int, GQSGDConfig], ranks: int) -> None:
+        self._candidates = {bits: replace(config, sample_every=0) for bits, config in candidates.items()}
+        self._ranks = ranks
+
+    def __call__(self, measured: Mapping[int, Measured]) -> dict[int, float | None]:
+        """Seconds of a step at every number of bits; None: there is no prediction.
+
+        Args:
+            measured: the medians of the widths that were measured so far.
+        """
+        nothing: dict[int, float | None] = dict.fromkeys(self._candidates)
+        base = measured.get(32)
+        if base is None or not base.exposed_s >= 0 or any(c.node_size for c in self._candidates.values()):
+            return nothing
+        wait_s = min(base.exposed_s, base.step_s)
+        backward_s = min(base.backward_s, base.step_s - wait_s)
+        model = _Model(self._candidates, self._ranks, base.step_s - wait_s, backward_s)
+        beta_s = _solved(lambda beta: model.step_s(32, beta, 0.0) - base.step_s, model.largest_beta_s(base.step_s))
+        gamma_s = 0.0
+        coded = [bits for bits in measured if bits not in REDUCER_OF_BITS]
+        if coded:
+            bits = min(coded)  # the fewest bytes, so that the codec has the largest part of the step
+            step_s = measured[bits].step_s
+            gamma_s = _solved(lambda gamma: model.step_s(bits, beta_s, gamma) - step_s, step_s / model.numel)
+        return {bits: model.step_s(bits, beta_s, gamma_s) for bits in self._candidates}
+
+
+class _Model:
+    """Steps of the performance model.
+
+    Args:
+        candidates: see `StepPredictor`.
+        ranks: number of ranks.
+        compute_s: seconds of a step that waits for nothing.
+        backward_s: of these, from the first bucket to the last one.
+    """
+
+    def __init__(self, candidates: Mapping[int, GQSGDConfig], ranks: int, compute_s: float, backward_s: float) -> None:
+        # Only trainings that try several widths need the model.
+        from lightning_gqsgd.predict.timeline import Bucket, Timeline
+
+        self._candidates, self._ranks = candidates, ranks
+        self.numel = BUCKETS * BUCKET_NUMEL
+        segments = (Segment(0, BUCKET_NUMEL, False),)
+        ready = [backward_s * number / (BUCKETS - 1) for number in range(BUCKETS)]
+        buckets = tuple(Bucket(segments, ready_s) for ready_s in ready)
+        self._timeline = Timeline(buckets, backward_s, max(0.0, compute_s - backward_s))
+        coded = [config for bits, config in candidates.items() if bits not in REDUCER_OF_BITS]
+        self._codecs = [codec_name(codec_of(c).quantiser(c.block_size).kind, c.num_bits) for c in coded]
+
+    def largest_beta_s(self, step_s: float) -> float:
+        """A cost of a byte at which 32 bits take longer than ``step_s``, whatever is hidden."""
+        from lightning_gqsgd.predict.model import predict
+
+        sent = predict(self._timeline, self._costs(0.0, 0.0), self._ranks, self._candidates[32]).sent_bytes
+        return 2 * step_s / sent
+
+    def step_s(self, bits: int, beta_s: float, gamma_s: float) -> float:
+        """Seconds of a step."""
+        from lightning_gqsgd.predict.model import predict
+
+        costs = self._costs(beta_s, gamma_s)
+        return predict(self._timeline, costs, self._ranks, self._candidates[bits]).step_s
+
+    def _costs(self, beta_s: float, gamma_s: float) -> Costs:
+        from lightning_gqsgd.predict.costs import KINDS, Collective, Costs, Gamma
+
+        collectives = {f"all {kind}": Collective(0.0, beta_s) for kind in KINDS}
+        gammas = dict.fromkeys(self._codecs, Gamma(gamma_s, gamma_s, gamma_s))
+        return Costs(collectives, gammas, source="the training's own steps")
+
+
+def _solved(excess: Callable[[float], float], most: float) -> float:
+    """The number from 0 to ``most`` at which a growing function changes its sign; 0 or ``most``, if it has none."""
+    if excess(0.0) >= 0 or most <= 0:
+        return 0.0
+    low, high = 0.0, most
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+    return (low + high) / 2

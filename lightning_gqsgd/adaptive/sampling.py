@@ -1,0 +1,194 @@
+"""What one rank measures for the noise of gradients: sums over a sample of its own gradient, and of the mean.
+
+From each parameter that is compressed, at most `SAMPLE_NUMEL` consecutive coordinates are taken, from a coordinate on
+that a hash of seed, step and parameter names. After the last coordinate comes the first one. So samples do not depend
+on buckets, and every coordinate is in a sample with the same probability. A sum over the sample, times the number of
+all coordinates over that of sampled ones, has the mean of the sum over the whole parameter. Blocks of a sample begin
+elsewhere than those of the parameter, which makes no difference to the error of rounding on average.
+
+Nothing here exchanges anything, and nothing waits for a GPU before `GradientSampler.collect` is called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.adaptive.noise import NoiseSums
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.reducers import REDUCERS, Setting, new_store
+from lightning_gqsgd.wire.plan import Plan
+
+#: Coordinates of a parameter that are sampled, at most.
+SAMPLE_NUMEL = 4096
+
+#: Plans of samples that are kept. There is one for each bucket and width, and DDP makes its buckets anew once.
+_PLANS_KEPT = 256
+
+
+class Run(NamedTuple):
+    """The coordinates of a parameter that are sampled.
+
+    Attributes:
+        parameter: number of the parameter.
+        parts: where they are in the flat tensor, in order.
+        numel: number of coordinates.
+        weight: number of coordinates of the parameter, over the number of those that are sampled.
+    """
+
+    parameter: int
+    parts: tuple[slice, ...]
+    numel: int
+    weight: float
+
+
+class Taken(NamedTuple):
+    """A sample of one bucket, before the bucket is reduced.
+
+    Attributes:
+        runs: where the coordinates are.
+        values: the rank's own gradient there, one run after the other, in the compute dtype of sums: fp64.
+        original: the same in the gradient's dtype.
+        step: number of the step.
+    """
+
+    runs: tuple[Run, ...]
+    values: Tensor
+    original: Tensor
+    step: int
+
+
+class GradientSampler:
+    """Measures `NoiseSums` of this rank, bucket by bucket.
+
+    Args:
+        candidates: the configurations by their bits, widest first, with their reducers chosen.
+    """
+
+    def __init__(self, candidates: Mapping[int, GQSGDConfig]) -> None:
+        self._coded = {
+            # One rank that gathers its own message decodes what it has encoded.
+            bits: replace(config, reducer="gather", coder="fixed", node_size=0, scale="auto", sample_every=0)
+            for bits, config in candidates.items()
+            if REDUCERS[config.reducer].compresses and config.codec != "float"
+        }
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        # By parameter: |g|² and |Q(g) - g|² at each number of bits; and <g, m>.
+        self._own: dict[int, Tensor] = {}
+        self._inner: dict[int, Tensor] = {}
+
+    def take(self, x: Tensor, segments: Sequence[Segment], step: int, seed: int) -> Taken | None:
+        """Copy the sample of a bucket; None if nothing in the bucket is compressed.
+
+        Args:
+            x: the bucket before it is reduced, [numel].
+            segments: the parameters in it.
+            step: number of the step.
+            seed: of the dither, the same on all ranks.
+        """
+        runs = tuple(_runs(segments, step, seed))
+        if not runs:
+            return None
+        original = _sampled(x, runs)
+        return Taken(runs, original.double(), original, step)
+
+    def measure(self, taken: Taken) -> None:
+        """Measure what needs this rank's gradient alone: its square, and the error of rounding it at each width."""
+        numels = [run.numel for run in taken.runs]
+        segments = tuple(Segment(run.parameter, run.numel, False) for run in taken.runs)
+        rows = [_squares(taken.values, numels)]
+        for config in self._coded.values():
+            rounded = self._rounded(taken.original, config, segments, taken.step)
+            rows.append(_squares(rounded.double() - taken.values, numels))
+        for run, sums in zip(taken.runs, torch.stack(rows, dim=1), strict=True):
+            self._own[run.parameter] = sums * run.weight
+
+    def watch(self, taken: Taken) -> Callable[[Tensor], None]:
+        """What is to be called with the bucket's mean as soon as it is there."""
+
+        def add(mean: Tensor) -> None:
+            if mean.is_cuda:  # another stream made the sample, and its memory is not to be used again before this one
+                taken.values.record_stream(torch.cuda.current_stream(mean.device))
+            products = (_sampled(mean, taken.runs).double() * taken.values).split([run.numel for run in taken.runs])
+            for run, product in zip(taken.runs, products, strict=True):
+                self._inner[run.parameter] = product.sum() * run.weight
+
+        return add
+
+    def collect(self) -> NoiseSums | None:
+        """What has been measured since the last call; None: nothing, or not all of it. Waits for a GPU.
+
+        Sums over parameters are exact, so that they do not depend on the order of buckets.
+        """
+        own, inner = self._own, self._inner
+        self._own, self._inner = {}, {}
+        if not own or set(own) != set(inner):
+            return None
+        rows = torch.stack([torch.cat([own[key], inner[key].view(1)]) for key in own]).tolist()
+        if not all(math.isfinite(value) for row in rows for value in row):
+            return None
+        square, *errors, product = (math.fsum(column) for column in zip(*rows, strict=True))
+        return NoiseSums(square, product, tuple(errors))
+
+    def drop(self) -> None:
+        """Forget what has been measured since the last call of `collect`."""
+        self._own, self._inner = {}, {}
+
+    def compile(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Round a few numbers once, so that no step waits for a compiler."""
+        for config in self._coded.values():
+            self._rounded(torch.ones(64, dtype=dtype, device=device), config, (Segment(0, 64, False),), 0)
+
+    def _rounded(self, x: Tensor, config: GQSGDConfig, segments: tuple[Segment, ...], step: int) -> Tensor:
+        """What a flat tensor is decoded to once a rank has encoded it."""
+        plan, result = self._plan(config, segments, x.dtype), x.clone()
+        plan.average([result], step, [new_store(config, 1, {}, x.dtype, x.device)])
+        return result
+
+    def _plan(self, config: GQSGDConfig, segments: tuple[Segment, ...], dtype: torch.dtype) -> Plan:
+        """The plan that rounds a sample, as one rank gathers it."""
+        key = (config, segments, dtype)
+        if key not in self._plans:
+            self._plans[key] = Plan(segments, Setting(config, 1, dtype))
+        self._plans.move_to_end(key)
+        while len(self._plans) > _PLANS_KEPT:
+            self._plans.popitem(last=False)
+        return self._plans[key]
+
+
+def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
+    """Where the samples of a bucket are."""
+    at, runs = 0, []
+    for segment in segments:
+        end = at + segment.numel
+        if not segment.raw and segment.numel:
+            numel = min(segment.numel, SAMPLE_NUMEL)
+            first = at + _hash(seed, step, segment.parameter) % segment.numel if numel < segment.numel else at
+            beyond = max(0, first + numel - end)
+            parts = (slice(first, first + numel - beyond), slice(at, at + beyond))[: 1 + (beyond > 0)]
+            runs.append(Run(segment.parameter, parts, numel, segment.numel / numel))
+        at = end
+    return runs
+
+
+def _sampled(x: Tensor, runs: Sequence[Run]) -> Tensor:
+    """A copy of the sampled coordinates of a flat tensor, one run after the other."""
+    return torch.cat([x[part] for run in runs for part in run.parts])
+
+
+def _hash(seed: int, step: int, parameter: int) -> int:
+    text = b"".join(value.to_bytes(8, "little") for value in (seed, step, parameter))
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"gqsgd-sample").digest(), "little")
+
+
+def _squares(values: Tensor, numels: Sequence[int]) -> Tensor:
+    """Sums of squares of consecutive runs, fp64 [runs]."""
+    return torch.stack([run.square().sum() for run in values.split(list(numels))])

@@ -1,0 +1,437 @@
+"""What the hook asks in each step where bits are chosen while training: the configuration to use.
+
+Two rules choose, and they go together. The noise of gradients says how few bits are allowed (`noise`). The length of
+steps says which of the allowed bits pay (`trials`); without that rule, the fewest bits that are allowed are taken.
+
+All that decides is known to all ranks. Each rank tells the others in its stamp of a step what it has measured in the
+step before (`wire.agreement.Stamp.numbers`), and all ranks use a stamp two steps later.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gqsgd.adaptive import announcing
+from lightning_gqsgd.adaptive.clock import StepClock
+from lightning_gqsgd.adaptive.describing import describe
+from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseSums, Way
+from lightning_gqsgd.adaptive.prediction import StepPredictor
+from lightning_gqsgd.adaptive.sampling import GradientSampler, Taken
+from lightning_gqsgd.adaptive.trials import Trials
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.spec.decisions import Decision, count
+from lightning_gqsgd.wire.agreement import Agreed, digest_of
+
+
+class Begun(NamedTuple):
+    """A step that has begun.
+
+    Attributes:
+        config: the configuration to use.
+        period_us: length of the step before on this rank in microseconds; 0: it does not count.
+        numbers: what else this rank tells the others, see `Stamp.numbers`.
+    """
+
+    config: GQSGDConfig
+    period_us: int
+    numbers: tuple[int, ...]
+
+
+class Steering:
+    """Chooses the configuration of each step of one training.
+
+    Args:
+        config: a configuration whose bits are chosen while training.
+        ranks: number of ranks.
+
+    Attributes:
+        candidates: the configurations by their bits, widest first, with their reducers chosen.
+        trials: what has been tried and decided; None without ``auto``.
+        gauge: the noise of the gradients; None without ``bits="auto"``.
+        bits: the bits of the latest step; before the first step, those of the first.
+        is_countable: whether this rank can count its steps without the hook; set by `plain.PlainPath`.
+        say: what says a line to people.
+        leaves_hook: whether all ranks let plain DDP take the hook's place after the step under way.
+
+    Raises:
+        ConfigError: a candidate cannot work with so many ranks.
+    """
+
+    def __init__(self, config: GQSGDConfig, ranks: int) -> None:
+        self.candidates = {bits: resolve(candidate, ranks) for bits, candidate in config.candidates().items()}
+        self._ranks = ranks
+        self._predictor = StepPredictor(self.candidates, ranks)
+        self.trials = Trials(tuple(self.candidates), predictor=self._predictor) if config.auto else None
+        self.gauge: NoiseGauge | None = None
+        if config.max_slowdown is not None:
+            ways = {bits: Way.of(candidate, ranks) for bits, candidate in self.candidates.items()}
+            self.gauge = NoiseGauge(ways, ranks, config.max_slowdown)
+        self.bits = max(self.candidates)
+        self._sampler = GradientSampler(self.candidates)
+        self._changes: list[Decision] = []  # without trials
+        self._inherited = 0  # decisions of the run whose state was loaded
+        self._inbox: dict[int, Agreed] = {}  # stamps that are not used yet, by the step that they were exchanged in
+        self._measuring: int | None = None  # the step that is measured, until its sums are sent
+        self._clock = StepClock()
+        self._exposed_s: float | None = None
+        self.is_countable = False
+        self.say: Callable[[str], None] = announcing.say
+        self.leaves_hook = False
+        self._obstacle: str | None = None  # why the hook stays at 32 bits; empty: nothing prevents that it is left
+        self._all_countable = False
+        self.is_plain = False
+        self._total_bits, self._total_steps = 0, 0
+        self._permit(0)
+
+    @property
+    def config(self) -> GQSGDConfig:
+        """The configuration of the latest step; before the first step, that of the first."""
+        return self.candidates[self.bits]
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The ends of all trials and all other changes of bits, in order."""
+        return tuple(self._changes if self.trials is None else self.trials.decisions)
+
+    @property
+    def average_bits(self) -> float:
+        """Mean of the bits of all steps so far, those of a resumed run's earlier part included; NaN before the first
+        step."""
+        return self._total_bits / self._total_steps if self._total_steps else math.nan
+
+    def watch(self, model: nn.Module) -> None:
+        """Count the forward passes of a model, see `clock.StepClock`."""
+        self._clock.watch(model)
+
+    def compile(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what measures the noise of gradients, so that no step waits for a compiler."""
+        if self.gauge is not None and self._ranks > 1:
+            self._sampler.compile(dtype, device)
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def receive(self, agreed: Mapping[int, Agreed]) -> None:
+        """Take what all ranks know from stamps, by the step that they were exchanged in.
+
+        Stamps without numbers are those of steps that plain DDP has carried. One that nobody has read since, because a
+        state was loaded or the model was wrapped anew, says nothing of the hook's steps.
+        """
+        self._inbox |= {number: told for number, told in agreed.items() if any(told.numbers)}
+
+    def begin_step(self, step: int, exposed_s: float | None, *, logs: bool) -> Begun:
+        """Begin a step. What was received of steps up to ``step - 2`` counts.
+
+        Args:
+            step: number of the step.
+            exposed_s: seconds in which this rank's backward passes have waited for gradients so far; None: not known.
+            logs: whether to say a decision.
+        """
+        period_us = self._clock.begin_step()
+        begun, known = time.perf_counter(), len(self.decisions)
+        for compared_in in sorted(number for number in self._inbox if number <= step - 2):
+            self._use(compared_in, self._inbox.pop(compared_in), step)
+        self.bits = self._fewest() if self.trials is None else self.trials.choose(step)
+        self.leaves_hook = self.rests and self._obstacle == "" and self._all_countable
+        self.count_step()
+        self._log(known, logs=logs)
+        told = (int(self.is_countable),) if self.gauge is None else self._sums(step)
+        numbers = (*self._waits(exposed_s), *told)
+        self._clock.skip(time.perf_counter() - begun)  # a prediction takes a while, once per trial
+        return Begun(self.config, period_us, numbers)
+
+    def end_backward(self) -> None:
+        """Note that the last bucket of a step has come."""
+        self._clock.end_backward()
+
+    def take(self, x: Tensor, segments: Sequence[Segment], step: int) -> Taken | None:
+        """Copy what is to be measured of a bucket before it is reduced; None: nothing is."""
+        if self.gauge is None or self._ranks == 1 or step % self.gauge.rules.every:
+            return None
+        self._measuring = step
+        return self._sampler.take(x, segments, step, self.config.seed)
+
+    @property
+    def sampler(self) -> GradientSampler:
+        """What measures a bucket that was taken."""
+        return self._sampler
+
+    def choice(self) -> dict[str, float]:
+        """The latest step in numbers, for telemetry: ``bits``; ``trying`` and ``plain``, with ``auto``;
+        ``noise_scale``, in batches of one rank, and ``predicted_step_s`` of these bits, where they are known."""
+        values: dict[str, float] = {"bits": self.bits}
+        if self.trials is not None:
+            values |= {"trying": float(self._is_trying), "plain": float(self.is_plain)}
+        if self.gauge is not None and self.gauge.count:
+            values["noise_scale"] = self.gauge.noise_scale
+        predicted = self.decisions[-1].predicted.get(self.bits) if self.decisions else None
+        return values if predicted is None else {**values, "predicted_step_s": predicted}
+
+    def digest(self, digest: int) -> int:
+        """What ranks compare in a step: a digest of all facts, and the step's bits."""
+        return digest_of(f"{digest} {self.bits}")
+
+    def _use(self, compared_in: int, agreed: Agreed, step: int) -> None:
+        """Let what was compared in an earlier step decide from ``step`` on."""
+        waits, sums = [row[:2] for row in agreed.numbers], [row[2:] for row in agreed.numbers]
+        if self.trials is not None:
+            # A rank that waits longer than others waits for them, and not for the link alone.
+            exposed_s = _seconds(min((row[0] for row in waits), default=0))
+            backward_s = _seconds(max((row[1] for row in waits), default=0))
+            period_s = agreed.period_us * 1e-6 if agreed.period_us else None
+            self.trials.observe(compared_in - 1, period_s, exposed_s, backward_s)
+            self._all_countable = bool(sums) and all(map(any, sums))
+            self.trials.can_rest = self._all_countable and self.gauge is None
+        if self.gauge is not None and sums and all(map(any, sums)):
+            self.gauge.observe([_sums_of(row) for row in sums])
+            self._permit(step)
+
+    def _permit(self, step: int) -> None:
+        """Let the trials, or this object itself, know which bits the noise allows."""
+        if self.gauge is None:
+            return
+        why = self.gauge.describe()
+        if self.trials is not None:
+            self.trials.permit(self.gauge.allowed, step, why)
+        elif self._fewest() != self.bits:
+            self.bits = self._fewest()
+            self._changes.append(Decision(step, self.bits, {}, why, dict.fromkeys(self.candidates)))
+
+    def _fewest(self) -> int:
+        return self.bits if self.gauge is None else self.gauge.floor
+
+    def _log(self, known: int, *, logs: bool) -> None:
+        """Say the decisions beyond those that were known, where this rank says anything."""
+        for decision in self.decisions[known:] if logs else ():
+            self.say(f"gqsgd: {self._described(decision)}")
+
+    def _waits(self, exposed_s: float | None) -> tuple[int, int]:
+        """How long the step before has waited for gradients, and its buckets have arrived, in microseconds plus 1; 0:
+        not known."""
+        before, self._exposed_s = self._exposed_s, exposed_s
+        if exposed_s is None or before is None:
+            return 0, 0
+        return 1 + round(1e6 * max(0.0, exposed_s - before)), 1 + round(1e6 * self._clock.backward_s)
+
+    def _sums(self, step: int) -> tuple[int, ...]:
+        """What was measured of the step before, as integers with the bits of fp64 numbers; zeros: nothing."""
+        if self.gauge is None:
+            return ()
+        measured, self._measuring = self._measuring, None
+        sums = self._sampler.collect() if measured == step - 1 else None
+        if sums is None:
+            self._sampler.drop()
+            return (0,) * (2 + len(self.gauge.coded))
+        numbers = (sums.square, sums.inner, *sums.errors)
+        return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
+
+    # --- steps without the hook --------------------------------------------------------------------------------------
+
+    @property
+    def rests(self) -> bool:
+        """Whether 32 bits were kept by time alone, so that nothing needs the hook until the length of steps changes."""
+        return self.trials is not None and self.gauge is None and self.trials.is_resting
+
+    def permit_plain(self, obstacle: str) -> None:
+        """Say whether plain DDP can take the hook's place; ``obstacle``: why not, empty if it can."""
+        self._obstacle = obstacle
+        self._say_what_follows()
+
+    def begin_plain(self) -> None:
+        """Plain DDP has taken the hook's place. What was measured of the hook's steps does not count any more."""
+        assert self.trials is not None
+        self.trials.begin_rest()
+        self.is_plain, self.leaves_hook, self._all_countable = True, False, False
+        self._inbox.clear()
+        self._clock.interrupt()
+
+    def end_plain(self) -> None:
+        """The hook is in its place again."""
+        self.is_plain = False
+        self._clock.interrupt()
+
+    def count_step(self) -> None:
+        """Count a step at the present bits, for their average."""
+        self._total_bits, self._total_steps = self._total_bits + self.bits, self._total_steps + 1
+
+    def time_plain_step(self) -> int:
+        """End a step that plain DDP has carried, and begin the next; see `clock.StepClock.begin_step`."""
+        return self._clock.begin_step()
+
+    def watch_plain(self, steps: int, period_us: int, step: int, *, logs: bool) -> None:
+        """Take what all ranks know of steps that plain DDP has carried; afterwards, `rests` is False if it has to end.
+
+        Args:
+            steps: their number since the last call.
+            period_us: what `watched_us` gave, the longest over ranks.
+            step: the step that begins.
+            logs: whether to say a decision.
+        """
+        if self.trials is not None:
+            known = len(self.decisions)
+            self.trials.rest(steps, period_us * 1e-6 if period_us else None, step)
+            self._log(known, logs=logs)
+
+    def watched_us(self, lengths_us: Sequence[int]) -> int:
+        """What this rank says of the steps that plain DDP has carried, in microseconds; 0: too few are known.
+
+        Args:
+            lengths_us: lengths of the latest steps.
+        """
+        seconds = None if self.trials is None else self.trials.watched([1e-6 * length for length in lengths_us])
+        return 0 if seconds is None else round(1e6 * seconds)
+
+    def plain_digest(self, digest: int) -> int:
+        """What ranks compare while plain DDP has the hook's place; ``digest``: of all other facts."""
+        return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
+
+    def _say_what_follows(self) -> None:
+        if self.trials is not None and self._obstacle is not None:
+            follows = f"the hook stays, because of {self._obstacle}" if self._obstacle else "plain DDP takes over"
+            self.trials.after_native = f"; {follows}"
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def reseed(self, seed: int) -> None:
+        """Give all candidates another seed."""
+        self.candidates = {bits: replace(config, seed=seed) for bits, config in self.candidates.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run begins with: plain values.
+
+        A measurement of noise that was not exchanged yet is dropped, because a state has what all ranks know. A rank
+        that has dropped its measurement makes all ranks leave it out, so that the run goes on as a resumed run does.
+        """
+        self._sampler.drop()
+        self._measuring = None
+        state: dict[str, Any] = {"ranks": self._ranks, "total_bits": self._total_bits, "total_steps": self._total_steps}
+        if self.trials is None:
+            state |= {"bits": self.bits, "decisions": [decision.to_dict() for decision in self._changes]}
+        else:
+            state |= self.trials.state()
+        if self.gauge is not None:
+            inbox = {str(number): [list(row[2:]) for row in agreed.numbers] for number, agreed in self._inbox.items()}
+            state |= {"noise": self.gauge.state(), "inbox": inbox}
+        return state
+
+    def resume(self, state: object) -> None:
+        """Begin with what `state` gave; with nothing, if ``state`` is None.
+
+        Raises:
+            ConfigError: ``state`` is no such state.
+        """
+        self._clock.interrupt()
+        self.leaves_hook, self._all_countable = False, False
+        self._sampler.drop()
+        self._measuring, self._exposed_s = None, None
+        self._inbox, self._changes, self._inherited = {}, [], 0
+        self._total_bits, self._total_steps = 0, 0
+        if state is not None and not isinstance(state, Mapping):
+            raise ConfigError(
+                f"the gqsgd state's entry 'auto' is {state!r:.100}; load what state_dict has written, or drop the entry"
+            )
+        is_same_world = state is not None and state.get("ranks") == self._ranks
+        if self.gauge is not None:
+            self.gauge.resume(None if state is None else state.get("noise"), is_same_world=is_same_world)
+        if self.trials is not None:
+            self._resume_trials(state, is_same_world)
+        elif self.gauge is not None:
+            self.bits = self.gauge.floor
+        if state is None:
+            return
+        self._read(state, is_same_world)
+        self._permit(0)
+
+    def _resume_trials(self, state: Mapping[str, Any] | None, is_same_world: bool) -> None:
+        allow = tuple(self.candidates)
+        # A run whose bits were chosen by the noise alone has no trials to go on with.
+        if state is None or ("noise" in state and "credit" not in state):
+            self.trials = Trials(allow, predictor=self._predictor)
+        else:
+            self.trials = Trials.resumed(allow, state, is_same_world=is_same_world, predictor=self._predictor)
+        self.bits, self._inherited = self.trials.bits, len(self.decisions)
+        self._say_what_follows()
+        self._permit(0)
+
+    def _read(self, state: Mapping[str, Any], is_same_world: bool) -> None:
+        """Read the entries of a state that neither trials nor gauge have read."""
+        try:
+            # Versions before these entries wrote none.
+            totals = count(state.get("total_bits", 0)), count(state.get("total_steps", 0))
+            inbox = {
+                count(number): Agreed(0, tuple((0, 0, *map(_told, row)) for row in rows))
+                for number, rows in state.get("inbox", {}).items()
+            }
+            if self.trials is None:
+                self._changes = [Decision.from_dict(row) for row in state["decisions"]]
+                self._inherited = len(self._changes)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"the gqsgd state's entry 'auto' cannot be read ({type(error).__name__}: {error}); load what "
+                "state_dict has written, or drop the entry to begin anew"
+            ) from None
+        self._total_bits, self._total_steps = totals
+        width = 2 + (2 + len(self.gauge.coded) if self.gauge is not None else 0)
+        shapes = {tuple(len(row) for row in agreed.numbers) for agreed in inbox.values()}
+        self._inbox = inbox if is_same_world and shapes <= {(width,) * self._ranks} else {}
+
+    # --- what the user sees ------------------------------------------------------------------------------------------
+
+    def report(self, ranks: int) -> str:
+        """One line for people."""
+        allowed = ", ".join(map(str, self.candidates))
+        rules = ["whichever makes steps shortest"] if self.trials is not None else []
+        if self.gauge is not None:
+            rules.append(f"as few as the noise of gradients allows (max_slowdown {self.gauge.max_slowdown:g})")
+        text = f"gqsgd: auto over {ranks} ranks: bits of {allowed}, {', '.join(rules)}"
+        if self._total_steps:
+            text += f"; {self.average_bits:.3g} bits on average over {self._total_steps} steps"
+        if not self.decisions:
+            return f"{text}; {self.bits} until the first {'trial' if self.gauge is None else 'decision'}"
+        tried = " on trial" if self._is_trying else ""
+        text += f"; {'plain DDP carries the gradients' if self.is_plain else f'{self.bits} bits{tried}'} at present"
+        return f"{text}; {self._described(self.decisions[-1], is_earlier=len(self.decisions) <= self._inherited)}"
+
+    @property
+    def _is_trying(self) -> bool:
+        return self.trials is not None and self.trials.is_trying
+
+    def _described(self, decision: Decision, *, is_earlier: bool = False) -> str:
+        """A decision in words."""
+        is_native = decision.bits in decision.seconds and REDUCER_OF_BITS.get(decision.bits) == "native"
+        is_plain = is_native and self.gauge is None and self._obstacle == ""
+        return describe(decision, is_plain=is_plain, is_earlier=is_earlier, is_open=self._is_trying)
+
+
+def _seconds(microseconds: int) -> float:
+    """Seconds of a number of `Steering._waits`; NaN: not known."""
+    return (microseconds - 1) * 1e-6 if microseconds else math.nan
+
+
+def _sums_of(row: Sequence[int]) -> NoiseSums:
+    """The sums whose fp64 numbers have the bits of these integers."""
+    square, inner, *errors = struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
+    return NoiseSums(square, inner, tuple(errors))
+
+
+def _told(value: Any) -> int:
+    """A number of a stamp that a state has.
+
+    Raises:
+        TypeError, ValueError: it is no integer of 64 bits.
+    """
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"a number of a stamp is {number}, which has more than 64 bits")
+    return number

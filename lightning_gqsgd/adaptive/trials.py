@@ -1,0 +1,483 @@
+"""Try, stay, watch: which of several candidates each step uses, decided from the lengths of earlier steps.
+
+`Trials` is a state machine without processes, clocks or tensors. Its inputs are the lengths of steps that all ranks
+know, and its output is the candidate of each step. Ranks that give it the same inputs get the same outputs.
+
+Try: the candidates take turns, each for a block of consecutive steps, for some rounds. The first step of a block does
+not count, because it follows a step of another candidate. A candidate whose shortest step is twice as long as the
+shortest median gets no further block. The candidate with the shortest median is kept. Of several candidates that are
+equal within the error of their medians, the widest is kept.
+
+Predict: with a predictor, the blocks of the first two candidates are as long as it takes to know their lengths. Then
+the predictor says how long steps of the other candidates would be. The candidate with the shortest prediction has its
+turn next, and candidates that cannot win have none, as long as later steps do not say otherwise. The widest candidate
+always has its turns.
+
+Stay: all steps use the candidate that was kept.
+
+Watch: where the median of the latest 50 steps differs from that of the decision by more than 15 %, there is a new
+trial. Where one of both is longer than the other by half, the median of the latest 20 steps is enough. Trials cost
+steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has to be paid for.
+
+Rest: where 32 bits were kept, plain DDP may take the hook's place. Steps are then not chosen one by one. Every tenth
+step, ranks say how long their latest steps took, and the watch goes on with that.
+
+Challenge: trials measure 32 bits with the hook, which plain DDP does without. Where other bits win by less than the
+hook may cost, plain DDP carries the gradients until the median of 20 of its steps is known. It is kept unless it is
+longer by more than medians may err.
+
+Permit: something else, such as the noise of gradients, may forbid candidates for a while. The widest candidate is never
+forbidden. A candidate that is forbidden is left at once, and one that becomes permitted asks for a trial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from lightning_gqsgd.adaptive.prediction import Measured
+from lightning_gqsgd.adaptive.turns import Challenge, Trial, standard_error
+from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.spec.decisions import LAG, Decision, Rules, positive, width
+
+#: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
+Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
+
+
+class Trials:
+    """See the module.
+
+    Args:
+        allow: the candidates, by their bits.
+        rules: the numbers.
+        predictor: what predicts the lengths of steps; None: nothing does.
+
+    Attributes:
+        allow: the candidates, widest first.
+        permitted: those of them that may be used at present.
+        bits: the candidate of the latest step, at first the widest.
+        decisions: the ends of all trials and all other changes of bits, in order.
+        after_native: what the reason of a decision for 32 bits says about the hook's place; may be empty.
+        can_rest: whether plain DDP can take the hook's place on all ranks.
+    """
+
+    def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
+        self.allow = tuple(sorted(allow, reverse=True))
+        self.permitted = self.allow
+        self.rules = rules or Rules()
+        self._predictor = predictor
+        self.bits = self.allow[0]
+        self.decisions: list[Decision] = []
+        self.after_native = ""
+        self.can_rest = False
+        self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
+        self._credit = float(self.rules.most_trials * self._cost)
+        self._trial: Trial | None = None
+        self._challenge: Challenge | None = None
+        self._waiting: int | None = self.rules.settling  # steps until the first trial; None: they are over
+        self._asked: str | None = None  # why there is to be a trial as soon as the credit is enough
+        self._why = "first trial"
+        self._reference_s: float | None = None  # the length of steps that the watch compares with
+        self._is_refined = False  # whether the reference is a median of steps after the decision
+        self._window: deque[float] = deque(maxlen=self.rules.window)
+        self._counted: dict[int, int | None] = {}  # candidate of each recent step; None: its length does not count
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a trial is under way, or plain DDP has its turn."""
+        return self._trial is not None or self._challenge is not None
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether 32 bits were measured and kept, and nothing else is to be tried at present."""
+        if self._trial is not None or self._asked is not None or self._waiting is not None or not self.decisions:
+            return False
+        return REDUCER_OF_BITS.get(self.bits) == "native" and self.bits in self.decisions[-1].seconds
+
+    def observe(
+        self, step: int, seconds: float | None, exposed_s: float = math.nan, backward_s: float = math.nan
+    ) -> None:
+        """Note how long a step took, the longest over all ranks; None: the length says nothing.
+
+        Steps are observed in order, each before `choose` is called for a step that is `LAG` later. ``exposed_s`` and
+        ``backward_s`` are those of `prediction.Measured`.
+        """
+        bits = self._counted.pop(step, None)
+        if seconds is None or bits is None:
+            return
+        if self._trial is not None:
+            self._trial.samples.setdefault(bits, []).append(seconds)
+            self._trial.waits.setdefault(bits, []).append((exposed_s, backward_s))
+        elif bits == self.bits:
+            self._window.append(seconds)
+
+    def permit(self, bits: Collection[int], step: int, why: str) -> None:
+        """Say which candidates may be used from a step on, before `choose` is called for the step.
+
+        Args:
+            bits: the candidates, among them the widest.
+            step: the step.
+            why: why others may not be used, for people.
+        """
+        before, self.permitted = self.permitted, tuple(width for width in self.allow if width in bits)
+        trial, is_new = self._trial, not set(self.permitted) <= set(before)
+        if trial is not None:
+            forbidden = set(self.allow) - set(self.permitted)
+            trial.hopeless |= forbidden
+            if trial.bits in forbidden:
+                trial.left = 0
+        if self.bits not in self.permitted:
+            self._retreat(step, why)
+        if is_new and (self.decisions or self._waiting is None):
+            self._asked = (
+                self._asked
+                or f"{', '.join(str(width) for width in self.permitted if width not in before)} bits are allowed"
+            )
+
+    def choose(self, step: int) -> int:
+        """The candidate of a step, by its bits. Called once for each step, in order."""
+        self._credit = min(self._credit + self.rules.share, self.rules.most_trials * self._cost)
+        if self._waiting is not None:
+            self._waiting -= 1
+            if self._waiting < 0:
+                self._waiting = None
+                self._asked = self._why
+        if self._challenge is not None:
+            self._challenge.left -= 1
+            if self._challenge.left < 0:
+                self._end_challenge(self._challenge, step, None)
+        elif self._waiting is None and self._trial is None:
+            self._begin_if_due()
+        counts = True
+        if self._trial is not None:
+            counts = self._go_on(self._trial, step)
+        self._counted[step] = self.bits if counts else None
+        for old in [old for old in self._counted if old < step - 2 * LAG]:
+            del self._counted[old]
+        return self.bits
+
+    def begin_rest(self) -> None:
+        """Forget the lengths of the steps in which the hook carried gradients: the hook's place is taken now."""
+        self._window.clear()
+        self._counted.clear()
+        self._is_refined = False
+
+    def rest(self, steps: int, seconds: float | None, step: int) -> None:
+        """Let steps pass for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun, or
+        if other bits were taken.
+
+        Args:
+            steps: their number since the last call.
+            seconds: the median length of the latest steps, the longest over all ranks; None: it is not known.
+            step: the step that begins.
+        """
+        self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
+        if self._challenge is not None:
+            self._challenge.passed += steps
+            if seconds is not None:
+                self._end_challenge(self._challenge, step, seconds)
+        elif seconds is not None and self.is_resting:
+            # The steps of the trial had the cost of the hook in them, so the first median may be shorter.
+            self._compare(seconds, expects_shorter=not self._is_refined)
+
+    def _begin_if_due(self) -> None:
+        """Begin a trial if one was asked for, or if the length of steps has changed, and if the credit is enough."""
+        if len(self.permitted) < 2:
+            return
+        if self._asked is None:
+            self._watch()
+        elif not self.decisions or self._credit >= self._cost:
+            self._begin(self._asked)
+
+    def _retreat(self, step: int, why: str) -> None:
+        """Leave a candidate that may not be used any more, for the permitted one whose steps were shortest."""
+        latest = self.decisions[-1] if self.decisions else None
+        seconds = {} if latest is None else {b: s for b, s in latest.seconds.items() if b in self.permitted}
+        # The fewest bits are the nearest to those that were the shortest so far.
+        self.bits = min(seconds, key=lambda bits: (seconds[bits], -bits)) if seconds else self.permitted[-1]
+        if self._trial is None:
+            decision = Decision(step, self.bits, seconds, why)
+            if latest is not None:
+                decision = replace(decision, predicted=latest.predicted, at_least=latest.at_least)
+            self._settle(decision)
+
+    def _settle(self, decision: Decision) -> None:
+        """Note a decision, and watch the steps that follow."""
+        self.decisions.append(decision)
+        self._reference_s, self._is_refined = decision.seconds.get(self.bits), False
+        self._window.clear()
+        self._counted.clear()
+
+    def _begin(self, why: str) -> None:
+        self._asked = None
+        self._trial = Trial(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted))
+        self._counted.clear()
+        self._window.clear()
+
+    def _go_on(self, trial: Trial, step: int) -> bool:
+        """Choose the candidate of the next step of a trial, or end the trial; returns whether the step's length
+        counts."""
+        self._give_up_hopeless(trial)
+        if not trial.left and trial.draining is None:
+            self._next_turn(trial)
+        if trial.draining is None:
+            self.bits = trial.bits
+            is_first, trial.is_new_turn = trial.is_new_turn, False
+            trial.left -= 1
+            trial.used += 1
+            return not is_first
+        if trial.draining:
+            trial.draining -= 1
+            trial.used += 1
+            return False
+        self._decide(trial, step)
+        return False  # it follows a step of another candidate, perhaps
+
+    def _give_up_hopeless(self, trial: Trial) -> None:
+        medians = {bits: median(seconds) for bits, seconds in trial.samples.items() if len(seconds) > 1}
+        if not medians:
+            return
+        limit = self.rules.hopeless * min(medians.values())
+        for bits in medians:
+            if min(trial.samples[bits]) > limit:
+                trial.hopeless.add(bits)
+                if bits == trial.bits:
+                    trial.left = 0
+
+    def _next_turn(self, trial: Trial) -> None:
+        """Give the next candidate its turn; where there is none, wait for the lengths of the last steps."""
+        while True:
+            self._predict(trial)
+            while trial.turns:
+                trial.bits = trial.turns.popleft()
+                if trial.bits not in trial.hopeless | trial.skipped:
+                    is_new = trial.bits not in trial.tried
+                    trial.tried.add(trial.bits)
+                    trial.is_new_turn = True
+                    # What is to be predicted from has to be known when the turn ends.
+                    is_longer = self._predictor is not None and is_new and len(trial.tried) <= 2
+                    trial.left = self.rules.block + (LAG if is_longer else 0)
+                    return
+            trial.round += 1
+            remaining = [bits for bits in self.permitted if bits not in trial.hopeless | trial.skipped]
+            measured = all(len(trial.samples.get(bits, ())) > 1 for bits in remaining)
+            enough = trial.round >= self.rules.rounds + (not measured)
+            if enough or (len(remaining) == 1 and measured):
+                break
+            trial.turns.extend(remaining)
+        trial.draining = LAG - 1
+        self.bits = self._best(trial)[0] if self._counting(trial) else self.bits
+
+    def _decide(self, trial: Trial, step: int) -> None:
+        """End a trial."""
+        self._trial = None
+        self._credit -= trial.used if self.decisions else 0  # the first trial is free
+        medians = {bits: median(trial.samples[bits]) for bits in self.allow if trial.samples.get(bits)}
+        if not self._counting(trial):
+            reason = f"{trial.why}; no step could be measured, so {self.bits} bits stay"
+        else:
+            self.bits, reason = self._best(trial)
+            reason = f"{trial.why}; {reason}"
+            if self._is_challenged(medians):
+                self._challenge = Challenge(self.bits, medians)
+                self.bits = self.allow[0]
+                reason += f", by less than the hook may cost at {self.bits} bits"
+        skipped = ", ".join(map(str, sorted(trial.skipped, reverse=True)))
+        reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
+        reason += self.after_native if REDUCER_OF_BITS.get(self.bits) == "native" else ""
+        predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
+        at_least = tuple(sorted(trial.at_least, reverse=True))
+        self._settle(Decision(step, self.bits, medians, reason, predicted, at_least))
+
+    def _is_challenged(self, medians: Mapping[int, float]) -> bool:
+        """Whether the best candidate is shorter than 32 bits by less than the hook may cost there."""
+        widest = self.allow[0]
+        if not self.can_rest or REDUCER_OF_BITS.get(widest) != "native" or widest not in medians:
+            return False
+        return widest != self.bits and medians[self.bits] > medians[widest] * (1 - self.rules.hook)
+
+    def _end_challenge(self, challenge: Challenge, step: int, seconds: float | None) -> None:
+        """Keep plain DDP or the bits that it was compared with; ``seconds``: its median; None: it did not come."""
+        self._challenge = None
+        medians, reason = dict(challenge.seconds), "the hook has not left its place"
+        stays = False
+        if seconds is not None:
+            medians[self.bits] = seconds
+            stays = seconds <= medians[challenge.bits] * (1 + self.rules.widest_tie)
+            reason = f"32 bits are those of plain DDP, which {'stays' if stays else 'is longer'}"
+        if not stays:
+            self.bits = challenge.bits
+            self._credit -= challenge.passed
+        latest = self.decisions[-1]
+        self._settle(replace(latest, step=step, bits=self.bits, seconds=medians, reason=reason))
+        self._is_refined = stays  # the reference is a median of plain DDP's steps
+
+    def _best(self, trial: Trial) -> tuple[int, str]:
+        """The candidate to keep, and why."""
+        samples = self._counting(trial)
+        medians = {bits: median(seconds) for bits, seconds in samples.items()}
+        shortest = min(medians, key=lambda bits: (medians[bits], -bits))
+        for bits in samples:  # widest first
+            error = (standard_error(samples[bits]) ** 2 + standard_error(samples[shortest]) ** 2) ** 0.5 / medians[
+                shortest
+            ]
+            tie = min(max(self.rules.tie, error), self.rules.widest_tie)
+            if medians[bits] <= medians[shortest] * (1 + tie):
+                break
+        if bits == shortest:
+            return bits, "it is the shortest"
+        return bits, f"it is within {tie:.0%} of {shortest} bits, the shortest"
+
+    def _counting(self, trial: Trial) -> dict[int, list[float]]:
+        """The lengths of steps by candidates that were measured and may be used, widest first."""
+        return {bits: trial.samples[bits] for bits in self.permitted if trial.samples.get(bits)}
+
+    def _predict(self, trial: Trial) -> None:
+        """Predict the steps of candidates that had no turn yet, and give no turn to those that cannot win.
+
+        That is done before each turn of the first round, and after each round, so that a candidate has a turn after all
+        if later steps give it a chance.
+        """
+        untried = [bits for bits in self.permitted if bits not in trial.tried]
+        if self._predictor is None or not untried or (trial.round and trial.turns):
+            return
+        measured = trial.measured()
+        trial.skipped = set()
+        if not measured or self._is_refuted(trial, measured):
+            return
+        predictions = self._predictor(measured)
+        best_s = min(medians.step_s for medians in measured.values())
+        knows_codec = any(bits not in REDUCER_OF_BITS for bits in measured)
+        for bits in untried:
+            seconds = trial.predicted[bits] = predictions[bits]
+            leaves_out = REDUCER_OF_BITS[bits] == "bf16" if bits in REDUCER_OF_BITS else not knows_codec
+            trial.at_least = trial.at_least - {bits} | ({bits} if leaves_out and seconds is not None else set())
+            # Predictions that leave the codec out are lower bounds, so that no doubt is left to be reckoned with.
+            share = 1 - self.rules.doubt if knows_codec else 1 + self.rules.tie
+            if seconds is not None and bits != self.allow[0] and seconds * share > best_s:
+                trial.skipped.add(bits)
+        trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
+
+    def _is_refuted(self, trial: Trial, measured: Mapping[int, Measured]) -> bool:
+        """Whether steps turned out shorter than the lower bound that was predicted for them: something else has changed
+        since the first turn, so that nothing can be concluded from that turn."""
+        pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
+        return any(seconds is not None and length < seconds * (1 - self.rules.doubt) for seconds, length in pairs)
+
+    def watched(self, lengths: Sequence[float]) -> float | None:
+        """The length of steps that the watch compares with the decision's; None: too few steps are known.
+
+        Args:
+            lengths: of the latest steps, in seconds, up to `Rules.window` of them.
+        """
+        if len(lengths) >= self.rules.latest:
+            now, decided = median(list(lengths)[-self.rules.latest :]), self._reference_s
+            jumps = decided is not None and max(now / decided, decided / now) > 1 + self.rules.jump
+            if jumps or self._challenge is not None:
+                return now
+        return median(lengths) if len(lengths) == self.rules.window else None
+
+    def _watch(self) -> None:
+        """Begin a trial if the length of steps has changed and the credit is enough."""
+        now = self.watched(self._window)
+        if now is not None:
+            self._compare(now)
+
+    def _compare(self, now: float, *, expects_shorter: bool = False) -> None:
+        """Begin a trial if a median length of steps differs from the decision's, and if the credit is enough.
+
+        Args:
+            now: the median length of the latest steps, in seconds.
+            expects_shorter: whether steps that are shorter than the decision's are no reason for a trial.
+        """
+        if self._reference_s is None:
+            self._reference_s = now
+        change = now / self._reference_s - 1
+        if abs(change) <= self.rules.drift or (expects_shorter and change < 0):
+            if not self._is_refined:
+                self._reference_s, self._is_refined = now, True
+        elif self._credit >= self._cost:
+            self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
+
+    def describe_rest(self) -> str:
+        """What ranks must have in common to find the next trial due at the same step."""
+        facts = (self.bits, self._reference_s, self._credit, self._is_refined, self._challenge)
+        return f"{len(self.decisions)} {facts}"
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run begins with: plain values."""
+        challenge = self._challenge
+        return {
+            "allow": list(self.allow),
+            "bits": self.decisions[-1].bits if self.decisions else None,
+            "reference_s": self._reference_s,
+            "credit": self._credit,
+            "challenge": None if challenge is None else {"bits": challenge.bits, "seconds": challenge.seconds},
+            "decisions": [decision.to_dict() for decision in self.decisions],
+        }
+
+    @classmethod
+    def resumed(
+        cls,
+        allow: Sequence[int],
+        state: Mapping[str, Any],
+        *,
+        is_same_world: bool,
+        predictor: Predictor | None = None,
+    ) -> Trials:
+        """Begin with what `state` gave. The candidate of the latest decision is used until there is a new trial.
+
+        A trial follows soon where more bits are allowed than in the saved run, because they have never been measured.
+
+        Args:
+            allow: the candidates, by their bits.
+            state: from `state`.
+            is_same_world: whether the number of ranks is that of the saved run; if not, a trial follows soon.
+            predictor: see the class.
+
+        Raises:
+            ConfigError: ``state`` is no such state.
+        """
+        try:
+            decisions = [Decision.from_dict(row) for row in state["decisions"]]
+            bits, reference_s, credit = state["bits"], state["reference_s"], _credit(state["credit"])
+            bits = None if bits is None else width(bits)
+            reference_s = None if reference_s is None else positive(reference_s)
+            tried = tuple(map(width, state.get("allow", allow)))
+            challenge = Challenge.from_state(state.get("challenge"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"the gqsgd state's entry 'auto' cannot be read ({type(error).__name__}: {error}); load what "
+                "state_dict has written, or drop the entry to try anew"
+            ) from None
+        trials = cls(allow, predictor=predictor)
+        trials.decisions = decisions
+        if bits not in trials.allow:
+            return trials
+        trials.bits, trials._credit = bits, min(credit, trials._credit)
+        fresh = [candidate for candidate in trials.allow if candidate not in tried]
+        if is_same_world and fresh:
+            trials._why = f"{', '.join(map(str, fresh))} bits are allowed now"
+        elif is_same_world:
+            trials._waiting, trials._reference_s = None, reference_s
+            trials._challenge = challenge if challenge is not None and challenge.bits in trials.allow else None
+        else:
+            trials._why = "another number of ranks"
+        return trials
+
+
+def _credit(value: Any) -> float:
+    """A credit of steps that a state has. A turn of plain DDP is paid for afterwards, so that a debt is possible.
+
+    Raises:
+        TypeError, ValueError: it is no finite number.
+    """
+    credit = float(value)
+    if not math.isfinite(credit):
+        raise ValueError(f"the credit of steps is {credit}, not finite")
+    return credit

@@ -1,0 +1,97 @@
+"""Times of whole training steps of a small model between processes, under plain DDP and under hooks: ``gqsgd bench``.
+
+Each case is a DDP model of its own in the same processes. The cases train in turns, on equal data (`turns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.predict.bench import WARMUP, WIDTHS, WayTime, slowest_rounds
+from lightning_gqsgd.predict.turns import Case, EventClock, in_turns, stopwatch
+from lightning_gqsgd.reducers.base import ring_bytes
+
+#: The model: dense layers of these widths, 4.7 M parameters, on so many samples of each rank.
+LAYERS, CLASSES, BATCH = (512, 1024, 1024, 1024, 1024, 1024), 10, 8
+PLAIN = "ddp"
+
+
+def step_runs(rounds: int) -> int:
+    """How often `measure_steps` makes a step, those that are not timed included."""
+    return (rounds + WARMUP) * (2 + len(WIDTHS))
+
+
+def measure_steps(device: torch.device, rounds: int, tick: Callable[[], object] = lambda: None) -> tuple[WayTime, ...]:
+    """Time training steps between the ranks of the default process group. A collective.
+
+    Args:
+        device: device of the model: the CPU over Gloo, or CUDA over NCCL.
+        rounds: number of timed rounds.
+        tick: called before every step, `step_runs` times.
+    """
+    cases = {PLAIN: _Training(device), "bf16 hook": _Training(device)}
+    cases["bf16 hook"].model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    for bits in WIDTHS:
+        name = f"{bits} bits"
+        cases[name] = _Training(device)
+        cases[name].state = register_gqsgd(cases[name].model, bits=bits, sample_every=0)
+
+    def ready() -> None:
+        tick()
+        dist.barrier()
+
+    try:
+        steps: dict[str, Case] = {name: case.step for name, case in cases.items()}
+        clock = EventClock() if device.type == "cuda" else stopwatch
+        seconds = in_turns(steps, rounds, warmup=WARMUP, before=ready, clock=clock)
+        sent = {name: case.sent_bytes(2 if name == "bf16 hook" else 4) for name, case in cases.items()}
+    finally:
+        for case in cases.values():
+            if case.state is not None:
+                case.state.close()
+    slowest_of = {name: slowest_rounds(values, device) for name, values in seconds.items()}
+    return WayTime.all_of(slowest_of, sent, against=PLAIN)
+
+
+class _Training:
+    """A model with its optimizer and its data, which are the same in all cases of a rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self._inputs = torch.randn(BATCH, LAYERS[0], generator=generator).to(device)
+        self._labels = torch.randint(CLASSES, (BATCH,), generator=generator).to(device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = _network().to(device)
+        self._numel = sum(p.numel() for p in network.parameters())
+        self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.state: GQSGDState | None = None
+
+    def step(self) -> None:
+        """Make one step: forward, backward, optimizer."""
+        F.cross_entropy(self.model(self._inputs), self._labels).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def sent_bytes(self, itemsize: int) -> float:
+        """Bytes of gradients that each rank sends in a step; ``itemsize``: of a coordinate without the package."""
+        if self.state is None:
+            return ring_bytes(itemsize * self._numel, dist.get_world_size())
+        totals = self.state.telemetry.totals()
+        return totals["bytes_sent"] / totals["steps"]
+
+
+def _network() -> nn.Module:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(LAYERS[:-1], LAYERS[1:], strict=True):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(LAYERS[-1], CLASSES))

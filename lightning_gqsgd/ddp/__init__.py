@@ -1,0 +1,1 @@
+"""The hook of DistributedDataParallel, and the mean of any tensor."""

@@ -1,0 +1,305 @@
+"""Quantised mean of any tensor over the ranks of a process group, outside DDP."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd import __version__
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import make_config
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.tracing import untraced
+from lightning_gqsgd.wire.agreement import Card
+from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
+from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.plan import check_gradient
+
+#: Bytes that the plans of tensors of different sizes take, at most, for each process group.
+MAX_PLAN_BYTES = 64 << 20
+
+_PURPOSE = "all_reduce"
+#: What the number of a call is called in messages. A call that a rank has left early, by an interrupt, pairs wrongly.
+_NUMBER = "number of the call on this process group"
+_MESSAGES = Messages("all_reduce", "call all_reduce in a process of its own, started by spawn")
+
+
+class _Reductions:
+    """All calls on one process group and device."""
+
+    def __init__(self, engine: Engine, group: dist.ProcessGroup) -> None:
+        self.engine, self._group = engine, group
+        self._calls = 1  # the call that makes this object
+        self._prepared: set[tuple[GQSGDConfig, torch.dtype]] = set()
+
+    def number(self) -> int:
+        """The number of a new call."""
+        self._calls += 1
+        return self._calls - 1
+
+    def is_usable(self) -> bool:
+        """False after an error, or once the process group was destroyed."""
+        return not self.engine.failed and not self.engine.is_closed and is_alive(self._group)
+
+    def start(self, x: Tensor, config: GQSGDConfig, step: int, number: int) -> Job:
+        """Start to replace a flat tensor by its mean; ``number``: that of the call, which the step may differ from."""
+        card = Card(_PURPOSE, {**_facts(x, config), "step": step, _NUMBER: number})
+        if (config, x.dtype) not in self._prepared:
+            self._prepare(x, config, card)
+        segments = (Segment(0, x.numel(), raw=x.numel() < config.min_numel),)
+        job = self.engine.reduce(x, Request(f"{_PURPOSE} number {step}", config, segments, step, agreement=card))
+        self.engine.plans.trim(MAX_PLAN_BYTES)
+        return job
+
+    def _prepare(self, x: Tensor, config: GQSGDConfig, card: Card) -> None:
+        """Make groups and kernels for the first call with a configuration, after all ranks have agreed on it."""
+        self.engine.agree(card).wait()
+        patience = timeout_of(self._group, x.device)
+        with Meeting(_PURPOSE, [self._group], patience) as meeting:
+            self.engine.connect(config)
+            meeting.agree([{}])
+            with meeting.preparing(COMPILE_PATIENCE_S):
+                self.engine.compile(config, x.dtype)
+        self._prepared.add((config, x.dtype))
+
+
+_reductions: dict[tuple[dist.ProcessGroup, torch.device], _Reductions] = {}
+
+
+class Reduction:
+    """An allreduce under way."""
+
+    def __init__(self, job: Job, flat: Tensor, out: Tensor) -> None:
+        self._job, self._flat, self._out = job, flat, out
+
+    def done(self) -> bool:
+        """True once there is a result or an error (on a GPU, once all work for the result is issued)."""
+        return self._job.future.done()
+
+    @untraced
+    def wait(self) -> Tensor:
+        """Wait for the mean, and return it; on a GPU, the current stream waits, and the host does not.
+
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed; the result is all NaN.
+        """
+        try:
+            self._job.wait()
+        finally:
+            if self._flat.data_ptr() != self._out.data_ptr():
+                with torch.inference_mode(self._out.is_inference()):
+                    self._out.copy_(self._flat.view(self._out.shape))
+        return self._out
+
+
+@overload
+def all_reduce(
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    out: Tensor | None = None,
+    async_op: Literal[False] = False,
+    step: int | None = None,
+    preset: str | GQSGDConfig | None = None,
+    **fields: Any,
+) -> Tensor: ...
+
+
+@overload
+def all_reduce(
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    out: Tensor | None = None,
+    async_op: Literal[True],
+    step: int | None = None,
+    preset: str | GQSGDConfig | None = None,
+    **fields: Any,
+) -> Reduction: ...
+
+
+@untraced
+def all_reduce(
+    tensor: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    out: Tensor | None = None,
+    async_op: bool = False,
+    step: int | None = None,
+    preset: str | GQSGDConfig | None = None,
+    **fields: Any,
+) -> Tensor | Reduction:
+    """Mean of a tensor over the ranks of a group, quantised on the wire; the same bits on every rank.
+
+    A collective: every rank calls it with a tensor of the same shape and dtype and the same configuration. Tensors of
+    fewer than ``min_numel`` elements (1024 by default) travel uncompressed.
+
+    Args:
+        tensor: floating-point tensor of any shape, fp32, fp16, bf16 or fp64; not changed unless it is ``out``.
+        group: process group; None is the default group.
+        out: where to put the mean, of the tensor's shape, dtype and device; None makes a new tensor.
+        async_op: return a `Reduction` at once, whose `wait` gives the mean.
+        step: number of the dither, 0 to 2^63 - 1; the same number gives the same dither. None counts the calls on the
+            group.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
+        **fields: fields of `GQSGDConfig`.
+
+    Raises:
+        ConfigError: a tensor or configuration that cannot work, or ranks that do not agree; on every rank, if one of
+            them refuses. Then ``out`` has what ``tensor`` has.
+        CollectiveError: a collective failed, and the result is all NaN; or not all ranks call this within the timeout.
+            The next call makes its process groups anew.
+    """
+    parent = parent_group(group)
+    step = plain_integer(step)
+    reductions, number = _usable(parent, tensor), 0
+    known = reductions or _any_of(parent)
+    if known is not None:
+        number = known.number()  # counted on all ranks, also where one refuses
+        try:
+            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
+            target, flat = _copied(tensor, out)
+        except Exception as error:
+            # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
+            known.engine.agree(Card(_PURPOSE, {}, str(error)))
+            raise
+    if known is not None and reductions is None:  # a device of which other ranks might not have a tensor
+        known.engine.agree(Card(_PURPOSE, {**_facts(tensor, config), _NUMBER: number})).wait()
+    if reductions is None:
+        number = 0
+        with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
+            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
+            target, flat = _copied(tensor, out)
+            (key,) = meeting.agree([_facts(tensor, config)])
+            engine = Engine(tensor.device, parent, key, messages=_MESSAGES)
+            reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
+    job = reductions.start(flat, config, number if step is None else step, number)
+    reduction = Reduction(job, flat, target)
+    return reduction if async_op else reduction.wait()
+
+
+def close() -> None:
+    """Stop the threads and destroy the process groups that `all_reduce` has made; the next call makes them anew."""
+    while _reductions:
+        _reductions.popitem()[1].engine.close()
+
+
+atexit.register(close)  # Gloo groups that are still open at exit can abort the process
+
+
+def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
+    """What earlier calls on a group have made, or None if it cannot be used any more.
+
+    Whatever cannot be used any more is closed, for all groups.
+    """
+    for key in [key for key, reductions in _reductions.items() if not reductions.is_usable()]:
+        _reductions.pop(key).engine.close()
+    return _reductions.get((group, tensor.device)) if isinstance(tensor, Tensor) else None
+
+
+def _any_of(group: dist.ProcessGroup) -> _Reductions | None:
+    """What earlier calls on a group have made, on whatever device: enough to tell other ranks of an error."""
+    return next((reductions for (other, _), reductions in _reductions.items() if other is group), None)
+
+
+def _device_of(tensor: object) -> torch.device:
+    return tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
+
+
+def _checked(
+    tensor: Tensor,
+    out: Tensor | None,
+    group: dist.ProcessGroup,
+    step: int | None,
+    config: GQSGDConfig,
+) -> GQSGDConfig:
+    """The configuration of a call, with its reducer chosen.
+
+    Raises:
+        ConfigError: arguments that cannot work.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"all_reduce takes a tensor, not {type(tensor).__name__}")
+    _check_plain(tensor, "the tensor")
+    check_gradient(tensor, "the tensor")
+    if out is not None and not isinstance(out, Tensor):
+        raise ConfigError(f"out={out!r:.100} is no tensor; leave it out, or give one like the tensor")
+    if out is not None:
+        _check_plain(out, "out")
+    if out is not None and (out.shape, out.dtype, out.device) != (tensor.shape, tensor.dtype, tensor.device):
+        raise ConfigError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}, the tensor {tuple(tensor.shape)} {tensor.dtype} "
+            f"on {tensor.device}; they must be alike"
+        )
+    if step is not None:
+        check_integer("step", step, 0, MAX_STEP)
+    config = resolve(with_nodes(config, group), dist.get_world_size(group))
+    refuse_for(config, "all_reduce, which takes dense tensors")
+    if config.remembers:
+        raise ConfigError(
+            "all_reduce does not know what it reduces, so it cannot remember anything; give memory='none', or register "
+            "the hook on a DDP model (register_gqsgd)"
+        )
+    return config
+
+
+def _check_plain(tensor: Tensor, what: str) -> None:
+    """Raise ConfigError for a tensor whose numbers are not in memory as its shape says, such as a DTensor."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ConfigError(
+            f"{what} is one that torch.func (vmap, grad or jvp) has wrapped; call all_reduce outside of that function"
+        )
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        name = type(tensor).__name__
+        raise ConfigError(f"{what} is a {name}; give a plain tensor, e.g. its to_local() if it is a DTensor")
+
+
+def _copied(tensor: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the mean is put, with what the tensor has, and the same as a flat tensor for kernels.
+
+    Raises:
+        ConfigError: ``out`` cannot be written.
+    """
+    out = torch.empty_like(tensor, memory_format=torch.contiguous_format) if out is None else out
+    if _overlaps(out):
+        raise ConfigError(
+            f"out has elements that share memory (shape {tuple(out.shape)}, strides {out.stride()}), so that it cannot "
+            "hold a mean; leave it out, or give out.contiguous()"
+        )
+    try:
+        with torch.no_grad():
+            out = out.detach().copy_(tensor) if out is not tensor else out.detach()
+    except RuntimeError as error:
+        raise ConfigError(f"out cannot be written: {error}; leave it out, or give torch.empty_like(tensor)") from error
+    # Kernels read memory, where a lazy minus sign is not seen.
+    return out, out.resolve_neg().contiguous().view(-1)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor may share memory: true for all that do."""
+    reach = 0
+    dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    for stride, size in sorted(dimensions):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def _facts(tensor: Tensor, config: GQSGDConfig) -> dict[str, Any]:
+    """What all ranks must have in common in a call: plain values by name."""
+    versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
+    kind = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
+    return {**config.to_dict(), **kind, **versions}

@@ -1,0 +1,195 @@
+"""Checks before the hook is registered on a DDP model: whether the model can have it, and what all ranks must share."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd import __version__
+from lightning_gqsgd.adaptive.plain import obstacle
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, counted, listed
+from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.session.parameters import Parameter, digest
+from lightning_gqsgd.wire.plan import check_parameters
+
+#: Classes that average gradients, and what to do with a model that has one.
+_WRAPPED = {
+    re.compile(kind): remedy
+    for kind, remedy in {
+        r"torch\.nn\.parallel\.distributed\.DistributedDataParallel": (
+            "is one: call register_gqsgd on that DistributedDataParallel model itself"
+        ),
+        r"torch\.nn\.parallel\.data_parallel\.DataParallel": (
+            "is torch's DataParallel, of one process: start a process for each GPU (torchrun), and wrap the module "
+            "inside of it instead: DistributedDataParallel(model.module)"
+        ),
+        r"torch\.distributed\._composable\.replicate\w*\.(DDP|ReplicateModule)": (
+            "averages its gradients by replicate() already, which takes no quantised hook: leave replicate() out, wrap "
+            "the module in DistributedDataParallel instead, and call register_gqsgd"
+        ),
+        r"torch\.distributed\.fsdp\.(\w+\.)*FullyShardedDataParallel": (
+            "is sharded by FullyShardedDataParallel (FSDP1) already, which takes no quantised hook: leave that wrapper "
+            "out, and use fully_shard (FSDP2) with register_gqsgd_fsdp, or DistributedDataParallel with register_gqsgd"
+        ),
+        r"torch\.distributed\.fsdp\.(\w+\.)*FSDPModule": (
+            "is sharded by fully_shard already: call register_gqsgd_fsdp instead, without DistributedDataParallel"
+        ),
+    }.items()
+}
+
+
+def facts_of(
+    requested: GQSGDConfig, config: GQSGDConfig, model: DistributedDataParallel, parameters: Sequence[Parameter]
+) -> dict[str, Any]:
+    """What all ranks must have in common when they register the hook: plain values by name.
+
+    Args:
+        requested: the configuration as it was given.
+        config: the same with its reducer chosen.
+        model: the DDP model.
+        parameters: those of its module.
+    """
+    trained = trained_by(model)
+    facts = {
+        **config.to_dict(),
+        "parameters": digest(parameters),
+        "parameters that require a gradient": digest(entry for entry in parameters if entry.name in trained),
+        "dtypes": ", ".join(sorted({str(p.dtype) for p in trained.values()})),
+        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+        "find_unused_parameters": model.find_unused_parameters,
+        "version of lightning_gqsgd": __version__,
+        "version of the wire format": VERSION,
+    }
+    if requested.auto:
+        facts["what keeps the hook in its place"] = obstacle(model)
+    if requested.reducer == "hierarchical":
+        facts["ranks on the node (LOCAL_WORLD_SIZE)"] = os.environ.get("LOCAL_WORLD_SIZE")
+    return facts
+
+
+def check_is_ddp(model: object) -> None:
+    """Raise ConfigError for an object that is no DDP model."""
+    if isinstance(model, DistributedDataParallel):
+        return
+    inner = getattr(model, "_orig_mod", None)
+    remedy = wrapped_otherwise(model) or "wrap it first: DistributedDataParallel(model)"
+    if isinstance(inner, DistributedDataParallel):
+        remedy = "register the hook on the DistributedDataParallel model before torch.compile (or on model._orig_mod)"
+    raise ConfigError(f"{type(model).__name__} is not a DistributedDataParallel model; {remedy}")
+
+
+def wrapped_otherwise(model: object) -> str:
+    """What to do with a model of which something averages the gradients already; empty where nothing is known to.
+
+    Another wrapper around it would average them twice.
+    """
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else []:
+        # By name, because each of these is slow to import, or missing in some versions of torch.
+        kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+        remedy = next((text for kind, text in _WRAPPED.items() if any(map(kind.fullmatch, kinds))), None)
+        if remedy:
+            return f"{f'its module {name!r}' if name else 'it'} {remedy}"
+    return ""
+
+
+def check_model(model: DistributedDataParallel) -> None:
+    """Raise ConfigError for a DDP model that cannot have the hook."""
+    installed = model._get_ddp_logging_data().get("comm_hook")
+    hooks = [(hook, state) for hook, state in getattr(model, "_comm_hooks", ()) if hasattr(state, "is_on")]
+    # While plain DDP has its place, the hook is not registered with DDP.
+    installed = installed or next((hook.__qualname__ for hook, state in hooks if state.is_on(model)), None)
+    if installed:
+        states = [state for _, state in getattr(model, "_comm_hooks", ())]
+        was = " (which was closed)" if any(getattr(state, "is_closed", False) for state in states) else ""
+        raise ConfigError(
+            f"the model already has the communication hook {installed!r}{was}, and DDP takes one only; "
+            "remove the other registration, or wrap the module in a new DistributedDataParallel"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError(
+            'torch._dynamo.config.optimize_ddp="python_reducer" hands hooks single gradients, not buckets; '
+            'set it to True or "ddp_optimizer"'
+        )
+    check_parameters(trained_by(model))
+    check_unchanged(model)
+
+
+def check_unchanged(model: DistributedDataParallel) -> None:
+    """Raise ConfigError if the module was changed since it was wrapped, so that DDP does not reduce all of it."""
+    trained = trained_by(model)
+    wrapped = set(map(id, getattr(model, "_module_parameters", trained.values())))
+    new = [name for name, p in trained.items() if id(p) not in wrapped]
+    built = model._get_ddp_logging_data()
+    number = built.get("num_parameter_tensors", len(trained))
+    nbytes = sum(p.numel() * p.element_size() for p in trained.values())
+    change = ""
+    if new:
+        change = f"parameter {listed(new)} was added to the module, or took the place of another one,"
+    elif len(trained) > number:
+        change = f"{counted(len(trained) - number, 'parameter')} of the module began to require a gradient"
+    elif len(trained) == number and nbytes != built.get("total_parameter_size_bytes", nbytes):
+        change = f"the module's parameters were cast to {listed(sorted({str(p.dtype) for p in trained.values()}))}"
+    if change:
+        raise ConfigError(
+            f"{change} after the model was wrapped in DistributedDataParallel, which would not reduce it; change the "
+            "module first, then wrap it, then register the hook"
+        )
+
+
+def check_divisor(model: DistributedDataParallel | None) -> None:
+    """Raise ConfigError for a step inside of torch's `Join` that asks for another divisor than the number of ranks."""
+    if getattr(model, "_divide_by_initial_world_size", True) is False:
+        raise ConfigError(
+            "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
+            "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
+        )
+
+
+def check_wrapped_anew(model: DistributedDataParallel, module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ConfigError for what cannot have the hook instead of an earlier DDP model of a module and a group."""
+    check_is_ddp(model)
+    check_model(model)
+    if model.module is not module or model.process_group is not group:
+        raise ConfigError("`build` wrapped another module, or for another process group; give both as before")
+
+
+def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedDataParallel) -> None:
+    """Raise ConfigError if post-local SGD averages over other ranks than DDP does."""
+    if post_local_sgd is None:
+        return
+    if not isinstance(post_local_sgd, PostLocalSGDState):
+        raise ConfigError(f"post_local_sgd={post_local_sgd!r:.100} must be torch's PostLocalSGDState, or None")
+    group = post_local_sgd.process_group
+    if (dist.group.WORLD if group is None else group) is not model.process_group:
+        raise ConfigError(
+            "PostLocalSGDState averages gradients over another process group than DistributedDataParallel; give both "
+            "the same process_group"
+        )
+
+
+def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient, by name, without those that DDP was told to ignore.
+
+    There is at least one, because DDP refuses models without any.
+    """
+    ignored = model.parameters_to_ignore
+    return {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
+
+
+def device_of(model: DistributedDataParallel) -> torch.device:
+    """Device of the gradients."""
+    return next(iter(trained_by(model).values())).device
+
+
+def dtypes_of(model: DistributedDataParallel) -> list[torch.dtype]:
+    """Dtypes of the gradients, that of the first parameter first."""
+    return list(dict.fromkeys(p.dtype for p in trained_by(model).values()))

@@ -1,0 +1,284 @@
+"""Hugging Face Accelerate: the kwargs handler that installs the hook, and `enable_accelerator`, which adds the
+handler."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import os
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.local_sgd import LocalSGD
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.adaptive.announcing import print_to_stderr
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import make_config
+from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
+from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
+from lightning_gqsgd.frameworks.distributed import destroy_at_exit
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+
+_BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
+_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+#: Where an Accelerator finds the number of processes.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+#: What Accelerate trains with instead of DDP, where a handler of DDP's is not looked at.
+WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+#: How an Accelerator trains with local steps.
+_LOCAL_STEPS = (
+    "model = accelerator.prepare_model(model, evaluation_mode=True), then optimizer = accelerator.prepare("
+    "LocalSteps(model, optimizer, every=32)), and optimizer.optimizer.finish() at the end"
+)
+
+
+# The field `config` makes this class a dataclass of its own. So `dataclasses.replace` fails; otherwise it would make an
+# object of the class that `__class__` names, which has no hook.
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class GQSGDKwargs(DistributedDataParallelKwargs):
+    """Kwargs handler that makes an Accelerator compress the gradients of the models that it prepares.
+
+    Pass it as ``Accelerator(kwargs_handlers=[GQSGDKwargs(bits=4)])``, or call `enable`. Where Accelerate does not wrap
+    models in DDP (one process, FSDP, DeepSpeed), it asks no handler; `enable` says so.
+
+    Processes are started by ``torchrun``, or by ``accelerate launch --multi_gpu``. On CPUs these go with
+    ``Accelerator(cpu=True)`` or ACCELERATE_USE_CPU=true; ``accelerate launch --cpu`` starts one process, whatever its
+    ``--num_processes``.
+
+    ``accelerator.register_for_checkpointing(handler)`` makes ``save_state`` and ``load_state`` keep the hook's state.
+    (Accelerate loads no folder that was saved with another number of registered objects, so none of a run without it.)
+
+    Args:
+        preset: name of a preset (default ``gqsgd``), or a configuration.
+        **fields: fields of `GQSGDConfig` and of DistributedDataParallelKwargs.
+
+    Attributes:
+        config: the configuration.
+
+    Raises:
+        ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
+    """
+
+    config: GQSGDConfig
+
+    def __init__(self, preset: str | GQSGDConfig | None = None, **fields: Any) -> None:
+        _refuse_local_steps(preset, fields)
+        allowed = ("preset", *GQSGDConfig.field_names(), *_BASE_FIELDS)
+        for name in fields:
+            if name not in allowed:
+                raise ConfigError(
+                    f"GQSGDKwargs has no argument {name!r}{did_you_mean(name, allowed)} "
+                    f"(its own: preset, {', '.join(GQSGDConfig.field_names())}; all others are "
+                    f"DistributedDataParallelKwargs': {', '.join(_BASE_FIELDS)})"
+                )
+        own = {name: value for name, value in fields.items() if name not in _BASE_FIELDS}
+        DistributedDataParallelKwargs.__init__(self, **{name: fields[name] for name in fields if name not in own})
+        self._refuse_hooks()
+        self.config = make_config(preset, **own)
+        _say_that_nothing_is_reduced_by_one_process()
+        self._hooks: list[tuple[weakref.ref[DistributedDataParallel], GQSGDState]] = []
+        self._loaded: list[dict[str, Any]] = []
+
+    # Accelerate looks `handler.__class__` up in a dictionary of exact classes, which has no subclasses. `type(handler)`
+    # and isinstance are not affected; the other methods that read `__class__` are overridden below.
+    @property  # type: ignore[misc]  # object's can be set
+    def __class__(self) -> Any:
+        return DistributedDataParallelKwargs
+
+    @property
+    def states(self) -> list[GQSGDState]:
+        """The state of the hook on each model, in the order in which they were prepared, while the model lives."""
+        return [state for model, state in self._hooks if model() is not None]
+
+    def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
+        """The arguments of DistributedDataParallel: the base takes all attributes, and copies them deeply."""
+        return {name: getattr(self, name) for name in _BASE_FIELDS if name not in ignore_keys}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> GQSGDState:
+        """Install the hook, as Accelerate does when it has wrapped a model. A collective.
+
+        Raises:
+            ConfigError: a model that cannot work, ranks that do not agree, or a communication hook of the user's.
+        """
+        self._refuse_hooks()
+        destroy_at_exit()
+        _watch_local_sgd()
+        state = register_gqsgd(model, self.config)
+        if self._loaded:
+            state.load_state_dict(self._loaded.pop(0))
+        self._hooks.append((weakref.ref(model), state))
+        # Accelerate's loggers show warnings only, and that compression is on should be seen.
+        state.announce(print_to_stderr)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs for the same bits; see `GQSGDState.state_dict`.
+
+        Call it on all ranks, and save what rank 0 has: Accelerate does both.
+        """
+        gc.collect()  # models that are in cycles end here at the latest, so that all ranks count the same ones
+        return {"states": [*(state.state_dict() for state in self.states), *self._loaded]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the dither and the memory of the prepared models, in their order.
+
+        States of models that are not prepared yet are loaded when those models are prepared.
+
+        Raises:
+            ConfigError: ``state`` is not such a state, or has fewer models, or see `GQSGDState.load_state_dict`.
+        """
+        gc.collect()
+        saved, states = state.get("states") if isinstance(state, dict) else None, self.states
+        if not isinstance(saved, list):
+            raise ConfigError(
+                "the state of GQSGDKwargs is a dictionary with the key 'states', as state_dict gives it, not "
+                f"{str(state):.200}; register the same objects for checkpointing as the run that wrote it, in the same "
+                "order"
+            )
+        if not saved:
+            warnings.warn("gqsgd: the checkpoint was written without gqsgd's hook, which starts anew", stacklevel=2)
+        elif len(saved) < len(states):
+            raise ConfigError(
+                f"the checkpoint has the state of {counted(len(saved), 'hook')}, and {counted(len(states), 'model')} "
+                "prepared; prepare the same models as the run that wrote it, in the same order"
+            )
+        for mine, theirs in zip(states, saved, strict=False):
+            mine.load_state_dict(theirs)
+        self._loaded = saved[len(states) :]
+
+    def __repr__(self) -> str:
+        return f"GQSGDKwargs({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
+
+    def __reduce__(self) -> Any:
+        """Copies have the arguments; the hooks and their memories stay with the models."""
+        return functools.partial(GQSGDKwargs, **self._arguments()), ()
+
+    def __eq__(self, other: object) -> bool:
+        """Identity: the base compares its own fields."""
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments that give an equal handler."""
+        config, usual = self.config, make_config()
+        own = {name: getattr(config, name) for name in config.field_names()}
+        return {**{name: own[name] for name in own if own[name] != getattr(usual, name)}, **self.to_kwargs()}
+
+    def _refuse_hooks(self) -> None:
+        usual = DistributedDataParallelKwargs()
+        given = [name for name in _HOOK_FIELDS if getattr(self, name) not in (getattr(usual, name), None, "no")]
+        if given:
+            raise ConfigError(
+                f"GQSGDKwargs installs a communication hook of its own, and DDP takes one only; drop "
+                f"{', '.join(given)}, or use DistributedDataParallelKwargs for that hook"
+            )
+
+
+def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
+    """See `enable.enable`."""
+    existing, kind = accelerator.ddp_handler, DistributedType(accelerator.distributed_type).value
+    if kind in WITHOUT_DDP:
+        raise ConfigError(
+            f"this Accelerator trains with {kind}, and gqsgd compresses the gradients of DistributedDataParallel; "
+            f"leave {kind} out, or gqsgd"
+        )
+    if accelerator._models:
+        raise ConfigError(
+            f"this Accelerator has prepared {counted(len(accelerator._models), 'model')} already, without gqsgd; "
+            "enable it before `prepare`, and for a transformers Trainer between its construction and `evaluate` or "
+            "`train`"
+        )
+    if isinstance(existing, GQSGDKwargs):
+        raise ConfigError(f"gqsgd is enabled already, as {existing!r}; enable it once, with all fields")
+    if existing is not None and type(existing) is not DistributedDataParallelKwargs:
+        raise ConfigError(f"the Accelerator has a handler of type {type(existing).__name__}, which gqsgd would replace")
+    kept = {} if existing is None else {name: getattr(existing, name) for name in _BASE_FIELDS}
+    handler = GQSGDKwargs(preset, **{**kept, **fields})
+    if accelerator.num_processes == 1:
+        say_that_there_is_one_process()
+    accelerator.ddp_handler = handler
+    accelerator.register_for_checkpointing(handler)
+    return handler
+
+
+def _refuse_local_steps(preset: str | GQSGDConfig | None, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments of local steps, which do without DistributedDataParallel and its handler."""
+    asked = [name for name in ("local_steps", *LocalOptions.field_names()) if name in fields]
+    if isinstance(preset, str) and preset in LOCAL_PRESETS:
+        asked.append(f"preset={preset!r}")
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)} is for local steps, which train without DistributedDataParallel, and GQSGDKwargs is "
+            f"its handler; leave GQSGDKwargs out: {_LOCAL_STEPS}"
+        )
+
+
+def _watch_local_sgd() -> None:
+    """Let Accelerate's LocalSGD warn where it begins with a model that has the hook.
+
+    It leaves all gradients on their ranks (``no_sync``) and averages whole parameters uncompressed by itself. The hook
+    never hears of it.
+    """
+    begin = LocalSGD.__enter__
+    if getattr(begin, "warns_of_hook", False):
+        return
+
+    @functools.wraps(begin)
+    def __enter__(self: LocalSGD) -> LocalSGD:
+        model = getattr(self, "model", None)
+        hook = model._get_ddp_logging_data().get("comm_hook") if isinstance(model, DistributedDataParallel) else None
+        if self.enabled and hook == gqsgd_hook.__qualname__:
+            warnings.warn(
+                "gqsgd: LocalSGD averages whole parameters uncompressed, and takes no gradient to gqsgd's hook, "
+                "whatever its report says. For compressed local steps, leave GQSGDKwargs, enable and LocalSGD out: "
+                f"{_LOCAL_STEPS}",
+                stacklevel=2,
+            )
+        return begin(self)
+
+    __enter__.warns_of_hook = True  # type: ignore[attr-defined]
+    LocalSGD.__enter__ = __enter__
+
+
+def say_that_there_is_one_process() -> None:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started == 1:
+        _say_once("gqsgd: one process, nothing to reduce")
+        return
+    warnings.warn(
+        f"gqsgd: {started} processes were started (WORLD_SIZE), but this Accelerator is on its own, so each process "
+        "trains a model of its own and nothing is reduced; without a GPU, set ACCELERATE_USE_CPU=true, or pass "
+        "cpu=True to Accelerator or use_cpu=True to TrainingArguments",
+        stacklevel=4,
+    )
+
+
+def _say_that_nothing_is_reduced_by_one_process() -> None:
+    """Where an Accelerator finds itself alone, it wraps nothing in DDP, and never asks the handler.
+
+    So the handler looks at what an Accelerator would look at.
+    """
+    sizes = {os.environ.get(name, "1") for name in _WORLD_SIZES}
+    alone = PartialState().num_processes == 1 if PartialState._shared_state else sizes == {"1"}
+    if alone:
+        _say_once(
+            "gqsgd: one process, so nothing is reduced. Several are started by torchrun, or by accelerate launch "
+            "--multi_gpu; on CPUs, by ACCELERATE_USE_CPU=true torchrun (accelerate launch --cpu starts one)"
+        )
+
+
+@functools.lru_cache
+def _say_once(text: str) -> None:
+    print_to_stderr(text)

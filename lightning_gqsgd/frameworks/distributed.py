@@ -1,0 +1,121 @@
+"""What adapters share: the arguments of Lightning's strategies, and the process group's life."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import Preset, make_config
+from lightning_gqsgd.errors import ConfigError, did_you_mean
+from lightning_gqsgd.local_steps.options import LocalOptions
+
+#: Where checkpoints have the state of the hook, or of several models' hooks.
+CHECKPOINT_KEY = "gqsgd"
+
+
+def on_nodes(config: GQSGDConfig, processes_per_node: int) -> GQSGDConfig:
+    """The configuration with the size of nodes that Lightning knows, unless the user gives one."""
+    if config.reducer != "hierarchical" or config.node_size:
+        return config
+    return replace(config, node_size=processes_per_node)
+
+
+def split_arguments(
+    strategy: type, base: type, preset: str | GQSGDConfig | Preset | None, arguments: dict[str, Any]
+) -> tuple[GQSGDConfig, dict[str, Any]]:
+    """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
+
+    Raises:
+        ConfigError: a name that is no argument, a value that cannot work, or a communication hook of the user's. (The
+            state of torch's post-local SGD is welcome where ``base`` averages models.)
+    """
+    fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
+    _check_hooks(strategy, base, arguments)
+    own = ["preset", *GQSGDConfig.field_names()]  # Fabric's strategy takes them as keywords
+    own += [name for name in parameter_names(strategy) if name not in (*own, *parameter_names(base))]
+    own += [name for name in ("local_steps", *LocalOptions.field_names()) if name not in (*own, "every")]
+    allowed = {*own, *parameter_names(base), *parameter_names(DistributedDataParallel)}
+    for name in arguments:
+        if name not in allowed:
+            raise ConfigError(
+                f"{strategy.__name__} has no argument {name!r}{did_you_mean(name, allowed)} "
+                f"(its own: {', '.join(own)}; all others are DDPStrategy's)"
+            )
+    return make_config(preset, **fields), arguments
+
+
+def _check_hooks(strategy: type, base: type, arguments: dict[str, Any]) -> None:
+    """Refuse other communication hooks, and a period of averaging without the state of post-local SGD.
+
+    Our hook also takes the place of torch's hook for post-local SGD, whose state it needs.
+    """
+    averages = "model_averaging_period" in parameter_names(base)
+    given = {name: arguments.get(name) for name in ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")}
+    local = averages and isinstance(given["ddp_comm_state"], PostLocalSGDState)
+    hooks = [name for name, value in given.items() if value is not None and not (local and name == "ddp_comm_state")]
+    if hooks:
+        raise ConfigError(
+            f"{strategy.__name__} installs a communication hook of its own, and DDP takes one only; "
+            f"drop {', '.join(hooks)}, or use DDPStrategy for that hook"
+        )
+    period = arguments.get("model_averaging_period")
+    if not averages or not (local or period is not None):
+        return
+    if not local:
+        raise ConfigError(
+            f"model_averaging_period={period} alone does nothing: models are averaged with post-local SGD only; give "
+            "ddp_comm_state=PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=..., "
+            "post_local_gradient_allreduce=False) as well (torch.distributed.algorithms.ddp_comm_hooks."
+            "post_localSGD_hook), or drop it"
+        )
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise ConfigError(
+            f"model_averaging_period={period!r} must be a number of steps, 1 or more: with a PostLocalSGDState, each "
+            "rank trains its own model in between"
+        )
+
+
+def after_setup(world_size: int) -> None:
+    """Check the process group that Lightning has set up or reused, and destroy the group at exit.
+
+    Raises:
+        RuntimeError: the process group is that of an earlier run, with another number of ranks.
+    """
+    destroy_at_exit()
+    size = dist.get_world_size()
+    if size != world_size:
+        raise RuntimeError(
+            f"this run asks for {world_size} processes, but the process group of an earlier run in this process has "
+            f"{size}: training would go on without the others. Start a new Python process for each number of devices"
+        )
+
+
+def destroy_at_exit() -> None:
+    """Destroy the process group at exit, because a group of Gloo that is still alive sometimes aborts the interpreter.
+
+    This happens at exit and not at teardown, because later runs in this process use the group again. Lightning destroys
+    groups of NCCL only, and Accelerate destroys them where users call ``end_training``.
+    """
+    atexit.unregister(_destroy)
+    atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def parameter_names(callable_: Any) -> list[str]:
+    """Names of a function's or class's arguments, without those that are taken as ``**kwargs``."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(callable_).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]

@@ -1,0 +1,128 @@
+"""States of hooks for torch.distributed.checkpoint (DCP), with which every rank saves and loads.
+
+DCP flattens dictionaries, and reads into what is there: it asks for each entry of a checkpoint by its name, and refuses
+tensors of another size. What a hook remembers has a size that depends on the number of ranks, and other entries
+when the configuration differs. So a state travels as two entries that DCP does not look into: one that all ranks have
+in common, and the memory of all ranks, which only rank 0 of the hook's process group saves and loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_gqsgd.ddp.hook import GQSGDState
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.reducers.memory import MemoryStore
+from lightning_gqsgd.session import checkpoint
+from lightning_gqsgd.wire.communicator import Communicator
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState
+
+
+class DCPState:
+    """A hook's state as torch.distributed.checkpoint saves and loads it: one of its `Stateful` objects.
+
+    Saving and loading are collectives over the hook's process group, and DCP calls both on all ranks::
+
+        dcp.save({"model": model.state_dict(), "gqsgd": DCPState(state)}, checkpoint_id=folder)
+        dcp.load({"model": weights, "gqsgd": DCPState(state)}, checkpoint_id=folder)
+
+    `async_save` copies the state before it returns. A checkpoint of another number of ranks leaves the memory empty,
+    with a warning, as `GQSGDState.load_state_dict` does.
+
+    Args:
+        state: what `register_gqsgd` or `register_gqsgd_fsdp` has returned.
+
+    Raises:
+        ConfigError: ``state`` is no state of a hook.
+    """
+
+    def __init__(self, state: GQSGDState | GQSGDFSDPState) -> None:
+        if not (hasattr(state, "state_dict") and hasattr(state, "telemetry")):
+            raise ConfigError(
+                f"DCPState takes what register_gqsgd or register_gqsgd_fsdp has returned, not {type(state).__name__}"
+            )
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in entries that DCP takes as they are. A collective if the hook remembers anything."""
+        saved = self._state.state_dict()
+        memory = saved.pop("memory", None)
+        if not isinstance(self._state, GQSGDState):  # there is no memory with FSDP2
+            return {"state": (saved,)}
+        hook = self._state
+        if hook.config.remembers:
+            kinds = ", ".join(kind.value for kind in hook._store.kinds)
+            saved[checkpoint.MEMORY_OF] = (str(hook._engine.world_size), kinds)
+        # DCP looks into dictionaries and lists, but not into tuples.
+        entries: dict[str, Any] = {"state": (saved,)}
+        return {**entries, "memory": (memory,)} if hook._engine.rank == 0 else entries
+
+    def load_state_dict(self, entries: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave. A collective if the hook remembers anything.
+
+        Raises:
+            ConfigError: on all ranks; see `GQSGDState.load_state_dict`, or ``entries`` are not those of `state_dict`.
+        """
+        hook = self._state
+        if not isinstance(hook, GQSGDState) or not hook.config.remembers:
+            hook.load_state_dict(_entry(entries, "state"))
+            return
+        store, rank, ranks = hook._store, hook._engine.rank, hook._engine.world_size
+        with hook._meeting("loading a distributed checkpoint") as meeting:
+            hook._engine.check_open()
+            state = dict(_entry(entries, "state"))
+            checkpoint.check_state(state, hook.requested)
+            saved = _entry(entries, "memory") if rank == 0 else None
+            numbers = _numbers_of(store, saved, ranks)
+            (key,) = meeting.agree([{"step": state["step"], "seed": state["seed"]}])
+        communicator = hook._engine.communicator
+        numbers = _from_first_rank(communicator, numbers)
+        # All ranks have what rank 0 has read, and the key of this meeting is a name for it.
+        state[checkpoint.MEMORY_NAME] = key
+        if numbers:
+            state["memory"] = {kind.value: {} for kind in store.kinds}
+        for kind in store.kinds:
+            for number in numbers:
+                rows = None if saved is None else saved[kind.value][number]
+                own = communicator.scatter(rows, store.row(kind, number))
+                state["memory"][kind.value][number] = own.expand(ranks, -1)
+        hook.load_state_dict(state)
+
+
+def _entry(entries: Mapping[str, Any], name: str) -> Any:
+    """What `DCPState.state_dict` has put into an entry."""
+    value = entries.get(name) if isinstance(entries, Mapping) else None
+    if not (isinstance(value, tuple) and len(value) == 1):
+        raise ConfigError(
+            f"the entry {name!r} of a checkpoint's gqsgd state is {value!r:.200}; load what DCPState has saved: give "
+            "DCPState(state) to both dcp.save and dcp.load"
+        )
+    return value[0]
+
+
+def _numbers_of(store: MemoryStore, saved: Any, ranks: int) -> list[int]:
+    """The parameters whose memory can be taken; none if it is that of other ranks or of another configuration.
+
+    Raises:
+        ConfigError: it is no memory, or that of a model with other parameters.
+    """
+    if not saved:
+        return []
+    checkpoint.check_memory(saved)
+    if not checkpoint.fits(store, saved, ranks):
+        return []
+    store.check(saved)
+    return sorted({number for tensors in saved.values() for number in tensors})
+
+
+def _from_first_rank(communicator: Communicator, numbers: list[int]) -> list[int]:
+    """Rank 0's numbers, on all ranks. A collective."""
+    device = communicator.control_device
+    count = int(communicator.gather(torch.tensor([len(numbers)], device=device))[0])
+    mine = torch.tensor(numbers or [0] * count, dtype=torch.int64, device=device)
+    return communicator.gather(mine)[0].tolist() if count else []

@@ -1,0 +1,219 @@
+"""The Fabric strategy, for both flavours of Lightning: `fabric_lightning` and `fabric_lightning_fabric`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import optim
+from torch.nn import Module
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
+from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
+from lightning_gqsgd.frameworks.local import LocalTraining, Trained
+from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
+from lightning_gqsgd.local_steps.choosing import pop_options
+from lightning_gqsgd.wire.agreement import digest_of
+
+_Base: Any = object  # each flavour's DDPStrategy
+
+
+class FabricMixin(_Base):
+    """DDP with quantised gradients.
+
+    Checkpoints that hold an optimizer also hold the states of the hooks. Loading such a checkpoint restores the states,
+    in the order in which the models are set up, whether they are set up before or after.
+
+    With local steps (``local_steps=32``, or the preset ``gqsgd_diloco``), each rank trains its modules without
+    DistributedDataParallel, and what the steps of each optimizer change is averaged every so many of them. Call
+    ``fabric.strategy.finish()`` on every rank at the end of training, for the last average. With several optimizers,
+    each one's parameters are averaged by themselves.
+
+    Args:
+        preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
+        **kwargs: fields of `GQSGDConfig`, arguments of Fabric's DDPStrategy, and of DistributedDataParallel; for local
+            steps, ``local_steps`` (steps between two averages) and the other fields of
+            `local_steps.options.LocalOptions`.
+
+    Attributes:
+        gqsgd_states: the state of each model's hook, in the order in which models were set up; with local steps, the
+            averages of each optimizer.
+
+    Raises:
+        ConfigError: an unknown argument, or a value that cannot work.
+    """
+
+    _backward_sync_control: Any  # Fabric's
+
+    def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None:
+        self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
+        self._modules: list[Module] = []
+        (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
+        self.gqsgd_config, rest = split_arguments(type(self), base, compression, kwargs)
+        super().__init__(**rest)
+        if self._local is not None:
+            self._backward_sync_control = _NothingToBlock()
+        self._hooks: list[GQSGDState] = []
+        self._loaded: list[dict[str, Any]] = []
+
+    @property
+    def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages]:
+        """See the class."""
+        return self._hooks if self._local is None else [trained.averages for trained in self._local.trained]
+
+    @property
+    def _heads(self) -> Sequence[GQSGDState | Trained]:
+        """What has a state in checkpoints."""
+        return self._hooks if self._local is None else self._local.trained
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the names are registered when the package is imported."""
+
+    def setup_module(self, module: Module) -> Any:
+        """Wrap a model and install the hook; with local steps, leave the model as it is."""
+        if self._local is not None:
+            self._modules.append(module)
+            return module
+        model = super().setup_module(module)
+        config = on_nodes(self.gqsgd_config, self.num_processes)
+        state = register_gqsgd(model, config, timeout=self._timeout)
+        self._hooks.append(state)
+        self._restore([state])
+        state.announce(self._rank_zero_info)
+        return model
+
+    def setup_optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
+        """With local steps, begin to average the parameters of an optimizer, whose model has been set up before."""
+        optimizer = super().setup_optimizer(optimizer)
+        if self._local is not None:
+            config = on_nodes(self.gqsgd_config, self.num_processes)
+            trained = self._local.begin(self._module_of(optimizer), [optimizer], config, self._timeout)
+            self._restore([trained])
+            self._rank_zero_info(trained.averages.report())
+        return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step; with local steps, use and start the averages that are due."""
+        if self._local is not None:
+            self._local.check_start(optimizer)
+        output = super().optimizer_step(optimizer, **kwargs)
+        if self._local is not None:
+            self._local.count(optimizer)
+        return output
+
+    def finish(self) -> None:
+        """With local steps, make the last averages; without, do nothing. Every rank calls this after training."""
+        if self._local is not None:
+            self._local.finish()
+            self._check_modules_without_optimizer()
+
+    def _check_modules_without_optimizer(self) -> None:
+        """Raise ConfigError on all ranks where a module that has no optimizer here differs between them. A collective.
+
+        Models that nobody trains, such as a teacher, are equal.
+        """
+        assert self._local is not None
+        trained = {id(own.module) for own in self._local.trained}
+        others = [module for module in self._modules if id(module) not in trained]
+        if not others or self.num_processes == 1:
+            return
+        digest = digest_of(" ".join(str(digest_of_tensors(dict(module.named_parameters()))) for module in others))
+        most = torch.tensor([digest, -digest], device=self.root_device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if most[0] != -most[1]:  # the largest and the smallest differ
+            names = ", ".join(type(module).__name__ for module in others)
+            raise ConfigError(
+                f"{names}: it was set up and trained without its optimizer, so nothing has averaged it, and ranks have "
+                "different ones; call fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer), and step "
+                "what it returns"
+            )
+
+    def _module_of(self, optimizer: optim.Optimizer) -> Module:
+        """The module that was set up and has an optimizer's parameters."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module in self._modules:
+            if own & {id(parameter) for parameter in module.parameters()}:
+                return module
+        raise ConfigError("the optimizer's model is not set up; call fabric.setup(model, optimizer) for both")
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Add the states of the hooks to what a run resumes from: whatever has an optimizer. A collective."""
+        if _is_to_resume(state) and self.gqsgd_states:
+            if CHECKPOINT_KEY in state:
+                raise ConfigError(f"the key {CHECKPOINT_KEY!r} of a checkpoint is the strategy's; take another name")
+            state = {**state, CHECKPOINT_KEY: [head.state_dict() for head in self._heads]}
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Restore the hooks if the checkpoint restores an optimizer; otherwise leave the hooks as they are.
+
+        With local steps, weights without a state of local steps are where they begin again. Then this is a collective.
+        """
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        if _is_to_resume(state):
+            loaded = remainder.pop(CHECKPOINT_KEY, None)
+            if self._local is not None and not _is_of_local_steps(loaded):
+                self._rank_zero_info(
+                    "gqsgd: the checkpoint was written without local steps; its weights are the anchor"
+                )
+                loaded = None
+            elif loaded is None:
+                self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
+            elif len(loaded) < len(self.gqsgd_states):
+                raise ConfigError(
+                    f"the checkpoint has the hook's state of {counted(len(loaded), 'model')}, this run has set up "
+                    f"{len(self.gqsgd_states)}; set up those of the run that wrote it, in the same order"
+                )
+            self._loaded = loaded or []
+            if loaded is not None:
+                self._restore(self._heads)
+                return remainder
+        if self._local is not None:
+            self._local.start_anew(_modules_in(state))
+        return remainder
+
+    def _restore(self, heads: Sequence[GQSGDState | Trained]) -> None:
+        """Load the states of these, in order; the others are kept for models that are not set up yet."""
+        for head, loaded in zip(heads, self._loaded, strict=False):
+            head.load_state_dict(loaded)
+        self._loaded = self._loaded[len(heads) :]
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        after_setup(self.world_size)
+
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
+        raise NotImplementedError
+
+
+class _NothingToBlock:
+    """Fabric's control of gradients' averages in the backward pass, where there are none."""
+
+    def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """A context that does nothing."""
+        return nullcontext()
+
+
+def _is_of_local_steps(loaded: Any) -> bool:
+    """Whether the strategy's states in a checkpoint are those of local steps."""
+    return bool(loaded) and all("ranks" in state for state in loaded)
+
+
+def _modules_in(state: Any) -> list[Module]:
+    """The modules that a checkpoint is loaded into."""
+    if isinstance(state, Module):
+        return [state]
+    return [value for value in state.values() if isinstance(value, Module)] if isinstance(state, dict) else []
+
+
+def _is_to_resume(state: Any) -> bool:
+    """Whether a checkpoint is one that training resumes from: it holds an optimizer beside the weights."""
+    return isinstance(state, dict) and any(isinstance(value, optim.Optimizer) for value in state.values())

@@ -1,0 +1,14 @@
+"""Strategy for the Fabric of ``lightning_fabric``."""
+
+from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.utilities import rank_zero_info
+
+from lightning_gqsgd.frameworks.fabric import FabricMixin
+
+
+class GQSGDFabricStrategy(FabricMixin, DDPStrategy):
+    __doc__ = FabricMixin.__doc__
+
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
+        rank_zero_info(text)

@@ -1,0 +1,498 @@
+"""FSDP2 (`fully_shard`): quantised means over replicas, and quantised reduce-scatters.
+
+What torch does, as far as it shapes this file: a module's gradients are reduced when its backward pass is through. The
+reduce-scatter leaves on each rank the mean of its shards over the ranks that parameters are divided among (of fp16, a
+part of it, and FSDP divides by the rest afterwards); the all-reduce hook replaces that tensor in place. After
+`set_gradient_divide_factor`, gradients are sums over all ranks divided by that factor, as in torch's own HSDP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_gqsgd import __version__
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import make_config
+from lightning_gqsgd.config.resolving import resolve_each
+from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.frameworks.fsdp_changes import ModelChanges
+from lightning_gqsgd.frameworks.fsdp_hooks import check_hooks, set_hooks
+from lightning_gqsgd.frameworks.fsdp_modules import (
+    ShardedGroup,
+    ShardedParameter,
+    parameter_bits,
+    row,
+    shard_group,
+    sharded_groups,
+)
+from lightning_gqsgd.frameworks.fsdp_starting import check_groups, check_replicas, check_request
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
+from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.parameters import digest
+from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.tracing import untraced
+from lightning_gqsgd.wire.agreement import Stamp, digest_of
+from lightning_gqsgd.wire.communicator import check_timeout, patience_of
+from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
+from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.plan import Plan, ScatterPlan
+from lightning_gqsgd.wire.telemetry import Telemetry, moment
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES = Messages(
+    remedy="shard a new model and register the hooks there",
+    differ="A state was loaded, or parameters were frozen or unfrozen, on some ranks only: do the same on every rank, "
+    "and register the hooks on a new model",
+)
+
+
+@dataclass(eq=False)
+class _Collective:
+    """One of the collectives that a module's gradients go through.
+
+    Attributes:
+        name: for messages and checkpoints.
+        engine: the ranks that take part.
+        configs: the configuration, with its reducer chosen; or that of each number of bits that is given by name.
+        plan: what cuts a flat tensor into pieces.
+        rows: which ranks' shards are in a flat tensor, see `fsdp_modules`.
+        first_bucket: number of its first counters.
+    """
+
+    name: str
+    engine: Engine
+    configs: list[GQSGDConfig]
+    plan: type[Plan]
+    rows: Sequence[int]
+    first_bucket: int
+
+
+class GQSGDFSDPState:
+    """State of the hooks on one model; see `register_gqsgd_fsdp`.
+
+    Creating one is a collective over all ranks that the model is sharded and replicated over.
+
+    Attributes:
+        config: the configuration, as requested.
+        telemetry: counters of this process; a bucket is a module's all-reduce or, after those, its reduce-scatter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GQSGDConfig,
+        replicate: dist.ProcessGroup | None,
+        reduce_scatter: bool,
+        timeout: timedelta | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
+        self.config = config
+        self._model, self._groups = weakref.ref(model), sharded_groups(model, config)
+        device, shards = self._groups[0].device, self._groups[0].shards
+        replicas = replicate or self._groups[0].replicas
+        self._replica = dist.get_rank(replicas) if replicas is not None else 0
+        self._shards, self._replicas, self._timeout = shards, replicate, patience_of(timeout, shards, device)
+        with meeting or self._meeting("register_gqsgd_fsdp") as start, ExitStack() as undo:
+            check_timeout(timeout)
+            check_replicas(shards, replicate)
+            check_request(config, replicate, reduce_scatter)
+            check_groups(self._groups, replicate)
+            facts = {
+                **config.to_dict(),
+                "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
+                "reduce_scatter": reduce_scatter,
+            }
+            facts |= {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
+            scattered = _for_scatter(config, self._replica) if reduce_scatter else []
+            averaged = _for_average(config, replicate) if replicate is not None else []
+            facts["reducers over replicas"] = [[average.reducer, average.node_size] for average in averaged]
+            self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
+            keys = self._agree(start, {**facts, "place among replicas": self._replica}, facts)
+            engine = Engine(device, shards, keys[0], timeout=timeout, streams=1, messages=_MESSAGES)
+            undo.callback(engine.close)
+            self._sharded, self._average, self._scatter = engine, None, None
+            if replicate is not None:
+                second = Engine(
+                    device, replicate, keys[1], timeout=timeout, shares_runner_of=engine, messages=_MESSAGES
+                )
+                undo.callback(second.close)
+                for one_width in averaged:
+                    second.connect(one_width)
+                self._average = _Collective("all-reduce", second, averaged, Plan, [engine.rank], 0)
+            if reduce_scatter:
+                for one_width in scattered:
+                    engine.connect(one_width)
+                before = len(self._groups) if replicate is not None else 0
+                ways = range(engine.world_size)
+                self._scatter = _Collective("reduce-scatter", engine, scattered, ScatterPlan, ways, before)
+            self.telemetry: Telemetry = engine.telemetry
+            self._digest = digest_of(json.dumps(facts, sort_keys=True))
+            self._reductions: defaultdict[str, int] = defaultdict(int)
+            self._has_met: set[torch.dtype] = set()
+            self._first_of_step: ShardedGroup | None = None
+            self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
+            self._trained = ""  # which parameters required a gradient in the latest step
+            self._changes = ModelChanges(model, self._groups, replicate is not None)
+            self._agree(start, {}, {})
+            self._install(model)
+            undo.pop_all()
+
+    @property
+    def step(self) -> int:
+        """Number of times that a module's gradients have been reduced: of backward passes, unless some reduce the same
+        module several times. (Each module counts its own, and that number is the dither's.)"""
+        return max(self._reductions.values(), default=0)
+
+    # --- what FSDP calls ---------------------------------------------------------------------------------------------
+
+    def average(self, group: ShardedGroup, reduced: Tensor) -> None:
+        """All-reduce hook: replace gradients by their mean over replicas.
+
+        While `set_requires_all_reduce(False)` holds, they are kept, and zero is handed on instead.
+
+        Raises:
+            ConfigError: ranks do not agree, or replicas do not have the same parameters.
+            CollectiveError: a collective failed; the gradients are all NaN.
+        """
+        assert self._average is not None
+        if group.partial is not None:
+            if group.partial.numel() != reduced.numel():
+                raise ConfigError(
+                    f"module {group.name!r} had other parameters with gradients in the last backward pass, which "
+                    "did not all-reduce: call set_reduce_scatter_unused_params(True), or accumulate with "
+                    "set_requires_gradient_sync(False)"
+                )
+            reduced += group.partial
+            group.partial = None
+        if not group.inner.all_reduce_grads:
+            group.partial = reduced.clone()
+            reduced.zero_()
+            return
+        self._run(self._average, group, reduced)
+        if _divisor(group) is not None:
+            reduced *= self._average.engine.world_size
+
+    def scatter(self, group: ShardedGroup, output: Tensor, gradients: Tensor, op: Any) -> None:
+        """Reduce-scatter: set ``output`` to this rank's row of the mean of all ranks' ``gradients``, times what ``op``
+        asks for. The gradients are left in any state.
+
+        Raises:
+            ConfigError: ranks do not agree.
+            CollectiveError: a collective failed; the gradients are all NaN, and the output is not set.
+        """
+        assert self._scatter is not None
+        self._run(self._scatter, group, gradients)
+        shards = self._sharded.world_size
+        output.copy_(gradients.view(shards, -1)[self._sharded.rank])
+        if op != dist.ReduceOp.AVG:
+            divisor = None if op == dist.ReduceOp.SUM else _divisor(group)  # the third is a sum of what was divided
+            output *= shards / (divisor or 1.0)
+
+    def _run(self, collective: _Collective, group: ShardedGroup, x: Tensor) -> None:
+        """Reduce ``x`` in place; wait for it (on a GPU, the current stream does)."""
+        collective.engine.check_open()
+        if x.dtype not in self._has_met:
+            self._meet(x)
+        name = f"{collective.name} of {group.name}"
+        step = self._reductions[name]
+        is_first = self._count(group)
+        before = self._trained
+        if is_first:
+            self._check_changes()
+            self._trained = " ".join(group.trained for group in self._groups)
+        self._reductions[name] += 1
+        begun = moment(x.device)
+        parameters = group.reduced()
+        segments, has_all = self._segments(collective, group, x, parameters)
+        request = Request(
+            name=f"{name}, number {step}",
+            config=collective.configs[0],
+            others=tuple(collective.configs[1:]),
+            segments=segments,
+            step=step,
+            agreement=self._stamp(collective, step) if is_first else None,
+            # Messages of a rank where other parameters were frozen may have other sizes.
+            compares_first=before not in ("", self._trained),
+            bucket=collective.first_bucket + group.index,
+            compressed=has_all and step >= self.config.warmup_steps,
+            plan=collective.plan,
+        )
+        collective.engine.reduce(x, request).wait()
+        self.telemetry.expose(begun, moment(x.device))
+
+    def _segments(
+        self, collective: _Collective, group: ShardedGroup, x: Tensor, parameters: list[ShardedParameter]
+    ) -> tuple[tuple[Segment, ...], bool]:
+        """The parameters in a flat tensor, and whether the tensor has all parameters that require a gradient.
+
+        If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
+        """
+        rows = collective.rows
+        shards, choices = self._sharded.world_size, self._choices
+        segments = tuple(segment for rank in rows for segment in row(parameters, rank, shards, choices))
+        if sum(segment.numel for segment in segments) == x.numel():
+            return segments, True
+        if group.index not in self._said:
+            self._said.add(group.index)
+            logger.warning(
+                "gqsgd: some parameters of %s got no gradient, and FSDP does not tell which: the others travel "
+                "uncompressed; set_reduce_scatter_unused_params(True) avoids this",
+                group.name,
+            )
+        return (Segment(0, x.numel() // len(rows), raw=True),) * len(rows), False
+
+    def _stamp(self, collective: _Collective, step: int) -> Stamp | None:
+        """What ranks compare in the first reduction of each step: also how often each module has been reduced."""
+        if not any(REDUCERS[config.reducer].compresses for config in collective.configs):
+            return None
+        counts = json.dumps(self._reductions, sort_keys=True)
+        return Stamp(collective.configs[0].seed, step, digest_of(f"{self._digest} {counts} {self._trained}"))
+
+    def _count(self, group: ShardedGroup) -> bool:
+        """End telemetry's step with the backward pass; where FSDP reduces outside of one, with the next round of
+        modules.
+
+        Returns:
+            Whether the group is the first of its step.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._first_of_step is group and not in_backward:
+            self._end_step()
+        if self._first_of_step is None:
+            self._first_of_step = group
+            if in_backward:
+                Variable._execution_engine.queue_callback(self._end_step)
+        return self._first_of_step is group
+
+    def _end_step(self) -> None:
+        if self._first_of_step is not None:
+            self._first_of_step, self._is_checked = None, False
+            self.telemetry.end_step()
+
+    # --- agreement ---------------------------------------------------------------------------------------------------
+
+    def _meet(self, x: Tensor) -> None:
+        """Compile what the first reduction in a dtype needs, and wait for ranks that take longer.
+
+        Before the very first reduction, compare the parameters of replicas: nobody makes them equal, and training does
+        not make them equal later.
+        """
+        with self._meeting("the first reduction in a dtype") as meeting:
+            facts = {"dtype of gradients": str(x.dtype)}
+            replicas = dict(facts)
+            if self._average is not None and not self._has_met:
+                replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
+            self._agree(meeting, facts, replicas)
+            with meeting.preparing(COMPILE_PATIENCE_S):
+                for collective in (self._average, self._scatter):
+                    if collective is not None:
+                        for config in collective.configs:
+                            collective.engine.compile(config, x.dtype)
+        self._has_met.add(x.dtype)
+
+    def _meeting(self, purpose: str) -> Meeting:
+        groups = [self._shards, *([self._replicas] if self._replicas is not None else [])]
+        return Meeting(purpose, groups, self._timeout)
+
+    def _agree(self, meeting: Meeting, shards: dict[str, Any], replicas: dict[str, Any]) -> list[str]:
+        """Compare facts among the ranks that share a replica, and among those that hold the same shards."""
+        facts = [shards, *([replicas] if self._replicas is not None else [])]
+        return meeting.agree(facts)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to give the same bits: plain values, equal on all ranks. Not a collective."""
+        return {
+            "schema": STATE_SCHEMA,
+            "seed": self.config.seed,
+            "step": self.step,
+            "reductions": dict(self._reductions),
+            "config": self.config.to_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the dither of a checkpoint. Not a collective.
+
+        Modules that the checkpoint does not name, because others were sharded, continue from its step. Where ranks load
+        different states, the next backward pass raises ConfigError on all of them.
+
+        Raises:
+            ConfigError: ``state`` is no state, has another schema, or is not that of hooks for FSDP.
+        """
+        check_state(state, self.config, {"reductions": dict})
+        for name, count in state["reductions"].items():
+            if not (isinstance(name, str) and is_count(count)):
+                raise ConfigError(
+                    f"the gqsgd state's entry 'reductions' has {count!r:.200} for {name!r}; load what state_dict has "
+                    "written"
+                )
+        self.config = replace(self.config, seed=state["seed"])
+        if self._average is not None and self._replicas is not None:
+            self._average.configs = _for_average(self.config, self._replicas)
+            self._average.engine.plans.clear()
+        if self._scatter is not None:
+            self._scatter.configs = _for_scatter(self.config, self._replica)
+            self._scatter.engine.plans.clear()
+        self._reductions = defaultdict(partial(int, state["step"]), state["reductions"])
+
+    # --- what the user sees ------------------------------------------------------------------------------------------
+
+    def report(self) -> str:
+        """One line that says what is compressed, to how many bits and in which collectives, and what is not."""
+        every = [p for group in self._groups for p in group.parameters]
+        raw = [p for p in every if p.raw]
+        ways = []
+        if self._scatter is not None and self._sharded.world_size > 1:
+            ways.append(f"reduce-scattered over {self._sharded.world_size} shards")
+        if self._average is not None and self._average.engine.world_size > 1:
+            names = dict.fromkeys(config.reducer for config in self._average.configs)
+            ways.append(f"averaged over {self._average.engine.world_size} replicas by {' and '.join(names)}")
+        if not ways:
+            return "gqsgd: one process on the way that is compressed, nothing to reduce"
+        widths = self.config.by_bits().values()
+        if not any(REDUCERS.get(config.reducer, REDUCERS["two_shot"]).compresses for config in widths):
+            return f"gqsgd: gradients are {ways[0]}, nothing compressed (reducer={self.config.reducer!r})"
+        values = sum(p.numel for p in every) - sum(p.numel for p in raw)
+        if not values:
+            return (
+                f"gqsgd: NOTHING IS COMPRESSED: all parameters are smaller than min_numel={self.config.min_numel}, or "
+                "excluded by name; lower min_numel, or exclude fewer"
+            )
+        text = f"gqsgd: {counted(values, 'gradient value')} in {counted(len(every) - len(raw), 'sharded tensor')}, "
+        text += f"{' and '.join(ways)}, at {self.config.describe()}"
+        if raw:
+            text += f"; uncompressed: {counted(sum(p.numel for p in raw), 'value')} in {counted(len(raw), 'tensor')}"
+        if self.config.warmup_steps > self.step:
+            text += f"; uncompressed until step {self.config.warmup_steps}"
+        return text
+
+    def close(self) -> None:
+        """Stop using threads and process groups. The model cannot be trained any more."""
+        self._checks.remove()
+        if self._average is not None:
+            self._average.engine.close()
+        self._sharded.close()
+
+    def _install(self, model: nn.Module) -> None:
+        self._said: set[int] = set()  # groups about which users have been warned
+        set_hooks(self, self._groups, averages=self._average is not None, scatters=self._scatter is not None)
+        # Reductions check the same, but there are none where all hooks were replaced.
+        self._checks = model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    @untraced
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._is_checked = False
+            self._check_changes()
+            self._is_checked = True
+
+    def _check_changes(self) -> None:
+        """Raise ConfigError if not all gradients would go through these hooks; see `check_hooks`, `ModelChanges`."""
+        check_hooks(self, self._groups, averages=self._average is not None, scatters=self._scatter is not None)
+        model = self._model()
+        if model is not None and not self._is_checked:  # not twice in a step
+            self._changes.check(model)
+
+
+def register_gqsgd_fsdp(
+    model: nn.Module,
+    *,
+    replicate: dist.ProcessGroup | DeviceMesh | None = None,
+    reduce_scatter: bool = False,
+    preset: str | GQSGDConfig | None = None,
+    timeout: timedelta | None = None,
+    **fields: Any,
+) -> GQSGDFSDPState:
+    """Compress the gradient communication of a model on which `fully_shard` has been called.
+
+    A collective: every rank calls it, after the last `fully_shard` and before the first backward pass. Returns the
+    state (counters, checkpoints, `close`).
+
+    Hybrid sharding: on a mesh of two dimensions, shard over the inner one alone, and let the mean over the outer one be
+    quantised; gradients are the mean over all ranks::
+
+        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        register_gqsgd_fsdp(model, replicate=mesh["replicate"], bits=4)
+
+    Nothing is broadcast: replicas have to start with the same parameters, and this is checked in the first backward
+    pass. Modules of which only some parameters get a gradient are reduced uncompressed.
+
+    Args:
+        model: a model with sharded modules, all over one process group.
+        replicate: the ranks that hold the same shards as this one: a process group, or a mesh of one dimension. None:
+            nothing is done over replicas.
+        reduce_scatter: quantise the reduce-scatter over the ranks that parameters are divided among, too, or alone.
+            Codes are added once, in full precision, so that no reducer other than "auto" or "two_shot" makes sense.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
+        timeout: of collectives; None takes those of the model's process groups.
+        **fields: fields of `GQSGDConfig`. Names, ``exclude`` and ``min_numel`` are about whole parameters,
+            ``warmup_steps`` and ``sample_every`` about each module's reductions. There is no memory.
+
+    Raises:
+        ConfigError: a configuration, model or version of torch that cannot work, or ranks that do not agree.
+    """
+    if isinstance(replicate, DeviceMesh):
+        if replicate.ndim != 1:
+            raise ConfigError(
+                f"replicate is a mesh of {replicate.ndim} dimensions; give the one of replicas: mesh['replicate']"
+            )
+        replicate = replicate.get_group()
+    if replicate is not None and not isinstance(replicate, dist.ProcessGroup):
+        raise ConfigError(
+            f"replicate={replicate!r:.100} is neither a process group nor a mesh; give the mesh of replicas: "
+            "mesh['replicate']"
+        )
+    shards = shard_group(model)
+    groups = [shards, *([replicate] if replicate is not None else [])]
+    patience = patience_of(timeout, shards, next(model.parameters()).device)
+    with Meeting("register_gqsgd_fsdp", groups, patience) as meeting:
+        config = make_config(preset, **fields)
+        refuse_for(config, "FSDP2, which has dense gradients only")
+        state = GQSGDFSDPState(model, config, replicate, reduce_scatter, timeout, meeting)
+    weakref.finalize(model, state.close)  # also at exit: Gloo groups that are still open then can abort the process
+    return state
+
+
+def _for_average(config: GQSGDConfig, replicate: dist.ProcessGroup) -> list[GQSGDConfig]:
+    """The configurations of means over replicas, in the order of their bits in ``bits``."""
+    return list(resolve_each(with_nodes(config, replicate), replicate.size()).values())
+
+
+def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
+    """The configurations of a replica's reduce-scatters, in the order of their bits in ``bits``.
+
+    They have a seed of their own: their dither has to be independent of that of other replicas, and of the mean over
+    replicas, which rounds their results.
+    """
+    text = f"{config.seed} reduce-scatter {replica}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest(), "little") >> 1
+    return [
+        replace(one_width, reducer="two_shot", memory_down="none", seed=seed) for one_width in config.by_bits().values()
+    ]
+
+
+def _divisor(group: ShardedGroup) -> float | None:
+    """What the user wants sums to be divided by, instead of the number of ranks; torch 2.7 has no such thing."""
+    return getattr(group.inner, "gradient_divide_factor", None)

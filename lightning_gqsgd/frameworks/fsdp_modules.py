@@ -1,0 +1,268 @@
+"""The modules of a model under FSDP2: which parameters each `fully_shard` reduces together, and where they lie.
+
+This module alone reads torch's private structures. FSDP reduces gradients in flat tensors. Such a tensor is a row: the
+shards of a module's parameters one after the other, each padded to the same size on every rank. Before the
+reduce-scatter, a flat tensor has a row for every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.ddp.starting import wrapped_otherwise
+from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.session.parameters import number_parameters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter that is divided among ranks.
+
+    Attributes:
+        number: its place in the model.
+        name: its name in the model.
+        numel: coordinates of the whole parameter.
+        share: coordinates of one shard, padding included; the same on every rank.
+        raw: True if its gradient travels uncompressed.
+        bits: the bits that ``bits`` by name gives it; None: it has those of the configuration.
+    """
+
+    number: int
+    name: str
+    numel: int
+    share: int
+    raw: bool
+    bits: int | None = None
+
+
+class ShardedGroup:
+    """The parameters whose gradients FSDP reduces together.
+
+    Attributes:
+        index: its place among the model's groups.
+        name: of the module.
+        parameters: in FSDP's order.
+        device: of the gradients.
+        shards: the process group that the parameters are divided among.
+        replicas: the process group over which torch itself averages afterwards; None: torch averages over none.
+        partial: this rank's gradients that wait for a backward pass that reduces over replicas.
+    """
+
+    def __init__(self, index: int, name: str, module: Any, inner: Any, parameters: list[ShardedParameter]) -> None:
+        self.index, self.name, self.parameters = index, name, parameters
+        self.device: torch.device = inner.device
+        self.shards: dist.ProcessGroup = inner.mesh_info.shard_process_group
+        self.replicas: dist.ProcessGroup | None = getattr(inner.mesh_info, "replicate_process_group", None)
+        self.partial: Tensor | None = None
+        self._module, self._inner = weakref.ref(module), weakref.ref(inner)  # hooks must not keep the model alive
+
+    @property
+    def module(self) -> Any:
+        """The module, an `FSDPModule`."""
+        return _alive(self._module)
+
+    @property
+    def inner(self) -> Any:
+        """FSDP's own object, an `FSDPParamGroup`."""
+        return _alive(self._inner)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether somebody has set an all-reduce hook or a reduce-scatter already."""
+        all_reduce, reduce_scatter = self.hooks
+        return all_reduce is not None or type(reduce_scatter).__name__ not in ("DefaultReduceScatter", "NoneType")
+
+    @property
+    def hooks(self) -> tuple[Any, Any]:
+        """The all-reduce hook and the reduce-scatter that FSDP calls now; torch before 2.9 has no reduce-scatter."""
+        return self.inner._all_reduce_hook, getattr(self.inner, "_reduce_scatter_comm", None)
+
+    @property
+    def trained(self) -> str:
+        """Which of the parameters require a gradient now: 1 or 0 for each."""
+        return "".join("1" if param.sharded_param.requires_grad else "0" for param in self.inner.fsdp_params)
+
+    def reduced(self) -> list[ShardedParameter]:
+        """The parameters that require a gradient now, in the order of FSDP's flat tensors."""
+        inner = self.inner
+        # torch 2.15 puts parameters whose gradients have one dtype together.
+        order = getattr(inner, "_reduce_scatter_param_indices", None) or range(len(self.parameters))
+        return [self.parameters[i] for i in order if inner.fsdp_params[i].sharded_param.requires_grad]
+
+    def bit_sums(self) -> list[int]:
+        """Sum of the bits of this rank's shard of each parameter. Waits for the device."""
+        return torch.stack([_bit_sum(param.sharded_param.to_local()) for param in self.inner.fsdp_params]).tolist()
+
+
+def shard_group(model: nn.Module) -> dist.ProcessGroup:
+    """The process group that the parameters of a model are divided among.
+
+    Raises:
+        ConfigError: see `sharded_groups`.
+    """
+    group: dist.ProcessGroup = _checked_param_groups(model)[0][2].mesh_info.shard_process_group
+    return group
+
+
+def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
+    """The groups of a model, in order.
+
+    Raises:
+        ConfigError: no module is sharded; hooks cannot be installed for the way in which modules are sharded; or an
+            exclude pattern matches no parameter.
+    """
+    triples = _checked_param_groups(model)
+    parameters = _named(model, [inner for _, _, inner in triples])
+    whole = {name: param.sharded_param for name, param in parameters.items()}
+    sharded = {
+        id(parameters[entry.name]): ShardedParameter(
+            *entry[:3], parameters[entry.name].padded_sharded_param_size.numel(), raw=entry.raw, bits=entry.bits
+        )
+        for entry in number_parameters(whole, config)
+    }
+    return [
+        ShardedGroup(index, name or "the root", module, inner, [sharded[id(param)] for param in inner.fsdp_params])
+        for index, (name, module, inner) in enumerate(triples)
+    ]
+
+
+def later_groups(model: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
+    """Names of the modules that were sharded since the groups were listed."""
+    known = {id(group._inner()) for group in groups}
+    return [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in known]
+
+
+def unreduced_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The parameters whose gradients FSDP does not reduce: name and object of their module, and their name there."""
+    reduced = {
+        (id(module), name)
+        for _, _, inner in _param_groups(model)
+        for param in inner.fsdp_params
+        for module, name in _owners(param)
+    }
+    return [
+        (name, module, parameter)
+        for name, module in model.named_modules()
+        for parameter, value in module._parameters.items()
+        if value is not None and (id(module), parameter) not in reduced
+    ]
+
+
+def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Mapping[int, int]) -> list[Segment]:
+    """The flat tensor of one rank's shards.
+
+    Shards of a parameter are numbered apart, so that no two coordinates of a model have the same dither.
+
+    Args:
+        parameters: in order.
+        shard: number of the rank among those that parameters are divided among.
+        shards: number of those ranks.
+        choices: number of the configuration by its bits, see `layout.Segment`.
+    """
+    return [
+        Segment(p.number * shards + shard, p.share, p.raw, 0 if p.bits is None else choices[p.bits]) for p in parameters
+    ]
+
+
+def parameter_bits(groups: list[ShardedGroup]) -> str:
+    """A digest of the values of this rank's shards of all parameters. Waits for the device."""
+    sums = [group.bit_sums() for group in groups]
+    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+
+
+def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
+    """The result of `_param_groups`, if hooks can be installed there.
+
+    Raises:
+        ConfigError: hooks cannot be installed, see `sharded_groups`.
+    """
+    triples = _param_groups(model)
+    if not triples:
+        remedy = wrapped_otherwise(model)
+        why = f" by fully_shard: {remedy}" if remedy else "; apply fully_shard first"
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded{why}")
+    if any(not hasattr(inner.mesh_info, "shard_process_group") for _, _, inner in triples):
+        raise ConfigError(f"no module of this {type(model).__name__} is sharded: {wrapped_otherwise(model)}")
+    if len({id(inner.mesh_info.shard_process_group) for _, _, inner in triples}) > 1:
+        raise ConfigError(
+            "the parameters are sharded over several process groups; quantised reduction needs the same mesh in every "
+            "fully_shard"
+        )
+    return triples
+
+
+def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
+    """Name, module and FSDP's object for each sharded module that has parameters of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    triples, seen = [], set()
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        if id(state) in seen:  # several modules can be one group
+            continue
+        seen.add(id(state))
+        inners = _of_state(state)
+        if len(inners) > 1:
+            raise ConfigError(
+                f"the parameters of module {name!r} are sharded over several meshes (shard_placement_fn), and FSDP "
+                "takes one hook for all of them: shard them over one mesh, or apply fully_shard to their modules apart"
+            )
+        triples += [(name, module, inner) for inner in inners]
+    return triples
+
+
+def _of_state(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.9
+
+
+def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
+    """FSDP's object for each parameter by its name, in the model's order, which does not depend on the groups."""
+    prefix = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    by_name, aliases = {}, set()
+    for param in (param for inner in inners for param in inner.fsdp_params):
+        every = [prefix[id(module)] + name for module, name in _owners(param)]
+        by_name[every[0]] = param
+        aliases.update(every)
+    others = [name for name, p in model.named_parameters() if p.requires_grad and name not in aliases]
+    if others:
+        logger.warning(
+            "gqsgd: FSDP does not reduce the gradients of %s, so they are not averaged here either: %s",
+            counted(len(others), "parameter"),
+            ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
+        )
+    order = {name: number for number, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    return dict(sorted(by_name.items(), key=lambda entry: order[entry[0]]))
+
+
+def _owners(param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that have a parameter, and its names there; the first is FSDP's own choice."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def _alive(reference: weakref.ref[Any]) -> Any:
+    referred = reference()
+    assert referred is not None
+    return referred
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(integer).sum(dtype=torch.int64)

@@ -1,0 +1,69 @@
+"""Checks before hooks are registered on a model under FSDP2: of the configuration, and of the modules."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.frameworks.fsdp_modules import ShardedGroup
+
+
+def check_request(config: GQSGDConfig, replicate: dist.ProcessGroup | None, reduce_scatter: bool) -> None:
+    """Raise ConfigError for a configuration that sharded gradients cannot have."""
+    if config.chooses_bits:
+        name = "auto=True" if config.auto else 'bits="auto"'
+        raise ConfigError(f"{name} is for DistributedDataParallel (register_gqsgd); with FSDP2, give bits as a number")
+    if replicate is None and not reduce_scatter:
+        raise ConfigError(
+            "nothing would be compressed: give replicate= (the group of ranks that hold the same shards), "
+            "reduce_scatter=True, or both"
+        )
+    if reduce_scatter:
+        if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
+            raise ConfigError(
+                f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter, which reduce_scatter=True "
+                "needs; the first that has it is torch 2.9"
+            )
+        for one_width in config.by_bits().values():
+            if one_width.reducer not in ("auto", "two_shot"):
+                raise ConfigError(
+                    f"reduce_scatter=True does not go with reducer={one_width.reducer!r}: take 'auto' or 'two_shot' "
+                    "(so no 16 or 32 bits), or drop reduce_scatter to leave reduce-scatters to torch"
+                )
+    if config.up is not None or config.down is not None:
+        raise ConfigError(
+            "what sharded gradients lose is not remembered: give memory='none' and memory_down='none' (with a biased "
+            "codec that is a bias), or train with DistributedDataParallel (register_gqsgd)"
+        )
+
+
+def check_replicas(shards: dist.ProcessGroup, replicate: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError for a group of replicas that is the one over which parameters are divided."""
+    if replicate is None:
+        return
+    both = set(dist.get_process_group_ranks(replicate)) & set(dist.get_process_group_ranks(shards))
+    alone = replicate.size() == shards.size() == 1 < dist.get_world_size()
+    if len(both) > 1 or alone:
+        raise ConfigError(
+            f"replicate has the ranks {dist.get_process_group_ranks(replicate)}, and parameters are divided among the "
+            f"ranks {dist.get_process_group_ranks(shards)}: replicas hold the same shards, so give the other dimension "
+            "of the mesh: replicate=mesh['replicate']"
+        )
+
+
+def check_groups(groups: list[ShardedGroup], replicate: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError for modules that cannot have the hooks."""
+    for group in groups:
+        if replicate is not None and group.replicas is not None:
+            raise ConfigError(
+                f"module {group.name!r} is sharded over a mesh of two dimensions, so that torch averages over replicas "
+                "itself, uncompressed: apply fully_shard to mesh['shard'] only, and give replicate=mesh['replicate']"
+            )
+        if group.has_hook:
+            raise ConfigError(
+                f"module {group.name!r} already has an all-reduce hook or a custom reduce-scatter, and FSDP takes one "
+                "of each: remove the other registration"
+            )

@@ -1,0 +1,168 @@
+"""Local steps under a strategy of Lightning's Trainer or Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import Preset
+from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.frameworks.distributed import parameter_names
+from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
+from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
+from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
+
+
+@dataclass(eq=False)
+class Trained:
+    """A module that is trained by local steps, with the optimizers whose steps are counted together.
+
+    Attributes:
+        averages: of the module.
+        module: what is trained.
+        optimizers: those of the module, of which the first one's steps count.
+        others: number of steps that the other optimizers have made.
+    """
+
+    averages: LocalAverages
+    module: nn.Module
+    optimizers: list[Optimizer]
+    others: int = 0
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count a step of one of the optimizers.
+
+        Raises:
+            ConfigError: the others have made all steps of a round, and the first one none.
+        """
+        if optimizer is self.optimizers[0]:
+            self.averages.advance()
+            return
+        self.others += 1
+        limit = self.averages.options.steps_of_round(0)
+        if not self.averages.step and self.others > limit * (len(self.optimizers) - 1):
+            raise ConfigError(
+                f"the first of {len(self.optimizers)} optimizers has made no step, and the others {self.others}: "
+                f"models are averaged every {limit} steps of the first one, so nothing would be; let "
+                "configure_optimizers return the optimizer first that steps in every batch"
+            )
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What all ranks need to resume, on rank 0; None on the others. A collective."""
+        return gathered_state(self.averages, self.module, self.optimizers)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict`."""
+        load_gathered(self.averages, state, self.module, self.optimizers)
+
+
+class LocalTraining:
+    """The local steps of a strategy.
+
+    Args:
+        options: when to average.
+
+    Attributes:
+        trained: what is trained, in the order in which it was set up.
+    """
+
+    def __init__(self, options: LocalOptions) -> None:
+        self.options = options
+        self.trained: list[Trained] = []
+        self._at_anchor = ExitStack()
+
+    @classmethod
+    def asked_for(
+        cls, preset: str | GQSGDConfig | None, given: Mapping[str, Any], others: Mapping[str, Any]
+    ) -> tuple[LocalTraining | None, str | GQSGDConfig | Preset | None]:
+        """The local steps that a strategy's arguments ask for, if any, and the compression.
+
+        Args:
+            preset: the strategy's argument.
+            given: fields of `LocalOptions` among the arguments; None: not given.
+            others: all further arguments.
+
+        Raises:
+            ConfigError: a value that cannot work, or arguments of which one does nothing beside the others.
+        """
+        if not asks_for_local_steps(preset, given):
+            return None, preset
+        of_ddp = [name for name in others if name in (*parameter_names(DistributedDataParallel), *_OF_DDP_STRATEGY)]
+        if of_ddp:
+            raise ConfigError(
+                f"local steps train the module itself, without DistributedDataParallel, for which {', '.join(of_ddp)} "
+                "is; leave it out"
+            )
+        if given["every"] is not None and not callable(given["every"]):
+            check_integer("local_steps", given["every"], 1, MOST_STEPS)  # the name that the user has given
+        options, compression = options_of(preset, given)
+        return cls(options), compression
+
+    def begin(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
+    ) -> Trained:
+        """Begin with a module and its optimizers. A collective."""
+        averages = LocalAverages(module, optimizers, self.options, config, timeout=timeout)
+        self.trained.append(Trained(averages, module, list(optimizers)))
+        return self.trained[-1]
+
+    def count(self, optimizer: Optimizer) -> None:
+        """Count a step. Where several optimizers are counted together, the steps of the first one count.
+
+        Raises:
+            ConfigError: local steps did not begin with this optimizer; or see `Trained.count`.
+        """
+        owners = [trained for trained in self.trained if any(optimizer is own for own in trained.optimizers)]
+        if not owners:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} was made after local steps began, which would not count its steps; "
+                "keep the optimizers of configure_optimizers, and change their param_groups, or begin another fit"
+            )
+        for trained in owners:
+            trained.count(optimizer)
+
+    def check_start(self, optimizer: Optimizer) -> None:
+        """Before an optimizer's very first step, check what it starts from; see `LocalAverages.check_start`."""
+        for trained in self.trained:
+            if optimizer is trained.optimizers[0]:
+                trained.averages.check_start()
+
+    def start_anew(self, loaded: Iterable[nn.Module]) -> None:
+        """Begin again with the weights that modules have loaded, where those are trained. A collective."""
+        own = {id(parameter) for module in loaded for parameter in module.parameters()}
+        for trained in self.trained:
+            if any(id(parameter) in own for parameter in trained.module.parameters()):
+                trained.averages.start_anew(trained.module)
+
+    def lend_anchors(self) -> None:
+        """Give the modules the anchors' values until `take_back`."""
+        self.take_back()
+        for trained in self.trained:
+            self._at_anchor.enter_context(trained.averages.at_anchor())
+
+    def take_back(self) -> None:
+        """Give the modules this rank's own values again."""
+        self._at_anchor.close()
+
+    def finish(self) -> None:
+        """Make the last averages."""
+        for trained in self.trained:
+            trained.averages.finish()
+
+    def close(self) -> None:
+        """Stop threads and process groups."""
+        for trained in self.trained:
+            trained.averages.close()
+
+
+#: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.
+_OF_DDP_STRATEGY = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")

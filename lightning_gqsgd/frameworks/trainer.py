@@ -1,0 +1,362 @@
+"""The Trainer strategy and its telemetry callback, for both flavours of Lightning.
+
+Mixins: `trainer_lightning` and `trainer_pytorch_lightning` put them on the classes of their package.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import GQSGDConfig, Memory
+from lightning_gqsgd.config.presets import PRESETS
+from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
+from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
+from lightning_gqsgd.frameworks.local import LocalTraining
+from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.spec.decisions import Decision
+from lightning_gqsgd.wire.telemetry import Meter
+
+_Base: Any = object  # each flavour's DDPStrategy, or Callback
+
+
+class TrainerMixin(_Base):
+    """DDP with quantised gradients.
+
+    Every field of `GQSGDConfig` is an argument, and replaces the preset's value. None keeps the preset's value; to have
+    no memory, give ``memory="none"``.
+
+    Args:
+        preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
+        telemetry: add the callback that logs counters, unless the Trainer has one.
+        local_steps: each rank trains by itself, without DistributedDataParallel, and the changes of the models are
+            averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
+            unless the preset is one of local steps, such as ``gqsgd_diloco``. A checkpoint has the first rank's
+            parameters, beside what every rank needs to resume. The last average is at the end of training.
+        outer: with local steps, the outer optimizer, see `local_steps.options.LocalOptions`, as for the next six.
+        outer_after: with local steps, the number of steps whose averages leave ``outer`` out.
+        fragments: with local steps, the number of parts that are averaged at different times.
+        delay: with local steps, the number of steps after which an average is used.
+        mixing: with local steps and a delay, the share of what was learnt meanwhile.
+        inner_state: with local steps, ``"keep"``, ``"reset"`` or ``"average"`` the inner optimizer's state.
+        rule: with local steps, how the changes of all ranks become one mean change.
+        validate_at: with local steps, which model validation sees while training: ``"local"``, the default, each rank's
+            own; or ``"anchor"``, which is the same on all ranks. Weights that are saved right after a validation are
+            those that it saw.
+        **kwargs: arguments of Lightning's DDPStrategy, and of DistributedDataParallel. ``model_averaging_period`` and,
+            as ``ddp_comm_state``, a `PostLocalSGDState` give post-local SGD: quantised averages of gradients first,
+            then each rank's own steps (or its node's), and every so many steps the average of all models.
+
+    Raises:
+        ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
+    """
+
+    _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
+    _pl_static_graph_delay_done: bool  # Lightning's
+
+    def __init__(
+        self,
+        preset: str | GQSGDConfig | None = None,
+        *,
+        codec: str | None = None,
+        bits: int | Literal["auto"] | dict[str, int] | None = None,
+        levels: int | None = None,
+        mantissa: int | None = None,
+        density: float | None = None,
+        block_size: int | None = None,
+        norm: str | None = None,
+        clip: float | None = None,
+        scale: str | None = None,
+        scale_per: str | None = None,
+        dither: str | None = None,
+        rotation: bool | None = None,
+        coder: str | None = None,
+        reducer: str | None = None,
+        node_size: int | None = None,
+        # The dictionary first: jsonargparse takes the first type that fits, and a Memory needs all three numbers.
+        memory: str | dict[str, float | None] | Memory | None = None,
+        memory_down: str | dict[str, float | None] | Memory | None = None,
+        min_numel: int | None = None,
+        exclude: Sequence[str] | None = None,
+        warmup_steps: int | None = None,
+        seed: int | None = None,
+        sample_every: int | None = None,
+        auto: bool | dict[str, Any] | Decision | None = None,
+        allow: Sequence[int] | None = None,
+        max_slowdown: float | None = None,
+        sparse: str | None = None,
+        sparse_limit: float | None = None,
+        connections: int | None = None,
+        telemetry: bool = True,
+        local_steps: int | None = None,
+        outer: str | Callable[..., Any] | None = None,
+        outer_after: int | None = None,
+        fragments: int | None = None,
+        delay: int | None = None,
+        mixing: float | None = None,
+        inner_state: str | None = None,
+        rule: str | dict[str, Any] | None = None,
+        validate_at: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = locals()
+        names = ("outer", "outer_after", "fragments", "delay", "mixing", "inner_state", "rule")
+        options = {name: given[name] for name in names}
+        self._local, compression = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
+        self._validates_at_anchor = self._check_validation(validate_at)
+        named = {name: given[name] for name in GQSGDConfig.field_names()}
+        fields = {name: value for name, value in named.items() if value is not None}
+        (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
+        self.gqsgd_config, rest = split_arguments(type(self), base, compression, {**fields, **kwargs})
+        super().__init__(**rest)
+        self._adds_telemetry = telemetry
+        self._gqsgd_state: GQSGDState | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def _check_validation(self, validate_at: str | None) -> bool:
+        """Whether validation sees the anchor."""
+        if validate_at is None:
+            return False
+        check_one_of("validate_at", validate_at, ("local", "anchor"))
+        if self._local is None:
+            raise ConfigError(
+                f"validate_at={validate_at!r} is for local steps; give local_steps=32 as well, or leave it out"
+            )
+        return validate_at == "anchor"
+
+    @property
+    def gqsgd_state(self) -> GQSGDState | LocalAverages | None:
+        """State of the hook on the model of the current, or latest, fit in this process; or its local steps."""
+        if self._local is None:
+            return self._gqsgd_state
+        return self._local.trained[0].averages if self._local.trained else None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the names are registered when the package is imported."""
+
+    def connect(self, model: Any) -> None:
+        """Add the telemetry callback. Lightning calls this first, while callbacks can still be added to the Trainer."""
+        super().connect(model)
+        callbacks = model.trainer.callbacks
+        if self._adds_telemetry and not any(isinstance(callback, TelemetryMixin) for callback in callbacks):
+            # In front: checkpoint callbacks have to stay last.
+            callbacks.insert(0, self._telemetry_callback())
+
+    def setup_distributed(self) -> None:
+        """See `distributed.after_setup`."""
+        super().setup_distributed()
+        after_setup(self.world_size)
+
+    def setup(self, trainer: Any) -> None:
+        """Wrap the model, and continue the periodic averaging of a checkpoint."""
+        super().setup(trainer)
+        if self._local is not None:
+            if trainer.state.fn == "fit":
+                self._local.close()
+                self._local.trained.clear()  # those of an earlier fit
+                module, optimizers = self.lightning_module, self.optimizers
+                trained = self._local.begin(module, optimizers, self._nodes_config(), self._timeout)
+                self._rank_zero_info(trained.averages.report())
+            return  # what was loaded is for later: the optimizers have not taken their states yet
+        if self._loaded is not None and self._model_averager is not None:
+            self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
+        self._loaded = None
+
+    def configure_ddp(self) -> None:
+        """Wrap the model and install the hook, on every device: Lightning's own registration skips all but CUDA."""
+        if self._local is not None:
+            return  # each rank trains the module itself
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self._pl_static_graph_delay_done = False  # of an earlier fit
+        if self._ddp_comm_state is not None:
+            self._ddp_comm_state.iter = 0  # of an earlier fit; Lightning makes the averager anew, too
+        config, patience = self._nodes_config(), self._timeout
+        state = register_gqsgd(self.model, config, timeout=patience, post_local_sgd=self._ddp_comm_state)
+        self._check_installed()
+        if self._loaded is not None:
+            state.load_state_dict(self._loaded)
+        self._gqsgd_state = state
+        state.announce(self._rank_zero_info)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wrap the model anew where callbacks or hooks have unfrozen or frozen parameters.
+
+        DDP reduces the parameters that required a gradient when it was built. It would not reduce parameters that were
+        unfrozen later, and would wait for the gradients of frozen ones, unless it looks for unused parameters.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        if self._local is not None:
+            return
+        assert self._gqsgd_state is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        unfrozen, frozen = self._gqsgd_state.changes()
+        if unfrozen or (frozen and not self.model.find_unused_parameters):
+            self._gqsgd_state.rewrap(self._wrap_anew)
+            self._check_installed()
+            counts = [f"{len(names)} {what}" for names, what in ((unfrozen, "unfrozen"), (frozen, "frozen")) if names]
+            noun = "parameter" if len(unfrozen) + len(frozen) == 1 else "parameters"
+            self._rank_zero_info(
+                f"gqsgd: wrapped the model anew at step {self._gqsgd_state.step}: {', '.join(counts)} {noun}; "
+                f"{self._gqsgd_state.report()}"
+            )
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make an optimizer's step; with local steps, use and start the averages that are due."""
+        if self._local is not None:
+            self._local.check_start(optimizer)
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._local is not None:
+            self._local.count(optimizer)
+        return output
+
+    def on_validation_start(self) -> None:
+        """With local steps and ``validate_at="anchor"``, validate the anchor."""
+        super().on_validation_start()
+        if self._local is not None and self._validates_at_anchor:
+            self._local.lend_anchors()
+
+    def on_validation_end(self) -> None:
+        """Go on with each rank's own parameters."""
+        super().on_validation_end()
+        if self._local is not None:
+            self._local.take_back()
+
+    def on_train_end(self) -> None:
+        """Say what compression did; with local steps, make the last average."""
+        super().on_train_end()
+        if self._local is not None:
+            self._local.finish()
+        elif self._gqsgd_state is not None and self._gqsgd_state.telemetry.steps and self.is_global_zero:
+            self._rank_zero_info(self._gqsgd_state.summary_line())
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers, and the hook where it is already there; with local steps, the optimizers of this
+        rank, and its parameters."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._local is None:
+            self._restore_hook()
+        elif self._loaded is not None and "ranks" in self._loaded:
+            self._local.trained[0].load_state_dict(self._loaded)
+        else:
+            self._rank_zero_info("gqsgd: the checkpoint was written without local steps; its weights are the anchor")
+        self._loaded = None
+
+    def _restore_hook(self) -> None:
+        """Take the hook back to a checkpoint that was loaded after the hook was made, as LearningRateFinder loads one.
+
+        What the hook remembers belongs to the weights and to the optimizers, which go back as well.
+        """
+        if self._loaded is None or self._gqsgd_state is None:
+            return
+        self._gqsgd_state.load_state_dict(self._loaded)
+        if self._model_averager is not None:
+            self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
+
+    def _nodes_config(self) -> GQSGDConfig:
+        return on_nodes(self.gqsgd_config, self.num_processes)
+
+    def _wrap_anew(self, module: Any) -> DistributedDataParallel:
+        self.model = module  # ends the old DDP, whose buckets are as large as the gradients
+        # Ranks have the same parameters, or their own on purpose: post-local SGD, buffers that are not broadcast.
+        # (Old versions of torch make them equal all the same.)
+        keeps = "init_sync" in inspect.signature(DistributedDataParallel).parameters
+        arguments = self._ddp_kwargs
+        self._ddp_kwargs = {**arguments, "init_sync": False} if keeps else arguments
+        try:
+            self.model = self._setup_model(module)
+        finally:
+            self._ddp_kwargs = arguments
+        self._pl_static_graph_delay_done = False
+        return self.model
+
+    def _check_installed(self) -> None:
+        installed = self.model._get_ddp_logging_data().get("comm_hook")
+        assert installed == gqsgd_hook.__qualname__, f"DDP reports the hook {installed!r}"
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Add the hook's state, which is equal on all ranks, to a checkpoint that training can resume from."""
+        if self._local is not None and "optimizer_states" in checkpoint:
+            self._local.take_back()  # what every rank needs to resume are its own parameters
+            checkpoint[CHECKPOINT_KEY] = self._local.trained[0].state_dict()
+        elif self._gqsgd_state is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._gqsgd_state.state_dict()
+            if self._model_averager is not None:
+                checkpoint[CHECKPOINT_KEY]["averager_step"] = self._model_averager.step
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Keep the hook's state until there is a hook: Lightning loads checkpoints before it wraps the model."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == "fit":
+            self._loaded = checkpoint.get(CHECKPOINT_KEY)
+            if self._loaded is None and self._local is None:
+                self._rank_zero_info("gqsgd: the checkpoint was written without gqsgd; its dither starts anew")
+        return checkpoint
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Put the names of this strategy into Lightning's hints."""
+        super().on_exception(exception)
+        exception.args = tuple(self._with_own_names(arg) if isinstance(arg, str) else arg for arg in exception.args)
+
+    def _with_own_names(self, text: str) -> str:
+        """A hint of Lightning's, with the preset's name or, for a configuration that has none, with the fields."""
+        presets = [name for name, preset in PRESETS.items() if preset.config == self.gqsgd_config]
+        if presets:
+            text = text.replace("'ddp_find_unused", f"'{presets[0]}_find_unused")
+        return text.replace("DDPStrategy(", f"{type(self).__name__}(")
+
+    def teardown(self) -> None:
+        """Stop threads and process groups of the hook; its counters and state stay readable."""
+        if self.gqsgd_state is not None:
+            self.gqsgd_state.close()
+        super().teardown()
+
+    def _telemetry_callback(self) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def _rank_zero_info(text: str) -> None:
+        raise NotImplementedError
+
+
+class TelemetryMixin(_Base):
+    """Logs the hook's counters under ``gqsgd/`` whenever the Trainer logs (``log_every_n_steps``); see
+    `telemetry.Meter`.
+
+    Reading the counters waits for a GPU, so they are not read in other batches; times are means since the last reading.
+    """
+
+    def __init__(self) -> None:
+        self._meter: Meter | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count from here."""
+        state = getattr(trainer.strategy, "gqsgd_state", None)
+        self._meter = None if state is None else Meter(state.telemetry)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log what the backward passes since the last reading have cost; nothing where none has reduced gradients."""
+        if self._meter is None or not trainer._logger_connector.should_update_logs:
+            return
+        values = self._meter.read()
+        if values:
+            pl_module.log_dict(values, rank_zero_only=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write what compression did into the summary of a W&B run: ``gqsgd/summary/...``."""
+        state = getattr(trainer.strategy, "gqsgd_state", None)
+        if not isinstance(state, GQSGDState) or not state.telemetry.steps or not trainer.is_global_zero:
+            return
+        values = {f"gqsgd/summary/{name}": value for name, value in state.summary().items() if not math.isnan(value)}
+        for logger in trainer.loggers:
+            # Other loggers have no summary. The class is W&B's of either flavour of Lightning.
+            if any(ancestor.__name__ == "WandbLogger" for ancestor in type(logger).__mro__):
+                logger.experiment.summary.update(values)

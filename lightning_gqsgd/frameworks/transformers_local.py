@@ -1,0 +1,126 @@
+"""Local steps in the Trainer of Hugging Face transformers: each process trains the model itself, without DDP."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.frameworks.accelerate import WITHOUT_DDP, say_that_there_is_one_process
+from lightning_gqsgd.frameworks.distributed import destroy_at_exit
+from lightning_gqsgd.frameworks.local import LocalTraining
+from lightning_gqsgd.frameworks.shared_files import is_seen
+from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.wire.telemetry import Meter
+
+logger = logging.getLogger(__name__)
+
+#: File of the state in a checkpoint's folder.
+STATE_FILE = "gqsgd_local.pt"
+
+
+class LocalStepsCallback(TrainerCallback):
+    """Counts the Trainer's steps, makes the averages, logs the counters, and keeps the state in checkpoints.
+
+    Attributes:
+        resumes_from: folder of the checkpoint that training resumes from.
+    """
+
+    def __init__(self, trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> None:
+        self._trainer, self._local, self._config = trainer, local, config
+        self._meter: Meter | None = None
+        self.resumes_from: Path | None = None
+
+    @property
+    def averages(self) -> LocalAverages | None:
+        """Those of the current, or latest, training; None before the first, and in a single process."""
+        return self._local.trained[0].averages if self._local.trained else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin, with what the Trainer has loaded, and restore this process's own state.
+
+        Raises:
+            ConfigError: a model that cannot work, or processes that see different checkpoints.
+        """
+        accelerator = self._trainer.accelerator
+        self._local.close()
+        self._local.trained.clear()
+        if accelerator.num_processes == 1:
+            return
+        destroy_at_exit()
+        module = accelerator.unwrap_model(self._trainer.model)
+        inner: Any = getattr(self._trainer.optimizer, "optimizer", self._trainer.optimizer)  # AcceleratedOptimizer's
+        trained = self._local.begin(module, [inner], self._config, None)
+        if self.resumes_from is not None:
+            file = self.resumes_from / STATE_FILE
+            if is_seen(file, accelerator):
+                trained.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            elif accelerator.is_main_process:
+                logger.warning(
+                    "gqsgd: %s has no %s, because it was saved without local steps: all ranks start from its weights, "
+                    "and the outer optimizer's momentum starts at zero",
+                    self.resumes_from,
+                    STATE_FILE,
+                )
+        self._meter = Meter(trained.averages.telemetry)
+        if accelerator.is_main_process:
+            print(trained.averages.report(), flush=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count an optimizer step; use and start the averages that are due."""
+        if self.averages is not None:
+            self.averages.advance()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the last average, unless the Trainer has put the best checkpoint's weights into the model."""
+        if self.averages is not None:
+            if not (args.load_best_model_at_end and state.best_model_checkpoint):
+                self.averages.finish()
+            self.averages.close()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Put the counters beside what is logged."""
+        values = {} if self._meter is None else self._meter.read()
+        values = {name: value for name, value in values.items() if not math.isnan(value)}  # the log is kept as JSON
+        for row in (logs, state.log_history[-1]):
+            row.update(values)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add all processes' states to a checkpoint that training can resume from. A collective."""
+        if args.save_only_model or not self._local.trained:
+            return
+        saved = self._local.trained[0].state_dict()
+        if args.should_save:
+            torch.save(saved, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE)
+
+
+def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> LocalStepsCallback:
+    """Train with local steps; see `enable.enable`.
+
+    Raises:
+        ConfigError: the Trainer has prepared its model already.
+    """
+    accelerator = trainer.accelerator
+    kind = DistributedType(accelerator.distributed_type).value
+    if kind in WITHOUT_DDP:
+        raise ConfigError(f"this Trainer trains with {kind}, and local steps need whole models; leave {kind} out")
+    if accelerator._models:
+        raise ConfigError(
+            "the Trainer has prepared its model already; enable local steps before `evaluate` and `train`"
+        )
+    if accelerator.num_processes == 1:
+        say_that_there_is_one_process()
+    # The Trainer asks its Accelerator to prepare the model, which would wrap the model in DistributedDataParallel.
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+    callback = LocalStepsCallback(trainer, local, config)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback

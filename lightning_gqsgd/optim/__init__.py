@@ -1,6 +1,0 @@
-"""Optimizers that torch lacks: Adagrad with an L1 penalty, for models most of whose coordinates are exactly zero."""
-
-from lightning_gqsgd.optim.adagrad import CMDAdagrad, RDAAdagrad
-from lightning_gqsgd.optim.proximal import soft_threshold, sparsity
-
-__all__ = ["CMDAdagrad", "RDAAdagrad", "soft_threshold", "sparsity"]

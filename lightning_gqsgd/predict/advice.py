@@ -1,0 +1,370 @@
+"""Which compression a cluster should take: predictions of all candidates, and a sentence that says what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, collectives_between
+from lightning_gqsgd.predict.device_times import codec_of_bits
+from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
+from lightning_gqsgd.predict.timeline import Bucket, Timeline
+
+#: Widths of codes that are compared, most exact ones first.
+BITS = (8, 4, 3, 2)
+#: The fewest bits that are recommended: below, the error of one mean is as large as the gradient (docs/choosing.md).
+FEWEST_BITS = 4
+#: The least gain in time that is worth a change.
+WORTH = 0.05
+#: Predictions that differ by less are taken as equal, and the more exact candidate is recommended.
+CLOSE = 0.03
+#: The share of a step that waits, from which on local steps are advised as well.
+LONG_WAIT = 0.5
+#: The share of a step below which nothing is said of what it waits for.
+NO_WAIT = 0.01
+#: Steps between two averages, and bits of the changes, of the preset ``gqsgd_diloco``.
+LOCAL_STEPS, LOCAL_BITS = 32, 4
+#: The most ranks that are predicted: each of them is an owner of a shard in every piece, which takes time.
+MOST_RANKS = 8192
+#: The most samples of a rank in a step.
+MOST_SAMPLES = 1_000_000
+#: The numbers of nodes of a sweep, and the factors by which a sweep changes the rate of links.
+SWEEP_NODES = (1, 2, 4, 8, 16, 32, 64, 256, 1024)
+RATE_FACTORS = tuple(10 ** (step / 8) for step in range(-16, 17))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines, their network, and what a rank computes.
+
+    Attributes:
+        timeline: of each rank.
+        costs_at: costs at a number of nodes, with links whose rate is multiplied by a factor.
+        nodes: number of nodes.
+        per_node: ranks on each node.
+        batch: samples of each rank in a step; None: nobody knows them.
+        link: rate of the link between nodes in bytes per second; None: it was measured.
+        notes: how sure the numbers are, for people.
+        codec: whose codec the predictions have, for people; empty: nobody has said.
+    """
+
+    timeline: Timeline
+    costs_at: Callable[[int, float], Costs]
+    nodes: int
+    per_node: int
+    batch: int | None
+    link: float | None = None
+    notes: tuple[str, ...] = ()
+    codec: str = ""
+
+    def __post_init__(self) -> None:
+        check_size(self.nodes, self.per_node)
+        check_batch(self.batch)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.per_node
+
+    @property
+    def knows_other_nodes(self) -> bool:
+        """Whether costs are known between several nodes of several ranks, which a probe of one node cannot say."""
+        return self.per_node == 1 or any(name.startswith("node ") for name in self.costs_at(2, 1.0).collectives)
+
+
+def check_size(nodes: int, per_node: int) -> None:
+    """Check the size of a cluster.
+
+    Raises:
+        ConfigError: there are too few nodes or ranks, or more ranks than are predicted in reasonable time.
+    """
+    for name, value in (("nodes", nodes), ("gpus-per-node", per_node)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value} has to be at least 1; give a number from 1 on")
+    if nodes * per_node < 2:
+        raise ConfigError("one rank sends nothing; give --nodes or --gpus-per-node above 1")
+    if nodes * per_node > MOST_RANKS:
+        raise ConfigError(
+            f"--nodes {nodes} with {per_node} ranks each are more than {MOST_RANKS:,} ranks, which is the most that is "
+            "predicted; give fewer nodes or --gpus-per-node"
+        )
+
+
+def check_batch(batch: int | None) -> None:
+    """Check the samples of a rank in a step; None: nobody knows them.
+
+    Raises:
+        ConfigError: the number is below 1 or above `MOST_SAMPLES`.
+    """
+    if batch is not None and batch < 1:
+        raise ConfigError(f"--batch {batch} has to be at least 1; give the samples of each rank in a step")
+    if batch is not None and batch > MOST_SAMPLES:
+        raise ConfigError(
+            f"--batch {batch} has to be at most {MOST_SAMPLES:,}; give the samples of each rank in a step"
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way of averaging gradients, and what it is predicted to take.
+
+    Attributes:
+        name: for people, e.g. ``"4 bit, hierarchical"``.
+        method: see `model.predict`.
+        prediction: the prediction.
+    """
+
+    name: str
+    method: GQSGDConfig | str
+    prediction: Prediction
+
+    @property
+    def keywords(self) -> str:
+        """What to give `GQSGDStrategy` or `register_gqsgd`; empty for what needs neither."""
+        if isinstance(self.method, str):
+            return ""
+        reducer = ', reducer="hierarchical"' if self.method.reducer == "hierarchical" else ""
+        return f"bits={self.method.bits}{reducer}"
+
+
+def over_links(device_costs: Callable[[dict[str, Any]], Costs], per_node: int, link: Link, inside: Link) -> Any:
+    """The function `Cluster.costs_at` of links with given rates."""
+
+    def costs_at(nodes: int, factor: float) -> Costs:
+        faster = replace(link, bytes_per_s=link.bytes_per_s * factor)
+        return device_costs(collectives_between(nodes, per_node, faster, inside))
+
+    return costs_at
+
+
+def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
+    """The function `Cluster.costs_at` of a link that was measured."""
+
+    def costs_at(nodes: int, factor: float) -> Costs:
+        scaled = at_ranks(costs, measured_ranks, nodes * per_node) if nodes * per_node > 1 else costs
+        faster = {
+            key: cost
+            if key.startswith("node ")
+            else replace(cost, beta_s=cost.beta_s / factor, alone_s=cost.alone_s / factor)
+            for key, cost in scaled.collectives.items()
+        }
+        return replace(scaled, collectives=faster)
+
+    return costs_at
+
+
+def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = BITS) -> dict[str, GQSGDConfig | str]:
+    """The candidates for a number of nodes, by name, most exact ones first."""
+    ways: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
+    if cluster.timeline.dtype == torch.float32:
+        ways["bf16"] = BF16
+    for bits in widths:
+        if codec_of_bits(bits) not in costs.gammas:
+            continue
+        ways[f"{bits} bit"] = GQSGDConfig(bits=bits, sample_every=0)
+        if nodes > 1 and cluster.per_node > 1:
+            levels = GQSGDConfig(bits=bits, sample_every=0, reducer="hierarchical", node_size=cluster.per_node)
+            ways[f"{bits} bit, hierarchical"] = levels
+    return ways
+
+
+def candidates(
+    cluster: Cluster,
+    *,
+    nodes: int | None = None,
+    factor: float = 1.0,
+    widths: Sequence[int] = BITS,
+    tick: Callable[[str], object] = lambda name: None,
+) -> list[Candidate]:
+    """Predictions of all candidates, on another number of nodes or on links of another rate, if given.
+
+    Args:
+        cluster: the cluster.
+        nodes: number of nodes; None: the cluster's.
+        factor: by which the rate of the links changes.
+        widths: bits of the codes that are compared.
+        tick: called with the name of each candidate before its prediction.
+    """
+    nodes = cluster.nodes if nodes is None else nodes
+    costs = cluster.costs_at(nodes, factor)
+    made = []
+    for name, method in methods(cluster, nodes, costs, widths).items():
+        tick(name)
+        made.append(Candidate(name, method, predict(cluster.timeline, costs, nodes * cluster.per_node, method)))
+    return made
+
+
+def with_local_steps(cluster: Cluster) -> Candidate | None:
+    """What a step takes on average if ranks train by themselves and average their models (preset ``gqsgd_diloco``).
+
+    Steps send no gradients. After every `LOCAL_STEPS` of them, all changes are reduced at once, beside no computation.
+
+    Returns:
+        The candidate, with a prediction of one step, for which nothing is drawn; None: the costs of its codes are
+        missing.
+    """
+    costs, line = cluster.costs_at(cluster.nodes, 1.0), cluster.timeline
+    if codec_of_bits(LOCAL_BITS) not in costs.gammas:
+        return None
+    everything = Bucket(tuple(segment for bucket in line.buckets for segment in bucket.segments), 0.0)
+    alone = replace(line, buckets=(everything,), forward_s=0.0, backward_s=0.0, update_s=0.0)
+    method = GQSGDConfig(bits=LOCAL_BITS, sample_every=0)
+    average = predict(alone, costs, cluster.ranks, method)
+    share = 1 / LOCAL_STEPS
+    step = Prediction(
+        step_s=line.compute_s + share * average.step_s,
+        compute_s=line.compute_s,
+        codec_s=share * average.codec_s,
+        wire_s=share * average.wire_s,
+        exposed_s=share * average.step_s,
+        sent_bytes=round(share * average.sent_bytes),
+        events=(),
+        node_bytes=round(share * average.node_bytes),
+    )
+    return Candidate(f"{LOCAL_BITS} bit, every {LOCAL_STEPS} steps", method, step)
+
+
+def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are exact enough for most trainings."""
+    return [
+        candidate
+        for candidate in choices
+        if isinstance(candidate.method, str) or candidate.method.num_bits >= FEWEST_BITS
+    ]
+
+
+def best_of(choices: Sequence[Candidate]) -> Candidate:
+    """The most exact candidate among those whose steps are about as short as the shortest.
+
+    Plain DDP is the best one as long as the shortest step does not gain as much as is `WORTH` a change. If it does, a
+    more exact candidate may gain a little less than that. So faster links never lead to fewer bits. Candidates with
+    fewer than `FEWEST_BITS` bits do not count.
+    """
+    choices = recommendable(choices)
+    shortest = min(candidate.prediction.step_s for candidate in choices)
+    if shortest > choices[0].prediction.step_s * (1 - WORTH):
+        return choices[0]
+    return next(candidate for candidate in choices if candidate.prediction.step_s <= shortest * (1 + CLOSE))
+
+
+def recommendation(choices: Sequence[Candidate]) -> str:
+    """What to do, and why, in one sentence."""
+    plain, best = choices[0].prediction, best_of(choices)
+    made = best.prediction
+    waits = f"a step of plain DDP waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for gradients"
+    shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))
+    if best is choices[0]:
+        # Fewer bits may save more, and are never recommended. Per cents are rounded up, so that the sentence is true.
+        percent = math.ceil(100 * (1 - shortest / plain.step_s) - 1e-9)
+        most = f" by more than {percent}%" if percent > 0 else ""
+        return (
+            f"Not worth it: {waits}, and no compression to {FEWEST_BITS} bits or more would shorten it{most}; "
+            "keep plain DDP."
+        )
+    name = "torch's bf16_compress_hook" if best.method == BF16 else best.keywords
+    saved = f"predicted to take {_ms(made.step_s)}, {_times(plain, made)} than DDP{_against_bf16(choices, best)}"
+    return f"Take {name}, {saved}: {waits}, and {_what_is_left(best)}."
+
+
+def _against_bf16(choices: Sequence[Candidate], best: Candidate) -> str:
+    """How a candidate compares with what needs no package, torch's bf16 hook; empty where that is the candidate, or is
+    not predicted."""
+    hook = next((candidate for candidate in choices if candidate.method == BF16), None)
+    return "" if hook is None or best is hook else f", {_times(hook.prediction, best.prediction)} than its bf16 hook"
+
+
+def _times(other: Prediction, made: Prediction) -> str:
+    """How many times faster or slower a prediction is than another one."""
+    ratio = other.step_s / made.step_s
+    return f"{ratio:.2f} times faster" if ratio >= 1 else f"{1 / ratio:.2f} times slower"
+
+
+def _what_is_left(best: Candidate) -> str:
+    """What a step of a candidate still waits for, as a clause; nothing is said to be hidden that is not."""
+    made = best.prediction
+    waits = f"with {best.name} it waits {_ms(made.exposed_s)}, {_share(made)} of the step"
+    if made.exposed_s <= NO_WAIT * made.step_s:
+        return waits
+    busy = f"the link is busy for {_ms(made.wire_s)}"
+    if made.wire_s <= made.codec_s:
+        busy = f"encoding and decoding take {_ms(made.codec_s)}"
+    if made.exposed_s > 2 * (made.wire_s + made.codec_s):  # most is neither: collectives that have not begun to send
+        busy = f"most of it is latency, as {busy} only"
+    return f"{waits}: {busy}"
+
+
+def _share(made: Prediction) -> str:
+    """The share of a step that waits, as text."""
+    return f"{max(0.0, made.exposed_s) / made.step_s:.0%}"
+
+
+def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None) -> str | None:
+    """A sentence on local steps; None: steps wait little, or there is no prediction of local steps."""
+    best = best_of(choices)
+    made = best.prediction
+    if local is None or made.exposed_s <= LONG_WAIT * made.step_s:
+        return None
+    step_s = local.prediction.step_s
+    return (
+        f'If {_share(made)} of a step are too long a wait: strategy="gqsgd_diloco" averages models '
+        f"every {LOCAL_STEPS} steps instead of gradients, predicted to take {_ms(step_s)} a step on average, "
+        f"{made.step_s / step_s:.2f} times faster than {best.name}; compare what the loss ends with."
+    )
+
+
+def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
+    """Candidates that can be recommended over numbers of nodes, of up to `MOST_RANKS` ranks.
+
+    Those with fewer bits take as long to predict, so they are left out.
+    """
+    counts = [nodes for nodes in SWEEP_NODES if 1 < nodes * cluster.per_node <= MOST_RANKS]
+    widths = [bits for bits in BITS if bits >= FEWEST_BITS]
+    return {nodes: candidates(cluster, nodes=nodes, widths=widths) for nodes in counts}
+
+
+def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
+    """Candidates over the factor by which the rate of the links changes."""
+    return {factor: candidates(cluster, factor=factor) for factor in RATE_FACTORS}
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """Candidates over numbers of nodes, and over the factor by which the rate of the links changes."""
+
+    nodes: dict[int, list[Candidate]]
+    rates: dict[float, list[Candidate]]
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Sweeps:
+        """Both sweeps of a cluster.
+
+        Raises:
+            ConfigError: nothing is known of several nodes.
+        """
+        return cls(over_nodes(cluster), over_rates(cluster))
+
+    @classmethod
+    def known(cls, cluster: Cluster) -> Sweeps:
+        """Both sweeps of a cluster; that over nodes is empty where nothing is known of several nodes."""
+        return cls(over_nodes(cluster) if cluster.knows_other_nodes else {}, over_rates(cluster))
+
+
+def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
+    """The smallest factor from which on no candidate is worth a change; None: one is, even on the fastest links."""
+    limit = None
+    for factor, choices in sorted(sweep.items(), reverse=True):
+        if best_of(choices) is not choices[0]:
+            break
+        limit = factor
+    return limit
+
+
+def _ms(seconds: float) -> str:
+    seconds = seconds if seconds > 1e-12 else 0.0  # what is exposed is a difference, and may be less than 0 by rounding
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,227 @@
+"""Times of kernels and of whole all-reduces on this machine, next to what they replace: ``gqsgd bench``.
+
+All cases take turns (`turns`), so that slow changes of the machine meet all of them, and every ratio is a median over
+rounds of a ratio within one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict.device_times import CODEC_NUMEL, CodecCase
+from lightning_gqsgd.predict.of_ranks import slowest
+from lightning_gqsgd.predict.turns import Case, EventClock, Spread, in_turns, ratio, stopwatch, thread_clock
+from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.wire.engine import Engine, Request
+
+#: The codecs and widths whose kernels are timed.
+KERNELS = (
+    ("companded", 8),
+    ("companded", 4),
+    ("companded", 3),
+    ("companded", 2),
+    ("linear", 8),
+    ("linear", 4),
+    ("eden", 2),
+)
+#: The parts of what is measured.
+PARTS = KERNELS_PART, REDUCERS_PART = "kernels", "reducers"
+#: The widths at which a gradient is averaged, next to fp32 and bf16.
+WIDTHS = (8, 4)
+#: Rounds before those that are timed.
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """The kernels of one codec on one tensor of fp32 numbers.
+
+    Attributes:
+        codec: name of the codec.
+        bits: bits per coordinate.
+        encode_ns: nanoseconds for each coordinate, to encode it.
+        decode_ns: the same, to decode it.
+        gradient_gb_per_s: 10⁹ bytes of gradient that are encoded and decoded in a second.
+        times_copy: time of both, over that of a copy of the tensor.
+    """
+
+    codec: str
+    bits: int
+    encode_ns: float
+    decode_ns: float
+    gradient_gb_per_s: float
+    times_copy: float
+
+
+@dataclass(frozen=True)
+class WayTime:
+    """One way to average gradients over all ranks, next to another way.
+
+    Attributes:
+        name: of the way, e.g. ``"fp32"``, ``"ddp"``, or bits.
+        sent_mb: 10⁶ bytes that each rank sends.
+        ms: median milliseconds of the slowest rank.
+        speedup: time of the other way over this time, the median over rounds.
+        low: the 10th percentile of that ratio over rounds.
+        high: the 90th percentile.
+    """
+
+    name: str
+    sent_mb: float
+    ms: float
+    speedup: float
+    low: float
+    high: float
+
+    @classmethod
+    def all_of(cls, seconds: Mapping[str, np.ndarray], sent: Mapping[str, float], against: str) -> tuple[WayTime, ...]:
+        """All ways, from their names to seconds in each round and to bytes sent; ``against``: the other way."""
+        return tuple(
+            cls(name, sent[name] / 1e6, 1e3 * Spread.of(values).median, *Spread.of(seconds[against] / values))
+            for name, values in seconds.items()
+        )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured.
+
+    Attributes:
+        device: the device, in words.
+        backend: of the process group.
+        ranks: number of ranks.
+        numel: coordinates of the gradient that was averaged, fp32.
+        rounds: number of timed rounds.
+        kernels: see `KernelTime`; measured on rank 0 while the other ranks wait.
+        all_reduces: see `WayTime`; next to fp32.
+    """
+
+    device: str
+    backend: str
+    ranks: int
+    numel: int
+    rounds: int
+    kernels: tuple[KernelTime, ...]
+    all_reduces: tuple[WayTime, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+
+def measure(
+    device: torch.device,
+    numel: int,
+    rounds: int,
+    tick: Callable[[], object] = lambda: None,
+    parts: Sequence[str] = PARTS,
+) -> Bench:
+    """Time kernels and all-reduces on this device and between the ranks of the default process group. A collective.
+
+    Args:
+        device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
+        numel: coordinates of the gradient.
+        rounds: number of timed rounds.
+        tick: called before every run of a case, `runs` times on rank 0.
+        parts: of `PARTS`, which to time; the others are empty.
+    """
+    kernels = _kernels(device, rounds, tick) if dist.get_rank() == 0 and KERNELS_PART in parts else ()
+    dist.barrier()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    reduces = _all_reduces(device, numel, rounds, tick) if REDUCERS_PART in parts else ()
+    return Bench(name, dist.get_backend(), dist.get_world_size(), numel, rounds, kernels, reduces)
+
+
+def runs(rounds: int, parts: Sequence[str] = PARTS) -> int:
+    """How often `measure` runs a case, rounds that are not timed included."""
+    cases = {KERNELS_PART: 1 + 2 * len(KERNELS), REDUCERS_PART: 2 + len(WIDTHS)}
+    return (rounds + WARMUP) * sum(cases[part] for part in parts)
+
+
+def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> tuple[KernelTime, ...]:
+    """Encoding and decoding of a tensor, next to a copy of it.
+
+    On a CPU, all run on one thread, and its own processor time counts: other programs may take the processor meanwhile.
+    """
+    numel = CODEC_NUMEL[device.type]
+    x = torch.zeros(numel, device=device)
+    cases: dict[str, Case] = {"copy": partial(torch.empty_like(x).copy_, x)}
+    for codec, bits in KERNELS:
+        case = CodecCase(device, GQSGDConfig(codec=codec, bits=bits), numel)
+        cases |= {f"{codec} {bits} encode": case.encode, f"{codec} {bits} decode": case.decode}
+    clock = EventClock() if device.type == "cuda" else thread_clock
+    seconds = in_turns(cases, rounds, warmup=WARMUP, before=tick, clock=clock)
+    made = []
+    for codec, bits in KERNELS:
+        encode, decode = (seconds[f"{codec} {bits} {way}"] for way in ("encode", "decode"))
+        both = {"both": encode + decode, "copy": seconds["copy"]}
+        made.append(
+            KernelTime(
+                codec,
+                bits,
+                encode_ns=1e9 * Spread.of(encode).median / numel,
+                decode_ns=1e9 * Spread.of(decode).median / numel,
+                gradient_gb_per_s=x.nbytes / Spread.of(both["both"]).median / 1e9,
+                times_copy=ratio(both, "both", "copy"),
+            )
+        )
+    return tuple(made)
+
+
+def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[], object]) -> tuple[WayTime, ...]:
+    """Averages of a gradient by the backend, and by the package's own engine."""
+    assert dist.group.WORLD is not None
+    ranks = dist.get_world_size()
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+    engine = Engine(device, dist.group.WORLD, "gqsgd bench")
+    cases: dict[str, Case] = {"fp32": partial(_mean, x, ranks), "bf16": partial(_mean_in_bf16, x, ranks)}
+    sent = {"fp32": ring_bytes(x.nbytes, ranks), "bf16": ring_bytes(x.nbytes // 2, ranks)}
+
+    def ready() -> None:
+        tick()
+        dist.barrier()
+
+    try:
+        for bits in WIDTHS:
+            config = resolve(GQSGDConfig(bits=bits, sample_every=0), ranks)
+            engine.connect(config)
+            engine.compile(config, x.dtype)
+            request = Request("bench", config, (Segment(0, numel, raw=False),), 0)
+            name = f"{bits} bits, {config.reducer}"
+            cases[name] = lambda request=request: engine.reduce(x, request).wait()  # type: ignore[misc]
+            sent[name] = engine.plan(x, request).sent_bytes
+        dist.barrier()
+        clock = EventClock() if device.type == "cuda" else stopwatch
+        seconds = in_turns(cases, rounds, warmup=WARMUP, before=ready, clock=clock)
+    finally:
+        engine.close()
+    slowest_of = {name: slowest_rounds(values, device) for name, values in seconds.items()}
+    return WayTime.all_of(slowest_of, sent, against="fp32")
+
+
+def slowest_rounds(values: np.ndarray, device: torch.device) -> np.ndarray:
+    """Each round's time on the slowest rank."""
+    made: np.ndarray = slowest(torch.from_numpy(values), device).numpy()
+    return made
+
+
+def _mean(x: Tensor, ranks: int) -> None:
+    dist.all_reduce(x.div_(ranks))  # DDP divides before the all-reduce as well
+
+
+def _mean_in_bf16(x: Tensor, ranks: int) -> None:
+    """As torch's bf16 hook does it."""
+    small = x.to(torch.bfloat16).div_(ranks)
+    dist.all_reduce(small)
+    x.copy_(small)

@@ -1,0 +1,147 @@
+"""The length of a training step, predicted by running the package's own reducers on a virtual clock.
+
+`predict` takes what a rank computes (`Timeline`) and what everything costs (`Costs`). The reducers say themselves what
+they compute and send (`profile`), and `runners` takes their pieces in the order of `wire.pipeline`.
+
+What the model leaves out: all ranks are alike, so nobody waits for a slower rank, and nothing varies from step to step;
+collectives that are under way together take turns on the link, where TCP would share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.predict.clock import Clock, Event, Resource
+from lightning_gqsgd.predict.costs import Costs
+from lightning_gqsgd.predict.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
+from lightning_gqsgd.predict.runners import StreamsRunner, ThreadRunner
+from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
+
+#: Plain DDP's all-reduce, and torch's hook that sends bf16, by the names that `predict` knows them under.
+NATIVE, BF16 = "native", "bf16"
+#: Names of the resources that carry messages.
+LINKS = ("link", "node")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as the model sees it.
+
+    Attributes:
+        step_s: seconds of the step.
+        compute_s: seconds of forward pass, backward pass and optimizer, with nothing beside them.
+        codec_s: seconds in which gradients are encoded, reduced, decoded or copied.
+        wire_s: seconds in which a link carries messages.
+        exposed_s: seconds that the step is longer than its computation.
+        sent_bytes: bytes that each rank sends in a step.
+        events: what each resource did, and when.
+        node_bytes: those of ``sent_bytes`` that collectives between the ranks of one node carry.
+    """
+
+    step_s: float
+    compute_s: float
+    codec_s: float
+    wire_s: float
+    exposed_s: float
+    sent_bytes: int
+    events: tuple[Event, ...]
+    node_bytes: int = 0
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that a rank sends in collectives that reach other nodes."""
+        return self.sent_bytes - self.node_bytes
+
+    @property
+    def efficiency(self) -> float:
+        """Length of a step that waits for nothing, over that of this one: the scaling efficiency, 0 to 1."""
+        return self.compute_s / self.step_s if self.step_s else 1.0
+
+    def throughput(self, batch: int, ranks: int) -> float:
+        """Samples per second of all ranks; ``batch``: samples of a rank in a step."""
+        return batch * ranks / self.step_s
+
+
+def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str) -> Prediction:
+    """Predict one step.
+
+    Args:
+        timeline: what each rank computes.
+        costs: what everything costs, at this number of ranks.
+        ranks: number of ranks; 1 sends nothing.
+        method: a configuration; ``"native"``, plain DDP; or ``"bf16"``, torch's ``bf16_compress_hook``.
+
+    Raises:
+        ConfigError: the configuration cannot work at this number of ranks, or costs are missing.
+    """
+    if ranks < 1:
+        raise ConfigError(f"ranks={ranks} must be at least 1")
+    profiles, sent = _profiles(timeline, costs, ranks, method) if ranks > 1 else ([() for _ in timeline.buckets], 0)
+    clock = Clock(costs.cores)
+    backward = Resource(clock, "backward")
+    runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs)
+    demand = costs.speed  # times were measured with all ranks at work, each on one thread or one GPU
+    clock.start(timeline.forward_s, demand, lambda: None)
+    clock.run()
+    begun = clock.now_s
+    if begun:
+        clock.events.append(Event("backward", "forward", -1, -1, 0.0, begun))
+    done = 0.0
+    for number, bucket in enumerate(timeline.buckets):
+        submit = partial(runner.submit, profiles[number], number)
+        backward.add(bucket.ready_s - done, demand, "backward", number, -1, submit)
+        done = bucket.ready_s
+    backward.add(timeline.backward_s - done, demand, "backward", len(timeline.buckets), -1, lambda: None)
+    clock.run()
+    reduced = clock.now_s
+    step = reduced + timeline.update_s
+    if timeline.update_s:
+        clock.events.append(Event("backward", "optimizer", -1, -1, reduced, step))
+    events = tuple(sorted(clock.events, key=lambda event: event.start_s))
+    codec = _busy(events, lambda name: name == "codec" or name.startswith("stream"))
+    wire = _busy(events, lambda name: name in LINKS)
+    inside = sum(profile.node_bytes for bucket in profiles for profile in bucket)
+    return Prediction(step, timeline.compute_s, codec, wire, step - timeline.compute_s, sent, events, inside)
+
+
+def _profiles(
+    timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str
+) -> tuple[list[tuple[Profile, ...]], int]:
+    """The profiles of the pieces of each bucket, and the bytes that a rank sends in a step."""
+    if method == BF16:
+        hooks = [bf16_hook_profile(bucket.numel, ranks) for bucket in timeline.buckets]
+        return [(profile,) for profile in hooks], sum(profile.sent_bytes for profile in hooks)
+    if isinstance(method, str) and method != NATIVE:
+        raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
+    config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
+    size = NCCL_PIECE_SIZE if costs.on_streams else PieceSize.of_bits(config.num_bits)
+    several, sent = [], 0
+    for bucket in timeline.buckets:
+        profiles, nbytes = _bucket(config, bucket.segments, ranks, timeline.dtype, size)
+        several.append(profiles)
+        sent += nbytes
+    if REDUCERS[config.reducer].compresses:
+        several[0] = (stamp_profile(ranks), *several[0])
+    return several, sent
+
+
+@lru_cache(maxsize=1 << 14)
+def _bucket(
+    config: GQSGDConfig, segments: tuple[Segment, ...], ranks: int, dtype: torch.dtype, size: PieceSize
+) -> tuple[tuple[Profile, ...], int]:
+    return bucket_profiles(config, segments, ranks, dtype, size)
+
+
+def _busy(events: Sequence[Event], counts: Callable[[str], bool]) -> float:
+    """Seconds in which resources were busy, added up over those that count."""
+    return sum(event.end_s - event.start_s for event in events if counts(event.resource))

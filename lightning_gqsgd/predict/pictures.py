@@ -1,0 +1,177 @@
+"""Pictures of predictions; they need matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.predict.advice import Cluster, Sweeps, break_even
+from lightning_gqsgd.predict.model import Prediction
+from lightning_gqsgd.predict.units import rate_in_words
+from lightning_gqsgd.predict.writing import check_writable
+
+_DPI = 150
+_GREY = "#4d4d4d"
+#: Colours by width of codes; Okabe and Ito's, distinguishable with colour blindness.
+_COLOURS = {
+    "fp32": _GREY,
+    "native": _GREY,
+    "bf16": "#56b4e9",
+    "8": "#d55e00",
+    "4": "#009e73",
+    "3": "#cc79a7",
+    "2": "#e69f00",
+}
+#: Colours of a Gantt picture by what a resource does.
+_DOES = {"forward": "#bbbbbb", "backward": "#888888", "optimizer": "#bbbbbb", "codec": "#d55e00", "link": "#0072b2"}
+
+
+def check_files(files: Mapping[str, Path]) -> None:
+    """Check that pictures can be written to files, before what they show is computed.
+
+    Args:
+        files: by the options that their names are from, for messages.
+
+    Raises:
+        ConfigError: matplotlib is not installed, a suffix is that of no picture, a file cannot be written, or two
+            pictures have one file.
+    """
+    _pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    for option, file in files.items():
+        _check_suffix(file, FigureCanvasBase.get_supported_filetypes())
+        check_writable(option, file)
+    if len({file.resolve() for file in files.values()}) < len(files):
+        raise ConfigError(f"{' and '.join(files)} name one file, {next(iter(files.values()))}; name two files")
+
+
+def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
+    """Draw the scaling efficiency over nodes, and the length of a step over the rate of links.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    plt = _pyplot()
+    nodes, rates = sweeps.nodes, sweeps.rates
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
+    for name in dict.fromkeys(candidate.name for choices in nodes.values() for candidate in choices):
+        style = {"color": _COLOURS[name.split(" ")[0]], "ls": "--" if "hierarchical" in name else "-", "lw": 1.4}
+        points = {
+            count: candidate.prediction.efficiency
+            for count, choices in nodes.items()
+            for candidate in choices
+            if candidate.name == name
+        }
+        left.plot(list(points), list(points.values()), label=name, **style)
+        steps = {
+            _rate(cluster, factor): 1e3 * candidate.prediction.step_s
+            for factor, choices in rates.items()
+            for candidate in choices
+            if candidate.name == name
+        }
+        right.plot(list(steps), list(steps.values()), **style)
+    left.axvline(cluster.nodes, color=_GREY, lw=0.8, ls=":")
+    left.set(xscale="log", xlabel="nodes", ylabel="scaling efficiency", ylim=(0, 1.02))
+    left.set_xscale("log", base=2)
+    left.set_title("Step without communication / step", loc="left", fontsize=10)
+    left.legend(fontsize=7, frameon=False)
+    limit = break_even(rates)
+    right.axvline(_rate(cluster, 1.0), color=_GREY, lw=0.8, ls=":")
+    if limit is not None:
+        right.axvline(_rate(cluster, limit), color="#b2182b", lw=1.0)
+        label = "break-even" if cluster.link is None else f"break-even: {rate_in_words(cluster.link * limit)}"
+        right.annotate(
+            label,
+            (_rate(cluster, limit), 0.97),
+            xycoords=("data", "axes fraction"),
+            fontsize=8,
+            rotation=90,
+            ha="right",
+            va="top",
+            color="#b2182b",
+        )
+    unit = "times that measured" if cluster.link is None else "Gbit/s"
+    right.set(xscale="log", yscale="log", xlabel=f"rate of the links ({unit})", ylabel="step (ms)")
+    right.set_title(f"{cluster.nodes} × {cluster.per_node} ranks", loc="left", fontsize=10)
+    _save(figure, file, plt)
+
+
+def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], width: float = 9.6) -> None:
+    """Draw what each resource does in a step, one row of resources for each prediction, on one scale of time.
+
+    Args:
+        predictions: by name.
+        file: a path, or an open file, which gets an SVG.
+        width: of the picture, in inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    plt = _pyplot()
+    resources = [sorted({event.resource for event in made.events}) for made in predictions.values()]
+    heights = [max(2, len(names)) for names in resources]
+    figure, several = plt.subplots(
+        len(predictions),
+        1,
+        figsize=(width, 0.5 + 0.38 * sum(heights) + 0.35 * len(predictions)),
+        layout="constrained",
+        sharex=True,
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )
+    for axes, (name, made), names in zip(several[:, 0], predictions.items(), resources, strict=True):
+        for event in made.events:
+            colour = _DOES.get(event.label, _DOES["link" if event.resource in ("link", "node") else "codec"])
+            place = names[::-1].index(event.resource)
+            length = 1e3 * (event.end_s - event.start_s)
+            light = 0.55 if event.bucket % 2 else 1.0
+            axes.barh(place, length, left=1e3 * event.start_s, color=colour, alpha=light, height=0.72, lw=0)
+        axes.set_yticks(range(len(names)), names[::-1], fontsize=8)
+        axes.grid(visible=False, axis="y")
+        axes.axvline(1e3 * made.step_s, color="#b2182b", lw=0.9)
+        axes.set_title(f"{name}: {1e3 * made.step_s:.0f} ms", loc="left", fontsize=9)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    several[-1, 0].set_xlabel("ms from the start of the step (shades: buckets in turns)")
+    _save(figure, file, plt)
+
+
+def _rate(cluster: Cluster, factor: float) -> float:
+    """What the horizontal axis shows of a factor: Gbit/s, or the factor itself where the link was measured."""
+    return factor if cluster.link is None else 8e-9 * cluster.link * factor
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(
+            f"pictures need matplotlib ({error}); pip install matplotlib, or leave out --plot and --gantt"
+        ) from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(figure: Any, file: Path | IO[bytes], plt: Any) -> None:
+    if not isinstance(file, Path):
+        figure.savefig(file, format="svg", metadata={"Date": None})  # the same prediction gives the same file
+        plt.close(figure)
+        return
+    _check_suffix(file, figure.canvas.get_supported_filetypes())
+    try:
+        figure.savefig(file, dpi=_DPI)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written ({error.strerror}); name a file in a folder that exists") from None
+    finally:
+        plt.close(figure)
+
+
+def _check_suffix(file: Path, formats: Mapping[str, str]) -> None:
+    """Raise ConfigError for a file whose suffix is not among matplotlib's formats."""
+    if file.suffix.lstrip(".").lower() not in formats:
+        raise ConfigError(f"{file} has no suffix of a picture; end its name in .png, .pdf or .svg")

@@ -1,0 +1,147 @@
+"""Measures what computing takes within the package's own pipeline over Gloo, where collectives are under way meanwhile.
+
+Times are seconds of the sequencing thread's own processor time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
+from lightning_gqsgd.predict.costs import Costs
+from lightning_gqsgd.predict.device_times import MODEL_NUMEL
+from lightning_gqsgd.predict.of_ranks import slowest
+from lightning_gqsgd.predict.profile import bucket_profiles
+from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
+from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.job import Job, Start
+from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
+from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.telemetry import Telemetry
+
+#: Pieces of one block that go through the pipeline while what a stage takes besides its kernel is timed.
+_SMALL = 32
+#: Pieces of each of the buckets that are reduced while kernels are timed, and the most buckets: together they have as
+#: many coordinates as a model that no cache holds.
+_LARGE, _BUCKETS = 8, MODEL_NUMEL // (8 * PIECE_NUMEL)
+#: Seconds after which no further bucket is begun, and the fewest buckets; the first one warms up.
+_PATIENCE_S, _FEWEST = 0.8, 2
+
+
+@dataclass
+class _Marks:
+    """When the stages of pieces began, and how long their own computing took, in processor time of the thread."""
+
+    begun: list[float] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+
+    def on(self, start: Start) -> Start:
+        """A start whose stages are noted."""
+
+        def steps() -> Steps:
+            taken = start()
+            while True:
+                begun = time.thread_time()
+                self.begun.append(begun)
+                try:
+                    exchanges = next(taken)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    self.spent.append(time.thread_time() - begun)
+                yield exchanges
+
+        return steps
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """What the sequencing thread takes.
+
+    Attributes:
+        stage_s: seconds for each stage of a piece, in which the thread encodes or decodes one block.
+        slowdown: how many times as long as alone the codec's kernels take, 1 or more. Other threads and other ranks use
+            the processors and the caches meanwhile, and messages come from other processors.
+    """
+
+    stage_s: float
+    slowdown: float
+
+
+def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> PipelineTimes:
+    """Time pieces that go through the pipeline in two shots. All ranks call this, over Gloo.
+
+    Args:
+        communicator: what collectives run on.
+        costs: what kernels take alone.
+        bits: of the codes of the default codec; their costs are given.
+    """
+    config = resolve(GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0), communicator.size)
+    communicator.extend(stages(config, communicator.size))
+    runner = runner_for(communicator)
+    try:
+        block = config.block_size
+        small = _Case(communicator, runner, Setting(config, communicator.size, torch.float32, PieceSize(block, block)))
+        x = torch.zeros(_SMALL * block)
+        small.reduce(x)  # warms up
+        marks = small.reduce(x)
+        large = _Case(communicator, runner, Setting(config, communicator.size, torch.float32))
+        return PipelineTimes(
+            stage_s=(marks.begun[-1] - marks.begun[0]) / (len(marks.begun) - 1),
+            slowdown=large.slowdown(costs, overhead_s=mean(marks.spent)),
+        )
+    finally:
+        runner.close(communicator)
+        release(runner)
+
+
+class _Case:
+    """Buckets of one parameter for each piece, under a setting."""
+
+    def __init__(self, communicator: Communicator, runner: Runner, setting: Setting) -> None:
+        self._communicator, self._runner, self._setting = communicator, runner, setting
+
+    def reduce(self, x: Tensor) -> _Marks:
+        """Reduce a bucket in place."""
+        communicator, setting, marks = self._communicator, self._setting, _Marks()
+        plan = Plan(self._segments(x.numel()), setting)
+        store = new_store(setting.config, communicator.size, {}, x.dtype, x.device)
+        telemetry = Telemetry()
+        counters = telemetry.bucket(0)
+        starts = plan.starts(x, communicator.rank, 1, store, counters, telemetry)
+        job = Job(x, [marks.on(start) for start in starts], "probe", counters, telemetry, last_of_step=False)
+        self._runner.submit(communicator, job)
+        job.wait()
+        return marks
+
+    def slowdown(self, costs: Costs, overhead_s: float) -> float:
+        """See `PipelineTimes`; ``overhead_s``: what a stage takes besides its kernel."""
+        numel = _LARGE * PIECE_NUMEL
+        buckets = torch.randn(numel, generator=torch.Generator().manual_seed(0)).repeat(_BUCKETS, 1)
+        profiles, _ = bucket_profiles(
+            self._setting.config, self._segments(numel), self._setting.ranks, buckets.dtype, self._setting.piece_size
+        )
+        works = [work for profile in profiles for stage in profile.stages for work in stage.works]
+        works += [work for profile in profiles for work in profile.last]
+        alone = replace(costs, launch_s=0.0)
+        expected_s = sum(alone.seconds(work) for work in works if work.codec)
+        begun, spent = time.perf_counter(), []
+        for bucket in buckets:
+            marks = self.reduce(bucket)
+            spent.append(sum(marks.spent) - overhead_s * len(marks.spent))
+            passed = slowest(torch.tensor([time.perf_counter() - begun], dtype=torch.float64), bucket.device)
+            if len(spent) >= _FEWEST and float(passed[0]) > _PATIENCE_S:  # ranks go on, and stop, together
+                break
+        return max(1.0, median(spent[1:]) / expected_s)
+
+    def _segments(self, numel: int) -> list[Segment]:
+        """One parameter for each piece."""
+        each = self._setting.piece_size.least
+        return [Segment(number, each, raw=False) for number in range(numel // each)]

@@ -1,0 +1,383 @@
+"""Measures what the model needs to know of a device and of the network between ranks: `measure`, a collective.
+
+Constants of collectives come from two sizes of message: a short one for the latency, and one as long as the package
+sends for the time per byte. The latter is measured twice: one collective at a time, and a row of them of which several
+are always under way in one process group, as in training, where they fill each other's pauses. What a device takes to
+compute is timed by `device_times`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.predict import reading
+from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Collective, Costs, Gamma
+from lightning_gqsgd.predict.device_times import bf16_hook, codec_of_bits, copying, gamma_of
+from lightning_gqsgd.predict.of_ranks import slowest
+from lightning_gqsgd.predict.pipeline_times import PipelineTimes, pipeline_times
+from lightning_gqsgd.predict.profile import message_of
+from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.wire.communicator import Communicator
+
+#: Version of the file that a probe is kept in.
+VERSION = 2
+
+#: Bytes of the largest file that is read as a probe; one with the timelines of several large models has less than 1 MB.
+MOST_BYTES = 16 << 20
+
+#: Collectives that are under way at once in a row.
+AT_ONCE = 4
+#: Bytes of the short message.
+SHORT_BYTES = 4096
+#: Bytes of the longest message of a kind: of a piece's codes at 8 bits, of its scales, and of a large bucket of DDP.
+LONG_BYTES = {"max": 1 << 14, "sum/float32": 1 << 24, "sum/bfloat16": 1 << 24}
+PIECE_BYTES = 1 << 19
+#: The first long message that is tried; each next one is four times as long, until one takes so many seconds.
+FIRST_LONG_BYTES = 1 << 14
+LONG_ENOUGH_S = 0.1
+#: Seconds of repetitions of one message length, about, and the fewest and the most repetitions.
+PATIENCE_S = 0.3
+REPEATS = (3, 15)
+#: Seconds of a row, about, and collectives of the shortest and of the longest row.
+ROW_S = 1.0
+ROWS = (AT_ONCE, 32)
+#: Seconds of all collectives together, about, and of the kernels: more ranks get fewer repetitions.
+COLLECTIVES_S, KERNELS_S = 10.0, 3.0
+#: The fewest seconds of one kind of collective, about: with less, messages would be too short to time a byte.
+LEAST_S = 0.4
+#: What a thread computes while processors are counted: so many hashes of 1 MiB, about 30 ms. They are counted once for
+#: each kind of collective, because other programs come and go.
+HASHES = 24
+#: Threads of a rank that are busy at once at most: backward pass, codec, and two of Gloo.
+MOST_THREADS = 4
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured.
+
+    Attributes:
+        costs: the constants, for `ranks` ranks.
+        ranks: number of ranks.
+        per_node: ranks of each node.
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: name of the device that computes.
+        seconds: how long the measurements took.
+        timelines: of models, if any were measured.
+    """
+
+    costs: Costs
+    ranks: int
+    per_node: int
+    backend: str
+    device: str
+    seconds: float
+    timelines: tuple[Timeline, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write the probe as JSON."""
+        values = {**asdict(replace(self, timelines=())), "timelines": [line.to_dict() for line in self.timelines]}
+        path.write_text(json.dumps({"version": VERSION, **values}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Probe:
+        """Read a probe that `save` wrote.
+
+        Raises:
+            ConfigError: there is no such file, or it is no probe of this version.
+        """
+        try:
+            values = json.loads(_text(path))
+        except ConfigError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): run `gqsgd probe --output {path}`") from None
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{path} is no JSON: run `gqsgd probe --output {path}` again") from None
+        version = values.pop("version", None) if isinstance(values, dict) else None
+        if version != VERSION:
+            raise ConfigError(
+                f"{path} is no probe of version {VERSION} (its version: {version}): run `gqsgd probe --output {path}` "
+                "again"
+            )
+        try:
+            return cls._from_dict(values, str(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path} is no probe: {error}; run `gqsgd probe --output {path}` again") from None
+
+    @classmethod
+    def _from_dict(cls, values: dict[str, Any], source: str) -> Probe:
+        """The probe that `save` wrote as these values.
+
+        Raises:
+            ConfigError: the values are not those of a probe; the message names the entry.
+        """
+        given = reading.entries(values, "the probe", tuple(field.name for field in fields(cls)))
+        return cls(
+            costs=_costs_of(given["costs"], source),
+            ranks=reading.integer(given["ranks"], "ranks", 1),
+            per_node=reading.integer(given["per_node"], "per_node", 1),
+            backend=reading.text(given["backend"], "backend"),
+            device=reading.text(given["device"], "device"),
+            seconds=reading.number(given["seconds"], "seconds"),
+            timelines=tuple(map(Timeline.from_dict, reading.rows(given["timelines"], "timelines"))),
+        )
+
+
+def _text(path: Path) -> str:
+    """The text of a file that is small enough for a probe.
+
+    Raises:
+        ConfigError: the file is no regular one, e.g. a device that never ends, or is too large.
+        OSError: it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is no regular file; give the file that `gqsgd probe --output FILE` has written")
+    if status.st_size > MOST_BYTES:
+        raise ConfigError(
+            f"{path} has {status.st_size:,} bytes, and a probe has at most {MOST_BYTES:,}; give the file that "
+            "`gqsgd probe --output FILE` has written"
+        )
+    return path.read_text()
+
+
+def _costs_of(values: object, source: str) -> Costs:
+    """The constants of a probe's entry ``costs``.
+
+    Raises:
+        ConfigError: the entry is not what a probe has; the message names the value.
+    """
+    given = reading.entries(values, "costs", tuple(field.name for field in fields(Costs)))
+    collectives, gammas = (reading.entries(given[name], f"costs.{name}") for name in ("collectives", "gammas"))
+    return Costs(
+        {key: reading.numbers(Collective, cost, f"costs.collectives[{key!r}]") for key, cost in collectives.items()},
+        {key: reading.numbers(Gamma, gamma, f"costs.gammas[{key!r}]") for key, gamma in gammas.items()},
+        touch_s=reading.number(given["touch_s"], "costs.touch_s"),
+        launch_s=reading.number(given["launch_s"], "costs.launch_s"),
+        stage_s=reading.number(given["stage_s"], "costs.stage_s"),
+        cores=reading.number(given["cores"], "costs.cores"),
+        thread=reading.number(given["thread"], "costs.thread"),
+        on_streams=reading.flag(given["on_streams"], "costs.on_streams"),
+        source=source,
+    )
+
+
+def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), per_node: int = 1) -> Probe:
+    """Measure this device and the network between the ranks of the default process group. A collective.
+
+    Args:
+        device: device of gradients: the CPU over Gloo, or CUDA over NCCL.
+        key: a name that no other probe of this process group has had.
+        bits: the widths of codes, of the default configuration's codec, whose kernels are timed; one at least.
+        per_node: ranks of each node.
+
+    Raises:
+        ConfigError: a width has no codes, or there is none; there is one rank only; or ranks do not make nodes of this
+            size.
+    """
+    if not bits:
+        raise ConfigError(f"bits={bits!r} has no width whose kernels could be timed; give one at least, e.g. bits=(4,)")
+    codecs = {codec_of_bits(width): width for width in bits}
+    assert dist.group.WORLD is not None
+    ranks = dist.get_world_size()
+    if ranks < 2:
+        raise ConfigError("one process has nobody to send to: start at least two, e.g. `gqsgd probe --procs 2`")
+    if ranks % per_node:
+        raise ConfigError(f"{ranks} ranks do not make nodes of {per_node}; start as many on every node")
+    begun = time.perf_counter()
+    communicator = Communicator(device, dist.group.WORLD, key)
+    scopes = (ALL, Scope("node", per_node), Scope("peers", per_node)) if 1 < per_node < ranks else (ALL,)
+    communicator.extend([scopes])
+    try:
+        clock = _Stopwatch(communicator, len(scopes) * len(KINDS))
+        collectives = {f"{scope.kind} {kind}": clock.collective(kind, scope) for scope in scopes for kind in KINDS}
+        on_streams = communicator.backend == "nccl"
+        thread = 1.0 if on_streams else median(clock.thread)
+        cores = 1.0 if on_streams else max(thread, median(clock.cores))
+        patience_s = KERNELS_S / (3 * len(bits) + 4)
+        gammas = {codec: gamma_of(device, width, patience_s) for codec, width in codecs.items()}
+        gammas[BF16_HOOK] = bf16_hook(device, patience_s)
+        touch_s, launch_s = copying(device, patience_s)
+        costs = Costs(collectives, gammas, touch_s, launch_s, cores, thread, on_streams, source="measured")
+        # A GPU's stages are issued while it computes; those of one over Gloo were not measured.
+        if device.type == "cpu":
+            costs = _in_pipeline(costs, pipeline_times(communicator, costs, min(bits)))
+    finally:
+        communicator.close()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return Probe(costs, ranks, per_node, communicator.backend, name, time.perf_counter() - begun)
+
+
+def _in_pipeline(costs: Costs, times: PipelineTimes) -> Costs:
+    """The costs, with kernels of the codec as slow as they are in the pipeline."""
+    gammas = {name: gamma if name == BF16_HOOK else gamma.times(times.slowdown) for name, gamma in costs.gammas.items()}
+    return replace(costs, gammas=gammas, stage_s=max(0.0, times.stage_s - costs.launch_s))
+
+
+class _Stopwatch:
+    """Times collectives; what ranks measure differently is as long as the slowest says.
+
+    Attributes:
+        cores: processors that a rank got while all ranks wanted as many as they can have, at several times.
+        thread: the same while all ranks ran one thread.
+
+    Args:
+        communicator: what collectives run on.
+        kinds: how many kinds of collectives will be timed; they share `COLLECTIVES_S`.
+    """
+
+    def __init__(self, communicator: Communicator, kinds: int) -> None:
+        self._communicator, self._left = communicator, kinds
+        self._begun = time.perf_counter()
+        self.cores: list[float] = []
+        self.thread: list[float] = []
+
+    def collective(self, kind: str, scope: Scope) -> Collective:
+        """The constants of one kind of collective."""
+        share_s = self._share()
+        if len(self.cores) < len(KINDS):  # a second scope has the same processors
+            self.cores.append(_processors(min(MOST_THREADS, os.cpu_count() or 1), self._communicator.device))
+            self.thread.append(_processors(1, self._communicator.device))
+        patience_s, most_s = min(PATIENCE_S, share_s / 6), min(ROW_S, share_s / 5)
+        members = len(scope.members(self._communicator.rank, self._communicator.size))
+        alpha_s = self._repeat(kind, SHORT_BYTES, scope, patience_s)
+        short = _between(ROWS, patience_s / alpha_s)
+        cpu_s = self._row(kind, SHORT_BYTES, scope, short)[1] / short
+        longest = LONG_BYTES.get(kind, PIECE_BYTES)
+        if kind == "all_gather" and members > 2:  # of the shards of a piece; beyond two ranks nobody gathers pieces
+            longest //= members
+        nbytes = min(FIRST_LONG_BYTES, longest)
+        enough_s = min(LONG_ENOUGH_S, share_s / 16)
+        while nbytes < longest and self._row(kind, nbytes, scope, 1)[0] < enough_s:
+            nbytes = min(4 * nbytes, longest)
+        sent = self._exchange(kind, nbytes, scope)[1]
+        alone_s = self._repeat(kind, nbytes, scope, patience_s)
+        count = _between(ROWS, most_s / alone_s)
+        rows = [self._row(kind, nbytes, scope, count)]
+        if rows[0][0] < share_s / 3:  # the shorter of two rows, because a connection that was idle may pause
+            rows.append(self._row(kind, nbytes, scope, count))
+        row_s, row_cpu_s = min(rows)
+        # The latency of short messages varies. It is a small part of a row, and may be most of one collective.
+        beta_s = min((row_s - alpha_s) / count, alone_s) / sent
+        if beta_s <= 0:  # other programs slowed the short messages down
+            beta_s = row_s / (count * sent)
+        alone_beta_s = (alone_s - alpha_s) / sent
+        cpu_beta_s = max(0.0, row_cpu_s / count - cpu_s) / sent
+        return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, cpu_beta_s)
+
+    def _share(self) -> float:
+        """Seconds that the next kind of collective may take, about; all ranks get the same number."""
+        left_s = COLLECTIVES_S - self._spent()
+        self._left -= 1
+        return max(LEAST_S, left_s / (self._left + 1))
+
+    def _spent(self) -> float:
+        """Seconds since the start, of the slowest rank."""
+        spent = torch.tensor([time.perf_counter() - self._begun], dtype=torch.float64)
+        return float(slowest(spent, self._communicator.device)[0])
+
+    def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
+        """A collective of messages of about this length, and the bytes that a rank sends in it."""
+        rank, size, device = self._communicator.rank, self._communicator.size, self._communicator.device
+        members = len(scope.members(rank, size))
+        name, _, dtype = kind.partition("/")
+        if name == "all_to_all":
+            tensor = torch.zeros(-(-nbytes // members) * members, dtype=torch.uint8, device=device)
+            exchange = Exchange(name, torch.empty_like(tensor), tensor, scope=scope)
+        elif name == "all_gather":
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            everyone = torch.empty(members, nbytes, dtype=torch.uint8, device=device)
+            exchange = Exchange(name, everyone, tensor, scope=scope)
+        else:
+            of = _DTYPES[dtype] if dtype else torch.int32
+            tensor = torch.zeros(max(1, nbytes // of.itemsize), dtype=of, device=device)
+            exchange = Exchange(name, tensor, tensor, scope=scope)
+        return exchange, message_of(exchange, rank, size).sent_bytes
+
+    def _repeat(self, kind: str, nbytes: int, scope: Scope, patience_s: float) -> float:
+        """Median seconds of one collective, from about ``patience_s`` of them; all ranks get the same number."""
+        walls: list[float] = []
+        while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < patience_s):
+            walls.append(self._row(kind, nbytes, scope, 1)[0])
+        return median(walls)
+
+    def _row(self, kind: str, nbytes: int, scope: Scope, count: int) -> tuple[float, float]:
+        """Seconds of a row of collectives of which `AT_ONCE` are under way, and processor-seconds of a rank."""
+        exchanges = [self._exchange(kind, nbytes, scope)[0] for _ in range(min(count, AT_ONCE))]
+        under_way: deque[Any] = deque()
+        dist.barrier()
+        cpu, begun = time.process_time(), time.perf_counter()
+        for number in range(count):
+            if len(under_way) == AT_ONCE:
+                under_way.popleft().wait()
+            under_way.append(self._communicator.start(exchanges[number % AT_ONCE], stage=1))
+        for work in under_way:
+            work.wait()
+        if exchanges[0].input.is_cuda:
+            torch.cuda.synchronize()
+        times = torch.tensor([time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64)
+        wall_s, cpu_s = slowest(times, self._communicator.device).tolist()
+        return wall_s, cpu_s
+
+
+def _between(limits: tuple[int, int], value: float) -> int:
+    return min(limits[1], max(limits[0], int(min(value, limits[1]))))
+
+
+def _processors(count: int, device: torch.device) -> float:
+    """Processors that a rank gets while all ranks do the same work on so many threads each, until the last is done.
+
+    Steps are like that: ranks begin together, and wait for the last one. Where all ranks share one machine, a processor
+    that is through takes over threads that wait for another one.
+    """
+    data = bytes(1 << 20)
+
+    def work() -> None:
+        for _ in range(HASHES):
+            hashlib.blake2b(data).digest()  # lets other threads run
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    dist.barrier()
+    cpu, begun = time.process_time(), time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took = torch.tensor([time.process_time() - cpu, time.perf_counter() - begun], dtype=torch.float64)
+    busy_s, wall_s = slowest(took, device).tolist()
+    return busy_s / wall_s
+
+
+def to_rows(probe: Probe) -> list[dict[str, Any]]:
+    """The constants of collectives as rows of a table, in µs and ns."""
+    return [
+        {
+            "collective": key,
+            "α (µs)": 1e6 * cost.alpha_s,
+            "β (ns/B)": 1e9 * cost.beta_s,
+            "Gbit/s": 8e-9 / cost.beta_s if cost.beta_s else float("inf"),
+            "alone (ns/B)": 1e9 * (cost.beta_s + cost.alone_s),
+            "processor (µs)": 1e6 * cost.cpu_s,
+            "processor (ns/B)": 1e9 * cost.cpu_beta_s,
+        }
+        for key, cost in probe.costs.collectives.items()
+    ]

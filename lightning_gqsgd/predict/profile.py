@@ -1,0 +1,208 @@
+"""What a reducer computes and sends, stage by stage, learnt by running its own `steps` on tensors without data.
+
+No reducer is described a second time here. `profile_of` takes a reducer's `steps` on torch's device "meta", where a
+tensor has a size and no memory, and notes three things between two yields: the kernels that were called
+(`kernels.meta`), the bytes that PyTorch's own operations would touch, and the exchanges that were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.meta import Work, note, noting
+from lightning_gqsgd.predict.costs import BF16_HOOK
+from lightning_gqsgd.predict.pieces import Piece, can_be_alike, pieces_of
+from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
+from lightning_gqsgd.reducers.base import Exchange, Scope, Steps, ring_bytes
+from lightning_gqsgd.spec.fields import Fields
+from lightning_gqsgd.wire.agreement import Stamp, StampCheck
+from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
+
+META = torch.device("meta")
+
+
+class Message(NamedTuple):
+    """A collective, by what one rank sends in it.
+
+    Attributes:
+        kind: ``"all_to_all"``, ``"all_gather"``, ``"max"``, or ``"sum"`` with the dtype, e.g. ``"sum/float32"``.
+        sent_bytes: bytes that a rank sends to other ranks; in a ring, where the collective is one.
+        scope: between whom.
+        members: number of ranks that take part.
+    """
+
+    kind: str
+    sent_bytes: int
+    scope: Scope
+    members: int
+
+
+class Stage(NamedTuple):
+    """Work, and the collectives that start when the work is done."""
+
+    works: tuple[Work, ...]
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One piece's way.
+
+    Attributes:
+        stages: from the first stage to the last one.
+        last: the work after the last exchange.
+        is_preface: whether the piece compares stamps and no piece waits for it.
+    """
+
+    stages: tuple[Stage, ...]
+    last: tuple[Work, ...]
+    is_preface: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank sends."""
+        return sum(message.sent_bytes for stage in self.stages for message in stage.messages)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that a rank sends in collectives between the ranks of its node."""
+        messages = (message for stage in self.stages for message in stage.messages)
+        return sum(message.sent_bytes for message in messages if message.scope.kind == "node")
+
+
+def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface: bool = False) -> Profile:
+    """The profile of the steps that a function starts; ``rank`` is the rank that the steps belong to."""
+    stages = []
+    with noting() as works, _Traffic(), closing(start()) as steps:
+        while True:
+            try:
+                exchanges = next(steps)
+            except StopIteration:
+                break
+            needed = [exchange for exchange in exchanges if exchange.input.numel() or exchange.splits]
+            stages.append(Stage(tuple(works), tuple(message_of(exchange, rank, ranks) for exchange in needed)))
+            works.clear()
+            if is_preface:
+                break  # what follows reads numbers, which there are none of
+        return Profile(tuple(stages), tuple(works), is_preface)
+
+
+def bucket_profiles(
+    config: Fields, segments: Sequence[Segment], ranks: int, dtype: torch.dtype, piece_size: PieceSize
+) -> tuple[tuple[Profile, ...], int]:
+    """The profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
+
+    Args:
+        config: the configuration, with its reducer chosen.
+        segments: the parameters in the bucket.
+        ranks: number of ranks; all are taken to be like rank 0.
+        dtype: dtype of the gradients.
+        piece_size: how many coordinates a piece has.
+
+    Raises:
+        ConfigError: the length of messages depends on the gradients (Elias codes).
+    """
+    if config.coder == "elias":
+        raise ConfigError("coder='elias' has messages whose length depends on the gradients; predict coder='fixed'")
+    setting = Setting(replace(config, sample_every=0), ranks, dtype, piece_size)
+    if not can_be_alike(config):
+        return _profiles_of_plan(segments, setting)
+    several = [_of_piece(piece) for piece in pieces_of(segments, setting)]
+    return tuple(profile for profile, _ in several), sum(nbytes for _, nbytes in several)
+
+
+@lru_cache(maxsize=1 << 14)
+def _of_piece(piece: Piece) -> tuple[Profile, int]:
+    """The profile of a piece and of all that are alike, and the bytes that a rank sends for it."""
+    setting = piece.setting
+    reducer = REDUCERS[setting.config.reducer](piece.table(), setting)
+    x = torch.empty(piece.numel, dtype=setting.dtype, device=META)
+    store = new_store(setting.config, setting.ranks, {}, setting.dtype, META)
+    start = partial(reduced, reducer, x, 0, StepKeys.of(setting.config, 0, setting.ranks), store)
+    return profile_of(start, 0, setting.ranks), reducer.sent_bytes
+
+
+def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tuple[Profile, ...], int]:
+    """As `bucket_profiles`, by way of the bucket's whole plan: what pieces remember depends on their parameters."""
+    config, ranks, dtype = setting.config, setting.ranks, setting.dtype
+    plan = Plan(segments, setting)
+    x = torch.empty(plan.numel, dtype=dtype, device=META)
+    store = new_store(config, ranks, {segment.parameter: segment.numel for segment in segments}, dtype, META)
+    starts = plan.starts(x, 0, 1, store, BucketCounters(), Telemetry())
+    return tuple(profile_of(start, 0, ranks) for start in starts), plan.sent_bytes
+
+
+def stamp_profile(ranks: int) -> Profile:
+    """The profile of the comparison of stamps that every step has."""
+    steps = partial(StampCheck(ranks, torch.device("cpu")).steps, Stamp(0, 0, 0))
+    return profile_of(steps, 0, ranks, is_preface=True)
+
+
+def bf16_hook_profile(numel: int, ranks: int) -> Profile:
+    """The profile of torch's ``bf16_compress_hook`` on a bucket of fp32 gradients."""
+
+    def steps() -> Steps:
+        note(Work("encode", BF16_HOOK, numel))
+        yield (Exchange.in_place("sum", torch.empty(numel, dtype=torch.bfloat16, device=META)),)
+        note(Work("decode", BF16_HOOK, numel))
+        return 0
+
+    return profile_of(steps, 0, ranks)
+
+
+def message_of(exchange: Exchange, rank: int, ranks: int) -> Message:
+    """The message of an exchange of ``rank``, one of ``ranks``."""
+    members = exchange.scope.members(rank, ranks)
+    count, nbytes = len(members), exchange.input.nbytes
+    kind = exchange.kind
+    if kind == "all_to_all" and exchange.splits is not None:
+        others = sum(exchange.splits[1]) - exchange.splits[1][members.index(rank)]
+        sent = others * exchange.input.itemsize
+    elif kind == "all_to_all":
+        sent = nbytes * (count - 1) // count
+    elif kind == "all_gather":
+        sent = nbytes * (count - 1)
+    else:
+        sent = ring_bytes(nbytes, count)
+        if kind == "sum":
+            kind += "/" + str(exchange.input.dtype).removeprefix("torch.")
+    return Message(kind, sent, exchange.scope, count)
+
+
+class _Traffic(TorchDispatchMode):
+    """Notes the bytes that PyTorch's operations on tensors without data would read and write."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch from loading its compiler for this class, which takes a second. Nothing is compiled here."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if read and written and all(tensor.device == META for tensor in read) and not _is_free(func):
+            note(Work("torch", nbytes=sum(tensor.nbytes for tensor in [*read, *written])))
+        return result
+
+
+def _is_free(func: Any) -> bool:
+    """Whether an operation touches no memory: it gives a view of its input, or a tensor that nothing is written to."""
+    if "empty" in func._schema.name:
+        return True
+    infos = [value.alias_info for value in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)

@@ -1,0 +1,108 @@
+"""The timeline of a real model: when DDP has its buckets ready, measured with a hook that sends nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict.of_ranks import of_all_ranks, slowest
+from lightning_gqsgd.predict.timeline import Bucket, Timeline
+from lightning_gqsgd.session.parameters import number_parameters
+
+
+class Recorder:
+    """Steps of a model under DDP whose gradients stay where they are.
+
+    Creating one is a collective, since DDP's constructor is; so is `timeline`.
+
+    Args:
+        module: the model.
+        forward: computes the loss of a DDP model.
+        update: the optimizer's step; None: there is none.
+        name: of the model, for people.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[[nn.Module], Tensor],
+        update: Callable[[], object] | None = None,
+        name: str = "",
+    ) -> None:
+        self._forward, self._update, self._name = forward, update, name
+        entries = number_parameters(dict(module.named_parameters()), GQSGDConfig())
+        named = {id(p): entry for entry, p in zip(entries, module.parameters(), strict=True)}
+        self._segment_of = {key: Segment(entry.number, entry.numel, entry.raw) for key, entry in named.items()}
+        self._device = next(module.parameters()).device
+        self._dtype = next(p.dtype for p in module.parameters() if p.requires_grad)
+        self.model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        self.model.register_comm_hook(self, _keep)
+        self._buckets: list[tuple[float, tuple[Segment, ...]]] = []
+        self._rows: list[list[float]] = []
+        self._layout: list[tuple[Segment, ...]] = []
+
+    def step(self) -> None:
+        """Make one step: forward, backward, optimizer."""
+        self._buckets = []
+        begun = self._now()
+        loss = self._forward(self.model)
+        forward = self._now()
+        loss.backward()
+        backward = self._now()
+        if self._update is not None:
+            self._update()
+        self.model.zero_grad()
+        layout = [segments for _, segments in self._buckets]
+        if layout != self._layout:  # DDP builds its buckets anew after the first step
+            self._layout, self._rows = layout, []
+        ready = [at - forward for at, _ in self._buckets]
+        self._rows.append([forward - begun, backward - forward, self._now() - backward, *ready])
+
+    def forget(self) -> None:
+        """Leave the steps so far out of the timeline: those that warm up."""
+        self._rows = []
+
+    def timeline(self) -> Timeline:
+        """Medians over the steps so far with the latest buckets, of each step's last rank: all ranks wait for it.
+
+        Where ranks share processors, another one may be the last in each step.
+
+        Raises:
+            ConfigError: a rank has recorded no step with the buckets that DDP keeps.
+        """
+        fewest = -int(slowest(torch.tensor([-len(self._rows)]), self._device))
+        if not fewest:
+            raise ConfigError("no step was recorded; make at least three")
+        rows = of_all_ranks(torch.tensor(self._rows[-fewest:], dtype=torch.float64), self._device)
+        # Rows are [ranks, steps, columns].
+        last = rows[..., :2].sum(dim=-1).argmax(dim=0)
+        forward, backward, update, *ready = rows[last, torch.arange(fewest)].quantile(0.5, dim=0).tolist()
+        backward = max(backward, *ready)
+        times = [max(ready[: number + 1]) for number in range(len(ready))]
+        buckets = tuple(Bucket(segments, at) for segments, at in zip(self._layout, times, strict=True))
+        return Timeline(buckets, backward, forward, update, self._dtype, self._name)
+
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP's hook does: note the time, and give the gradients back as they are."""
+        segments: Sequence[Segment] = [self._segment_of[id(p)] for p in bucket.parameters()]
+        self._buckets.append((self._now(), tuple(segments)))
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _keep(recorder: Recorder, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
+    return recorder.take(bucket)

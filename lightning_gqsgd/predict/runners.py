@@ -1,0 +1,203 @@
+"""The order in which pieces are encoded, sent and decoded, on the virtual clock: what `wire.pipeline` does.
+
+`ThreadRunner` stands for `pipeline.Sequencer` (Gloo) and asks the same function, `pipeline.ready`, whose turn it is.
+`StreamsRunner` stands for `pipeline.StreamRunner` (NCCL).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+
+from lightning_gqsgd.kernels.meta import Work
+from lightning_gqsgd.predict.clock import Clock, Resource, Then
+from lightning_gqsgd.predict.costs import Costs
+from lightning_gqsgd.predict.profile import Message, Profile
+from lightning_gqsgd.wire.pipeline import MAX_UNDER_WAY, ready
+
+#: Streams that jobs take in turns (`pipeline.runner_for`).
+_STREAMS = 2
+
+
+class Network:
+    """The links of one rank: one to other nodes, and one inside its node.
+
+    Args:
+        clock: the clock.
+        costs: what collectives cost.
+    """
+
+    def __init__(self, clock: Clock, costs: Costs) -> None:
+        self._clock, self._costs = clock, costs
+        self._links = {"node": Resource(clock, "node"), "link": Resource(clock, "link")}
+
+    def start(self, message: Message, bucket: int, piece: int, then: Then) -> None:
+        """Run a collective.
+
+        Its latency comes first, and other collectives may be under way meanwhile. The link then carries its bytes, and
+        carries those of nothing else. If the collective cannot send and receive at the same time, its result is there
+        later, and meanwhile the link is free again.
+        """
+        cost = self._costs.collective(message.scope.kind, message.kind)
+        sent = message.sent_bytes
+        seconds, link = cost.beta_s * sent, self._links["node" if message.scope.kind == "node" else "link"]
+        demand = cost.cpu_beta_s / cost.beta_s if cost.beta_s else 0.0
+        alone = partial(self._clock.start, cost.alone_s * sent, 0.0, then)
+        carry = partial(link.add, seconds, demand, message.kind, bucket, piece, alone)
+        self._clock.start(cost.alpha_s, cost.cpu_s / cost.alpha_s if cost.alpha_s else 0.0, carry)
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A piece under way; `pipeline.ready` reads the first four attributes."""
+
+    stage: int
+    waiting_for: int
+    is_preface: bool
+    blocks: bool
+    profile: Profile
+    bucket: int
+    number: int
+    at: int = 0  # number of the next stage in the profile
+
+    @classmethod
+    def of(cls, profile: Profile, bucket: int, number: int) -> _Piece:
+        return cls(0 if profile.is_preface else 1, 0, profile.is_preface, False, profile, bucket, number)
+
+    def take(self) -> tuple[tuple[Work, ...], tuple[Message, ...], bool]:
+        """What the piece does next: its work, the collectives after that, and whether it is through then."""
+        self.at += 1
+        if self.at > len(self.profile.stages):
+            return self.profile.last, (), True
+        works, messages = self.profile.stages[self.at - 1]
+        return works, messages, False
+
+
+def _label(works: Sequence[Work]) -> str:
+    """What a run of work is, by its kernels."""
+    kinds = dict.fromkeys(work.kind for work in works if work.kind != "torch")
+    return " + ".join(kinds) or "copy"
+
+
+class ThreadRunner:
+    """One thread that encodes and decodes, and starts collectives: see `pipeline.Sequencer`."""
+
+    def __init__(self, clock: Clock, costs: Costs) -> None:
+        self._costs, self._network = costs, Network(clock, costs)
+        self._codec = Resource(clock, "codec")
+        self._lane: deque[_Piece] = deque()
+        self._is_busy = False
+
+    def submit(self, profiles: Sequence[Profile], bucket: int) -> None:
+        """Start to reduce a bucket."""
+        self._lane.extend(_Piece.of(profile, bucket, number) for number, profile in enumerate(profiles))
+        self._advance()
+
+    def _advance(self) -> None:
+        piece = None if self._is_busy else next(ready(self._lane), None)
+        if piece is None:
+            return
+        self._is_busy = True
+        works, messages, is_last = piece.take()
+        seconds = (self._costs.stage_s + sum(map(self._costs.seconds, works))) / self._costs.speed
+        resumed = partial(self._resumed, piece, messages, is_last)
+        self._codec.add(seconds, self._costs.speed, _label(works), piece.bucket, piece.number, resumed)
+
+    def _resumed(self, piece: _Piece, messages: Sequence[Message], is_last: bool) -> None:
+        self._is_busy = False
+        if is_last:
+            self._lane.remove(piece)
+        piece.stage += 1
+        piece.waiting_for = len(messages)
+        for message in messages:
+            self._network.start(message, piece.bucket, piece.number, partial(self._arrived, piece))
+        self._advance()
+
+    def _arrived(self, piece: _Piece) -> None:
+        piece.waiting_for -= 1
+        if not piece.waiting_for:
+            self._advance()
+
+
+@dataclass(eq=False)
+class _Collective:
+    message: Message
+    bucket: int
+    piece: int
+    has_input: bool = False
+    is_over: bool = False
+
+
+@dataclass
+class _Operation:
+    """Work on a stream, what it waits for, and the collectives whose input it makes."""
+
+    piece: _Piece
+    works: Sequence[Work]
+    after: Sequence[_Collective]
+    makes: Sequence[_Collective]
+
+
+@dataclass
+class _Stream:
+    resource: Resource
+    operations: deque[_Operation] = field(default_factory=deque)
+    is_busy: bool = False
+
+
+class StreamsRunner:
+    """Streams of a GPU that jobs take in turns, and one order of collectives: see `pipeline.StreamRunner`."""
+
+    def __init__(self, clock: Clock, costs: Costs) -> None:
+        self._costs, self._network = costs, Network(clock, costs)
+        self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(_STREAMS)]
+        self._turns = cycle(self._streams)
+        self._collectives: deque[_Collective] = deque()
+        self._sends = False
+
+    def submit(self, profiles: Sequence[Profile], bucket: int) -> None:
+        """Issue all work of a bucket at once, in the order of `pipeline.StreamRunner.submit`."""
+        stream = next(self._turns)
+        waiting = deque(_Piece.of(profile, bucket, number) for number, profile in enumerate(profiles))
+        latest: dict[_Piece, list[_Collective]] = {}
+        under_way: deque[_Piece] = deque()
+        while waiting or under_way:
+            while waiting and len(under_way) < MAX_UNDER_WAY:
+                under_way.append(waiting.popleft())
+            piece = under_way.popleft()
+            works, messages, is_last = piece.take()
+            made = [_Collective(message, bucket, piece.number) for message in messages]
+            stream.operations.append(_Operation(piece, works, latest.get(piece, []), made))
+            latest[piece] = made
+            self._collectives.extend(made)
+            if not is_last:
+                under_way.append(piece)
+        self._advance()
+
+    def _advance(self) -> None:
+        for stream in self._streams:
+            operations = stream.operations
+            if not stream.is_busy and operations and all(other.is_over for other in operations[0].after):
+                stream.is_busy = True
+                operation = operations.popleft()
+                seconds = sum(map(self._costs.seconds, operation.works))
+                over, piece = partial(self._computed, stream, operation), operation.piece
+                stream.resource.add(seconds, 1.0, _label(operation.works), piece.bucket, piece.number, over)
+        if self._collectives and not self._sends and self._collectives[0].has_input:
+            self._sends = True
+            first = self._collectives[0]
+            self._network.start(first.message, first.bucket, first.piece, self._sent)
+
+    def _computed(self, stream: _Stream, operation: _Operation) -> None:
+        stream.is_busy = False
+        for collective in operation.makes:
+            collective.has_input = True
+        self._advance()
+
+    def _sent(self) -> None:
+        self._sends = False
+        self._collectives.popleft().is_over = True
+        self._advance()

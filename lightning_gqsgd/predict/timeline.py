@@ -1,0 +1,180 @@
+"""What one rank computes in a step: the buckets of DDP, and when the backward pass has each of them ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, check_one_of
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.predict import reading
+from lightning_gqsgd.session.parameters import number_parameters
+
+#: DDP's first bucket, and its other buckets, in bytes (torch.distributed, ``bucket_cap_mb=25``).
+FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES if dist.is_available() else 1 << 20
+BUCKET_BYTES = 25 * 2**20
+#: Dtypes of gradients by their names in files.
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        segments: the parameters, in order.
+        ready_s: seconds from the start of the backward pass until the last gradient is there.
+    """
+
+    segments: tuple[Segment, ...]
+    ready_s: float
+
+    @property
+    def numel(self) -> int:
+        """Number of coordinates."""
+        return sum(segment.numel for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of one rank with nobody to wait for.
+
+    Attributes:
+        buckets: in the order in which they are ready.
+        backward_s: seconds of the backward pass.
+        forward_s: seconds from the start of the step to the backward pass.
+        update_s: seconds of the optimizer.
+        dtype: dtype of the gradients.
+        name: of the model, for people.
+        batch: samples of the rank in this step; None: nobody has said.
+    """
+
+    buckets: tuple[Bucket, ...]
+    backward_s: float
+    forward_s: float = 0.0
+    update_s: float = 0.0
+    dtype: torch.dtype = torch.float32
+    name: str = ""
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        times = [bucket.ready_s for bucket in self.buckets]
+        if not times or sorted(times) != times or times[0] < 0 or times[-1] > self.backward_s * (1 + 1e-9):
+            raise ConfigError(
+                f"ready times {times} of a backward pass of {self.backward_s} s have to rise from 0 to its end; give "
+                "at least one bucket, in the order of their ready times"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of coordinates of all buckets."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step without any communication."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only. A batch that nobody has said is left out."""
+        return {
+            "name": self.name,
+            **({} if self.batch is None else {"batch": self.batch}),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "update_s": self.update_s,
+            # Without the segments' choices, because a step has one configuration here.
+            "buckets": [
+                [bucket.ready_s, [list(segment[:3]) for segment in bucket.segments]] for bucket in self.buckets
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Timeline:
+        """The timeline of `to_dict`.
+
+        Raises:
+            ConfigError: ``values`` is not what `to_dict` returns; the message names the entry.
+        """
+        names = ("name", "dtype", "forward_s", "backward_s", "update_s", "buckets")
+        has_batch = "batch" in reading.entries(values, "a timeline")  # earlier files do not have it
+        given = reading.entries(values, "a timeline", (*names, "batch") if has_batch else names)
+        dtype = reading.text(given["dtype"], "the timeline's dtype")
+        check_one_of("the timeline's dtype", dtype, _DTYPES)
+        backward_s, forward_s, update_s = (
+            reading.number(given[name], f"the timeline's {name}") for name in ("backward_s", "forward_s", "update_s")
+        )
+        buckets = tuple(_bucket(row) for row in reading.rows(given["buckets"], "the timeline's buckets"))
+        name = reading.text(given["name"], "the timeline's name")
+        batch = reading.integer(given["batch"], "the timeline's batch", 1) if has_batch else None
+        return cls(buckets, backward_s, forward_s, update_s, _DTYPES[dtype], name, batch)
+
+
+def _bucket(row: object) -> Bucket:
+    """The bucket of a row of `Timeline.to_dict`.
+
+    Raises:
+        ConfigError: it is no such row.
+    """
+    ready_s, segments = reading.rows(row, "a bucket of the timeline", 2)
+    made = []
+    for segment in reading.rows(segments, "the segments of a bucket"):
+        parameter, numel, raw = reading.rows(segment, "a segment of a bucket", 3)
+        made.append(
+            Segment(
+                reading.integer(parameter, "the parameter of a segment"),
+                reading.integer(numel, "the numel of a segment"),
+                reading.flag(raw, "the raw flag of a segment"),
+            )
+        )
+    return Bucket(tuple(made), reading.number(ready_s, "the ready time of a bucket"))
+
+
+def estimated(
+    model: nn.Module, backward_s: float, *, forward_s: float | None = None, weights: Sequence[float] | None = None
+) -> Timeline:
+    """The timeline of a model, which may lie on the device "meta", from the length of its backward pass.
+
+    Gradients are taken to come in the reverse order of the parameters.
+
+    Args:
+        model: the model; DDP's default bucket sizes are taken.
+        backward_s: seconds of the backward pass.
+        forward_s: seconds of the forward pass; None: half of the backward pass, which has twice the operations.
+        weights: for each parameter that is trained, its share of the backward pass, e.g. its operations; None: its
+            number of coordinates.
+
+    Raises:
+        ConfigError: no parameter is trained, parameters have several dtypes, or there is not one weight for each.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    dtypes = {p.dtype for p in named.values()}
+    if len(dtypes) != 1:
+        words = ", ".join(sorted(map(str, dtypes))) or "none that is trained"
+        raise ConfigError(f"parameters have the dtypes {words}; give a model whose parameters have one dtype")
+    entries = number_parameters(named, GQSGDConfig())[::-1]
+    weights = [float(entry.numel) for entry in entries] if weights is None else [float(w) for w in weights][::-1]
+    if len(weights) != len(entries):
+        raise ConfigError(f"{len(weights)} weights for {len(entries)} parameters that are trained; give one for each")
+    (dtype,) = dtypes
+    done = [backward_s * share / max(sum(weights), 1e-300) for share in accumulate(weights)]
+    buckets: list[Bucket] = []
+    segments: list[Segment] = []
+    for number, entry in enumerate(entries):
+        segments.append(Segment(entry.number, entry.numel, entry.raw))
+        limit = BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES
+        full = sum(segment.numel for segment in segments) * dtype.itemsize >= limit
+        if full or number == len(entries) - 1:
+            buckets.append(Bucket(tuple(segments), min(done[number], backward_s)))
+            segments = []
+    forward = backward_s / 2 if forward_s is None else forward_s
+    return Timeline(tuple(buckets), backward_s, forward, dtype=dtype, name=type(model).__name__)

@@ -1,0 +1,1 @@
+"""Systems and bounds of the literature that are no configuration: simulations, optimizers, theory."""

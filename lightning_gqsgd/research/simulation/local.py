@@ -1,0 +1,285 @@
+"""Local steps of virtual workers in one process, with the objects of `local_steps`: rounds, fragments, outer optimizer
+and rule of averages.
+
+Beside what `LocalSteps` does between processes, workers may make different numbers of steps in a round (GenQSGD,
+arXiv 2110.12987). And only some workers, drawn anew for each round, may take part in it (FedPAQ, arXiv 1909.13014): the
+anchor then moves by the mean change of those workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
+from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.outer import make_outer
+from lightning_gqsgd.local_steps.rules import MeanOf, RuleRequest, RuleRequests
+from lightning_gqsgd.reducers import run_virtual
+from lightning_gqsgd.research.simulation.problems import Problem
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
+
+#: Arguments of local steps that only virtual workers have.
+VIRTUAL_ONLY = ("participation", "local_steps_of")
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Which workers train how much.
+
+    Args:
+        workers: number of workers.
+        participation: number of workers that take part in a round, drawn at random without replacement for each round;
+            None: all of them.
+        steps_of: each worker's number of steps in a round, from 1 to the round's; None: all steps of the round.
+        seed: of what is drawn.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    workers: int
+    participation: int | None = None
+    steps_of: tuple[int, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.participation is not None:
+            check_integer("participation", self.participation, 1, self.workers)
+        if self.steps_of is None:
+            return
+        if len(self.steps_of) != self.workers:
+            raise ConfigError(
+                f"local_steps_of={list(self.steps_of)} has {len(self.steps_of)} numbers for {self.workers} workers; "
+                "give one for each worker"
+            )
+        for worker, steps in enumerate(self.steps_of):
+            check_integer(f"local_steps_of[{worker}]", steps, 1, 2**31 - 1)
+
+    @property
+    def each_round(self) -> int:
+        """Number of workers that take part in a round."""
+        return self.workers if self.participation is None else self.participation
+
+    def check(self, options: LocalOptions, config: GQSGDConfig) -> None:
+        """Raise ConfigError for local steps that do not go with so few workers, or with so many steps, and for what is
+        not simulated."""
+        for name, usual in (("inner_state", "keep"), ("anchor_dtype", None), ("anchor_device", None)):
+            if getattr(options, name) != usual:
+                raise ConfigError(
+                    f"{name}={getattr(options, name)!r} is not simulated; leave it out, or use LocalSteps"
+                )
+        if self.steps_of is not None:
+            steps = options.steps_of_round(0)
+            if callable(options.every) or max(self.steps_of) > steps:
+                raise ConfigError(
+                    f"local_steps_of={list(self.steps_of)} has more steps than a round of local_steps={steps}, or "
+                    f"rounds differ; take local_steps={max(self.steps_of)}"
+                )
+        if self.participation is None or self.participation == self.workers:
+            return
+        if options.fragments > 1 or options.delay:
+            raise ConfigError(
+                f"participation={self.participation} with fragments={options.fragments} and delay={options.delay}: a "
+                "worker takes part in whole rounds; take fragments=1 and delay=0"
+            )
+        if config.remembers or options.averaging.remembers:
+            raise ConfigError(
+                f"participation={self.participation} goes without a memory: others would have to know what the workers "
+                "that sit a round out remember; take memory='none' and rule='mean'"
+            )
+
+    def of_round(self, number: int) -> list[int]:
+        """The workers that take part in a round, in order."""
+        if self.each_round == self.workers:
+            return list(range(self.workers))
+        drawn = np.random.default_rng((self.seed, number)).permutation(self.workers)
+        return sorted(drawn[: self.each_round].tolist())
+
+
+class LocalWorkers(AveragingLoop["VirtualAverage"]):
+    """Virtual workers that train by themselves.
+
+    Args:
+        problem: what they train on.
+        options: when to average.
+        config: the compression.
+        crowd: which workers train how much.
+        make_optimizer: makes the inner optimizer of a list of one flat parameter for each worker.
+
+    Attributes:
+        config: the compression with its reducer chosen.
+        error: relative L2 error of the latest mean change.
+
+    Raises:
+        ConfigError: values that cannot work.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        options: LocalOptions,
+        config: GQSGDConfig,
+        crowd: Crowd,
+        make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+    ) -> None:
+        start = problem.start()
+        self.points = start.repeat(crowd.workers, 1)
+        replicas = [_fragments(point, problem.segments, options) for point in self.points]
+        super().__init__(options, replicas[0])
+        self._replicas = [list(fragments) for fragments in zip(*replicas, strict=True)]  # by fragment and worker
+        for first, *others in self._replicas:
+            for other in others:  # the anchor has the same bits on all workers at all times
+                other.bundles[0].anchors = first.bundles[0].anchors
+        anchors = [anchor for fragment in self.fragments for _, anchor in fragment.entries()]
+        self.outer = make_outer(options.outer, anchors)
+        self._problem, self._crowd, self._dtype, self._requested = problem, crowd, start.dtype, config
+        self._ranks: dict[tuple[Segment, ...], VirtualRanks] = {}
+        self.config = self._ranks_of(tuple(problem.segments)).config
+        options.averaging.check(self.config)
+        crowd.check(options, self.config)
+        self._parameters = [nn.Parameter(point) for point in self.points]
+        self._inner = make_optimizer(list(self._parameters))
+        self._averagers = [
+            [
+                options.averaging.averager(of_worker.bundles[0], rank, crowd.each_round)
+                for rank, of_worker in enumerate(row)
+            ]
+            for row in self._replicas
+        ]
+        self._own_bytes = self._own_message_bytes = 0
+        self._latest = self._ranks_of(tuple(problem.segments))
+        self.error = math.nan
+
+    @property
+    def x(self) -> Tensor:
+        """The anchors as one flat vector, [d]: what all workers have in common."""
+        return torch.cat([anchor.flatten() for fragment in self.fragments for _, anchor in fragment.entries()])
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that a worker has sent, on average over all workers."""
+        by_ranks = sum(ranks.bytes_sent for ranks in self._ranks.values()) * self._crowd.each_round
+        return (by_ranks + self._own_bytes) // self._crowd.workers
+
+    @property
+    def wire_bits(self) -> float:
+        """Bits of one worker's message per coordinate in the latest average, on average over those that take part."""
+        if self._own_message_bytes:
+            return 8 * self._own_message_bytes / self._crowd.each_round / self.points.shape[1]
+        return self._latest.wire_bits
+
+    def train(self, step: int) -> None:
+        """A step of all workers that train in it, and the averages that are due."""
+        gradients = self._problem.gradients(self.points, step, self._crowd.workers)
+        done, training = self.step - self.rounds.begun_after, set(self._crowd.of_round(self.rounds.number))
+        for worker, parameter in enumerate(self._parameters):
+            steps = None if self._crowd.steps_of is None else self._crowd.steps_of[worker]
+            trains = worker in training and (steps is None or done < steps)
+            parameter.grad = gradients[worker] if trains else None
+        self._inner.step()
+        self.advance()
+
+    def _start(self, number: int, delay: int) -> VirtualAverage:
+        """See `AveragingLoop`. All is done at once; the mean is used when it is due."""
+        workers, replicas = self._crowd.of_round(self.rounds.number), self._replicas[number]
+        changes = [replicas[worker].bundles[0].change() for worker in workers]
+        exact = [change.clone() for change in changes]
+        requests = [self._averagers[number][rank].requests(change) for rank, change in enumerate(changes)]
+        mean = self._answer(requests)
+        self.error = relative_error(mean, exact)
+        return VirtualAverage(number, self.step + delay, mean)
+
+    def _wait(self, average: VirtualAverage) -> None:
+        """See `AveragingLoop`."""
+
+    def _apply(self, average: VirtualAverage, weight: float) -> None:
+        """See `AveragingLoop`."""
+        replicas = self._replicas[average.fragment]
+        replicas[0].move_anchors([average.mean], self.outer, plain=self._is_plain(average))
+        for fragment in replicas:
+            fragment.set_tensors(weight)
+
+    def _go_back(self, average: VirtualAverage) -> None:
+        """See `AveragingLoop`."""
+        for replicas in self._replicas:
+            for fragment in replicas:
+                fragment.set_tensors()
+
+    def _answer(self, workers: Sequence[RuleRequests]) -> Tensor:
+        """Lead the averagers of all workers in lock-step; returns the mean change, which is the first worker's."""
+        step, answer = self.averages * self.options.averaging.most_requests, None
+        while True:
+            requests: list[RuleRequest] = []
+            for worker in workers:
+                try:
+                    requests.append(next(worker) if answer is None else worker.send(answer))
+                except StopIteration as end:
+                    mean = end.value
+            if not requests:
+                return mean
+            answer = self._mean_of(requests, step)
+            step += 1
+
+    def _mean_of(self, requests: Sequence[RuleRequest], step: int) -> Tensor:
+        first = requests[0]
+        if isinstance(first, MeanOf):
+            self._latest = self._ranks_of(first.segments)
+            return self._latest.mean([request.x for request in requests], step)
+        exchanges = [request for request in requests if not isinstance(request, MeanOf)]
+        if len(exchanges) > 1:
+            run_virtual([own.start() for own in exchanges])
+        self._own_bytes += sum(own.sent_bytes for own in exchanges)
+        self._own_message_bytes = sum(own.message_bytes for own in exchanges)
+        return first.x
+
+    def _ranks_of(self, segments: tuple[Segment, ...]) -> VirtualRanks:
+        if segments not in self._ranks:
+            ranks = VirtualRanks(self._crowd.each_round, segments, self._dtype, self._requested)
+            self._ranks[segments] = ranks
+        return self._ranks[segments]
+
+
+@dataclass(eq=False)
+class VirtualAverage:
+    """An average that is not used yet; see `averaging_loop.Pending`."""
+
+    fragment: int
+    use_after: int
+    mean: Tensor
+    is_last: bool = False
+
+    def is_finite(self) -> bool:
+        """Whether the mean is finite."""
+        return bool(self.mean.isfinite().all())
+
+
+def pop_virtual(fields: dict[str, Any]) -> dict[str, Any]:
+    """Take what only virtual workers have out of arguments; None: not given."""
+    return {name: fields.pop(name, None) for name in VIRTUAL_ONLY}
+
+
+def crowd_of(workers: int, given: Mapping[str, Any], seed: int) -> Crowd:
+    """The crowd that arguments describe; see `Crowd`."""
+    steps_of = given["local_steps_of"]
+    return Crowd(workers, given["participation"], None if steps_of is None else tuple(steps_of), seed)
+
+
+def _fragments(point: Tensor, segments: Sequence[Segment], options: LocalOptions) -> list[Fragment]:
+    """The fragments of one worker's flat parameter; its parts stay views of it."""
+    views = point.split([segment.numel for segment in segments])
+    entries = [
+        Entry(segment, f"parameter {segment.parameter}", view, False)
+        for segment, view in zip(segments, views, strict=True)
+    ]
+    return fragments_of(entries, [], options)

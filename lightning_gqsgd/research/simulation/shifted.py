@@ -1,0 +1,83 @@
+"""DGD-DEF: error feedback whose gradients are taken where the model would be without the errors (arXiv 2103.07578).
+
+With the error memory e_i of worker i, as `spec.memories.Memory` has it for ``"ef"``, and the learning rate η, a step is
+
+    z_i = x - η e_i,   u_i = ∇f_i(z_i) + e_i,   e_i <- u_i - Q(u_i),   x <- x - η mean of Q(u_i).
+
+The mean of all z_i moves by -η times the mean of ∇f_i(z_i), whatever Q is; so with one worker z is gradient descent
+without compression, and x stays as near to z as the errors are small. The codec is nearly democratic: a block is turned
+by a random Hadamard matrix, so that no coordinate is much larger than the others, and each goes to the nearest of 2^R
+levels. On a smooth, strongly convex problem the distance to the optimum shrinks by max(ν, C) per step, where ν is the
+factor of gradient descent, (L-μ)/(L+μ) with η = 2/(L+μ), and C is |Q(u) - u| / |u|.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.research.simulation.problems import Problem
+from lightning_gqsgd.research.simulation.record import Record, Rows
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
+
+
+@dataclass(frozen=True)
+class DGDDEF:
+    """Gradient descent with differential error feedback; see the module.
+
+    Args:
+        workers: number of workers, at least 1.
+        lr: learning rate η, above 0.
+        shifted: take gradients at z_i; False: at x, which is classic error feedback.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    workers: int
+    lr: float
+    shifted: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
+            raise ConfigError(f"workers={self.workers!r} must be an integer of at least 1")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr={self.lr!r} is out of range: above 0")
+
+    def run(self, problem: Problem, steps: int, **fields: Any) -> Record:
+        """Train, with the codec, memory and reducer objects of training on virtual workers.
+
+        Args:
+            problem: what to train on.
+            steps: number of steps, at least 1; each has a row.
+            **fields: fields of `GQSGDConfig`, with an error memory, e.g. those of ``SYSTEMS["dgd_def"]``.
+
+        Returns:
+            The record. If parameters or loss stop being finite, the run ends there; see `Record.diverged_at`.
+
+        Raises:
+            ConfigError: a configuration without an error memory, or that cannot work.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"steps={steps!r} must be an integer of at least 1")
+        x = problem.start().clone()
+        ranks = VirtualRanks(self.workers, problem.segments, x.dtype, None, **fields)
+        rows, diverged_at = Rows(), None
+        sent: dict[str, float] = {"bytes_sent": 0, "wire_bits": ranks.wire_bits}
+        rows.add(problem.loss(x), problem.metrics(x), step=0, relative_error=math.nan, **sent)
+        for step in range(steps):
+            points = x - self.lr * ranks.errors() if self.shifted else x
+            gradients = problem.gradients(points, step, self.workers)
+            mean = ranks.mean(list(gradients), step)
+            x = x - self.lr * mean
+            sent = {"bytes_sent": ranks.bytes_sent, "wire_bits": ranks.wire_bits}
+            error = relative_error(mean, list(gradients))
+            finite = bool(x.isfinite().all()) and rows.add(
+                problem.loss(x), problem.metrics(x), step=step + 1, relative_error=error, **sent
+            )
+            if not finite:
+                diverged_at = step + 1
+                break
+        return rows.record("dgd_def", ranks.config, self.workers, x, diverged_at)

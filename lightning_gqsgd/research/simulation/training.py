@@ -1,0 +1,227 @@
+"""`simulate`: training in one process, with the codec, memory, reducer and local-step objects of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import PRESETS, make_config
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
+from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.research.simulation.local import LocalWorkers, crowd_of, pop_virtual
+from lightning_gqsgd.research.simulation.problems import Problem
+from lightning_gqsgd.research.simulation.record import Record, Rows
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
+
+#: The name for training without compression.
+UNCOMPRESSED = "ddp"
+#: Step of the default optimizer.
+DEFAULT_LR = 0.1
+#: Problems with fewer coordinates run on one of torch's threads: operations this small wait for each other on more,
+#: five times as long on a busy machine.
+SMALL = 1 << 17
+
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+class Trainer(Protocol):
+    """What `simulate` leads: virtual workers, and what they have in common."""
+
+    config: GQSGDConfig
+    error: float
+
+    @property
+    def x(self) -> Tensor:
+        """The parameters that all workers have in common, [d]."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that each worker has sent so far."""
+        ...
+
+    @property
+    def wire_bits(self) -> float:
+        """Bits of one worker's message per coordinate, scales included, in the latest reduction."""
+        ...
+
+    def train(self, step: int) -> None:
+        """Make a step."""
+        ...
+
+    def finish(self) -> None:
+        """Called after the last step."""
+        ...
+
+
+class _EveryStep:
+    """Workers whose gradients are averaged in every step."""
+
+    def __init__(self, problem: Problem, workers: int, config: GQSGDConfig, make_optimizer: MakeOptimizer) -> None:
+        self._problem, self._workers = problem, workers
+        self._parameter = torch.nn.Parameter(problem.start().clone())
+        self._ranks = VirtualRanks(workers, problem.segments, self._parameter.dtype, config)
+        self._optimizer = make_optimizer([self._parameter])
+        self.config, self.error = self._ranks.config, math.nan
+
+    @property
+    def x(self) -> Tensor:
+        return self._parameter.data
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._ranks.bytes_sent
+
+    @property
+    def wire_bits(self) -> float:
+        return self._ranks.wire_bits
+
+    def train(self, step: int) -> None:
+        gradients = self._problem.gradients(self.x, step, self._workers).unbind(0)
+        self._parameter.grad = self._ranks.mean(gradients, step)
+        self.error = relative_error(self._parameter.grad, gradients)
+        self._optimizer.step()
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+def simulate(
+    preset: str,
+    problem: Problem,
+    *,
+    workers: int,
+    steps: int,
+    optimizer: MakeOptimizer | None = None,
+    lr: float | None = None,
+    seed: int = 0,
+    record_every: int | None = None,
+    progress: bool = True,
+    **fields: Any,
+) -> Record:
+    """Train in this process, with the codec, memory and reducer objects of training on virtual workers.
+
+    With ``local_steps``, or a preset of local steps, each worker trains by itself, and the workers' changes are
+    averaged every so many steps, as `LocalSteps` does. The record then shows the anchor, which all workers have in
+    common; its bytes are means over all workers. A round that the last step cuts off ends with a last average.
+
+    Args:
+        preset: name of a preset (see `presets.PRESETS`), or of a preset of local steps (see
+            `local_steps.presets.LOCAL_PRESETS`), or ``"ddp"``: the exact mean.
+        problem: what to train on, e.g. of `problems`; the dtype of its gradients is the run's.
+        workers: number of virtual workers.
+        steps: number of steps.
+        optimizer: makes any optimizer of the list of one flat parameter; None: SGD with the step ``lr``. With local
+            steps, the inner optimizer, of a list of one flat parameter for each worker.
+        lr: step of the default optimizer; None: 0.1.
+        seed: of the dither, and of who takes part in a round. The problem's random numbers have a seed of their own.
+        record_every: steps between two rows of the record; None: such that there are about 100. The last step has one.
+        progress: show a bar.
+        **fields: fields of `GQSGDConfig` that replace the preset's. What is raw is the problem's choice, so
+            ``min_numel`` and ``exclude`` have no effect; nor have ``warmup_steps``, ``sample_every`` and
+            ``connections``. Also
+            ``local_steps``, the number of steps in a round, and the other fields of `local_steps.options.LocalOptions`.
+            Further, ``participation``: the number of workers that take part in a round, drawn at random for each round
+            (FedPAQ, arXiv 1909.13014); the anchor moves by the mean of their changes. And ``local_steps_of``: a list
+            with each worker's number of steps in a round, at most ``local_steps`` (GenQSGD, arXiv 2110.12987); without
+            ``local_steps``, a round has as many steps as the largest of them.
+
+    Returns:
+        The record. If parameters or loss stop being finite, the run ends there; see `Record.diverged_at`.
+
+    Raises:
+        ConfigError: an unknown preset or an argument that cannot work.
+    """
+    every = _interval(steps, record_every)
+    trainer = _trainer(preset, problem, workers, {"seed": seed, **fields}, _maker(optimizer, lr))
+    rows = Rows()
+    if not _booked(rows, problem, trainer, 0):
+        raise ConfigError(f"the loss of {problem} is not finite before training; start somewhere else")
+    diverged_at = None
+    small = trainer.x.numel() < SMALL
+    with _one_thread(small), _bar(f"{preset}, {workers} workers", steps, shown=progress) as advance:
+        for step in range(steps):
+            trainer.train(step)
+            done = step + 1
+            if done == steps:
+                trainer.finish()
+            finite = bool(trainer.x.isfinite().all())
+            if finite and (done % every == 0 or done == steps):
+                finite = _booked(rows, problem, trainer, done)
+            if not finite:
+                diverged_at = done
+                break
+            advance()
+    return rows.record(preset, trainer.config, workers, trainer.x, diverged_at)
+
+
+def _trainer(
+    preset: str, problem: Problem, workers: int, fields: dict[str, Any], make_optimizer: MakeOptimizer
+) -> Trainer:
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(f"workers={workers!r} must be an integer of at least 1")
+    if preset not in (UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS):
+        names = ", ".join((UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS))
+        raise ConfigError(f"unknown preset {preset!r} (presets: {names})")
+    given, virtual = pop_options(fields), pop_virtual(fields)
+    if given["every"] is None and virtual["local_steps_of"] is not None:
+        given["every"] = max(virtual["local_steps_of"], default=1)
+    chosen: str | GQSGDConfig | None = preset
+    if preset == UNCOMPRESSED:
+        chosen = GQSGDConfig(reducer="native")
+    if not asks_for_local_steps(chosen, given, virtual):
+        return _EveryStep(problem, workers, make_config(chosen, **fields), make_optimizer)
+    options, compression = options_of(chosen, given)
+    config = make_config(compression, **fields)
+    return LocalWorkers(problem, options, config, crowd_of(workers, virtual, config.seed), make_optimizer)
+
+
+def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
+    """What makes the optimizer."""
+    if make is None:
+        return lambda parameters: torch.optim.SGD(parameters, lr=DEFAULT_LR if lr is None else lr)
+    if lr is not None:
+        raise ConfigError(f"lr={lr} is for the default optimizer; give it to yours, e.g. lambda p: Adam(p, lr={lr})")
+    return make
+
+
+def _interval(steps: int, every: int | None) -> int:
+    for name, value in (("steps", steps), ("record_every", 1 if every is None else every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+    return max(1, steps // 100) if every is None else every
+
+
+def _booked(rows: Rows, problem: Problem, trainer: Trainer, step: int) -> bool:
+    """Add a row, unless the loss is not finite."""
+    sent = {"bytes_sent": trainer.bytes_sent, "wire_bits": trainer.wire_bits}
+    x = trainer.x
+    return rows.add(problem.loss(x), problem.metrics(x), step=step, relative_error=trainer.error, **sent)
+
+
+@contextmanager
+def _one_thread(wanted: bool) -> Iterator[None]:
+    """Let torch use one thread, if wanted."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if wanted else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _bar(label: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar that the function advances by a step."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True, disable=not shown) as bar:
+        task = bar.add_task(label, total=steps)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,158 @@
+"""The reducers on virtual ranks in one process: what a configuration does to given gradients, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import make_config
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers.memory import Keeps
+from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.wire.plan import Plan, check_gradient
+
+
+class VirtualRanks:
+    """Ranks in this process, with what each of them remembers: the codec, memory and reducer objects of training.
+
+    Args:
+        ranks: number of ranks.
+        segments: the parameters in a gradient, in order.
+        dtype: dtype of the gradients.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
+        **fields: fields of `GQSGDConfig`.
+
+    Attributes:
+        config: the configuration, with its reducer chosen and the numbers of its memories.
+        bytes_sent: bytes that each rank has sent so far.
+
+    Raises:
+        ConfigError: a configuration that cannot work.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        segments: Sequence[Segment],
+        dtype: torch.dtype = torch.float32,
+        preset: str | GQSGDConfig | None = None,
+        **fields: Any,
+    ) -> None:
+        self.config = resolve(make_config(preset, **fields), ranks)
+        refuse_for(self.config, "simulations, which have dense gradients only")
+        self.bytes_sent = 0
+        self._dtype = dtype
+        self._plan = Plan(segments, Setting(self.config, ranks, dtype))
+        sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
+        device = torch.device("cpu")
+        self._segments = list(segments)
+        self.stores = [new_store(self.config, ranks, sizes, dtype, device) for _ in range(ranks)]
+
+    @property
+    def wire_bits(self) -> float:
+        """Bits of one rank's message per coordinate, scales included; of variable lengths, the latest step's."""
+        return 8 * self._plan.message_bytes / self._plan.numel
+
+    def errors(self) -> Tensor:
+        """What each rank remembers of the errors of its own messages, e of `spec.memories.Memory`: [ranks, d].
+
+        Raises:
+            ConfigError: the configuration has no error memory.
+        """
+        if self.config.up is None or not self.config.up.keeps_error:
+            raise ConfigError("there is no error memory; take memory='ef' or 'ecq'")
+        kept = [
+            torch.cat(
+                [
+                    torch.zeros(segment.numel, dtype=self._dtype)
+                    if segment.raw
+                    else store.row(Keeps.UP_ERROR, segment.parameter)
+                    for segment in self._segments
+                ]
+            )
+            for store in self.stores
+        ]
+        return torch.stack(kept)
+
+    def average(self, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
+        """What each rank would hold after reducing its gradient; all with the same bits.
+
+        Raises:
+            ConfigError: the gradients and the segments have different numbers of coordinates.
+        """
+        self._check_sizes(gradients)
+        results = [gradient.clone() for gradient in gradients]
+        self.bytes_sent += self._plan.average(results, step, self.stores)
+        return results
+
+    def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
+        """As `average`, for rank 0 only, with less work where nothing is remembered."""
+        self._check_sizes(gradients)
+        results = [gradient.clone() for gradient in gradients]
+        only_first = not self.config.remembers
+        self.bytes_sent += self._plan.average(results, step, self.stores, only_first=only_first)
+        return results[0]
+
+    def _check_sizes(self, gradients: Sequence[Tensor]) -> None:
+        for rank, gradient in enumerate(gradients):
+            if gradient.numel() != self._plan.numel:
+                raise ConfigError(
+                    f"the gradient of rank {rank} has {counted(gradient.numel(), 'coordinate')}, the segments have "
+                    f"{self._plan.numel:,}; give segments whose numel add up to the gradient's"
+                )
+
+
+def average(
+    gradients: Sequence[Tensor],
+    *,
+    step: int = 0,
+    segments: Sequence[Segment] | None = None,
+    preset: str | None = None,
+    **fields: Any,
+) -> list[Tensor]:
+    """What each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
+
+    Args:
+        gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.
+        step: number of the dither.
+        segments: the parameters in a gradient, in order; None takes it as one compressed parameter.
+        preset: name of a preset; see `presets.PRESETS`.
+        **fields: fields of `GQSGDConfig`.
+
+    Returns:
+        One tensor per rank, all with the same bits.
+
+    Raises:
+        ConfigError: gradients or a configuration that cannot work.
+    """
+    _check(gradients)
+    first = gradients[0]
+    segments = segments or [Segment(0, first.numel(), raw=False)]
+    return VirtualRanks(len(gradients), segments, first.dtype, preset, **fields).average(gradients, step)
+
+
+def relative_error(estimate: Tensor, gradients: Sequence[Tensor]) -> float:
+    """Relative L2 error of an estimate against the exact mean of the gradients."""
+    mean = torch.stack([gradient.double() for gradient in gradients]).mean(0)
+    return float((estimate.double() - mean).norm() / mean.norm())
+
+
+def _check(gradients: Sequence[Tensor]) -> None:
+    if not gradients:
+        raise ConfigError("no gradients were given; give one flat tensor per rank")
+    for rank, gradient in enumerate(gradients):
+        check_gradient(gradient, f"the gradient of rank {rank}")
+        kind, expected = ((g.shape, g.dtype, g.device) for g in (gradient, gradients[0]))
+        if gradient.ndim != 1 or kind != expected:
+            raise ConfigError(
+                f"the gradient of rank {rank} is {tuple(gradient.shape)} {gradient.dtype} on {gradient.device}, that "
+                f"of rank 0 {tuple(gradients[0].shape)} {gradients[0].dtype} on {gradients[0].device}; "
+                "give flat tensors of one shape, dtype and device"
+            )

@@ -1,0 +1,189 @@
+"""FedVote: workers train latent weights by themselves, and vote on the sign of every weight (arXiv 2110.02998).
+
+A voted weight is W = tanh(k h) of a latent number h. In a round, each worker trains its h for some steps of Adam and
+sends a vote b for each weight: +1 with probability (1 + W)/2, otherwise -1, so that E b = W. All workers continue with
+
+    p = Σ λ_i b_i,   h <- atanh(p clipped to ±(1 - 10⁻⁴)) / k.
+
+Equal λ_i = 1/n: the votes are summed as integers by the reducer ``sum``, exactly. With reputations, λ_i follows how
+often worker i agrees with the majority, c_i (the share of weights), so that attackers count little:
+
+    r_i <- ½ r_i + ½ c_i,   λ_i = r_i / Σ r_j over the workers whose r_j is at least the mean, otherwise 0.
+
+These weights are only known once votes are decoded, so votes travel as signs by the reducer ``gather``, and every
+worker weighs all of them in the same way. The equations are those of the released code, KAI-YUE/fedvote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.research.simulation.problems import Problem
+from lightning_gqsgd.research.simulation.record import Record, Rows
+from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
+from lightning_gqsgd.research.systems import SYSTEMS
+
+#: A mean vote is kept this far from ±1, where its latent number would be infinite.
+MARGIN = 1e-4
+
+
+@dataclass(frozen=True)
+class FedVote:
+    """A training with votes; see the module.
+
+    Args:
+        workers: number of workers n, at least 1.
+        reputations: weigh the votes by reputation.
+        attackers: the first so many workers send the opposite of each of their votes, 0 to ``workers``.
+        slope: k, above 0.
+        local_steps: steps of Adam in a round, at least 1.
+        lr: learning rate of Adam, above 0.
+        seed: of the votes' randomness.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    workers: int
+    reputations: bool = False
+    attackers: int = 0
+    slope: float = 1.5
+    local_steps: int = 15
+    lr: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {"workers": (1, math.inf), "attackers": (0, self.workers), "local_steps": (1, math.inf)}
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ConfigError(f"{name}={value!r} must be an integer of {least} to {most}")
+        for name in ("slope", "lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is out of range: above 0")
+
+    def run(self, problem: Problem, rounds: int, voted: Sequence[int] = (0,)) -> Record:
+        """Train, with the codec and reducer objects of training on virtual workers.
+
+        Args:
+            problem: what to train on; it has the metric ``accuracy``.
+            rounds: number of rounds, at least 1.
+            voted: the numbers of the parameters that are voted on. All others stay as the problem starts with them.
+
+        Returns:
+            A row for the start and for each round. The loss and ``accuracy`` are those of the weights p;
+            ``binary_accuracy`` is that of their signs, which is the model to deploy. ``relative_error``: of p against
+            the mean of the workers' W. ``step``: local steps.
+
+        Raises:
+            ConfigError: a number out of its range, or a parameter that the problem does not have.
+        """
+        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+            raise ConfigError(f"rounds={rounds!r} must be an integer of at least 1")
+        x = problem.start().clone()
+        places = _places(problem.segments, voted)
+        tally = _Weighed(self.workers, len(places)) if self.reputations else _Summed(self.workers, len(places))
+        latent = x[places].atanh() / self.slope
+        x[places] = torch.tanh(self.slope * latent)
+        rows = Rows()
+        _note(rows, problem, x, places, 0, tally, math.nan)
+        for number in range(rounds):
+            weights = self._trained(problem, x, places, latent, number)
+            x[places] = tally.mean(self._votes(weights, number), number)
+            latent = x[places].clamp(MARGIN - 1, 1 - MARGIN).atanh() / self.slope
+            error = relative_error(x[places], list(weights))
+            _note(rows, problem, x, places, (number + 1) * self.local_steps, tally, error)
+        return rows.record("fedvote", tally.ranks.config, self.workers, x)
+
+    def _trained(self, problem: Problem, x: Tensor, places: Tensor, latent: Tensor, number: int) -> Tensor:
+        """The workers' weights W after a round's local steps, [workers, voted]."""
+        points = x.repeat(self.workers, 1)
+        latents = latent.repeat(self.workers, 1).requires_grad_()
+        optimizer = torch.optim.Adam([latents], lr=self.lr)
+        for step in range(self.local_steps):
+            weights = torch.tanh(self.slope * latents.detach())
+            points[:, places] = weights
+            gradients = problem.gradients(points, number * self.local_steps + step, self.workers)[:, places]
+            latents.grad = gradients * self.slope * (1 - weights.square())
+            optimizer.step()
+        return torch.tanh(self.slope * latents.detach())
+
+    def _votes(self, weights: Tensor, number: int) -> Tensor:
+        """What the workers send, each 1 or -1: [workers, voted]."""
+        generator = torch.Generator().manual_seed((self.seed << 32) + number)
+        uniform = torch.rand(weights.shape, generator=generator, dtype=weights.dtype)
+        votes = torch.where(2 * uniform < 1 + weights, 1.0, -1.0).to(weights)
+        votes[: self.attackers] *= -1
+        return votes
+
+
+class _Summed:
+    """All votes count alike: the reducer ``sum`` adds them as integers, in as few bits as hold n votes.
+
+    A scale is 1 and a vote one of the outermost levels, -1 and 1, so that nothing is lost.
+    """
+
+    def __init__(self, workers: int, numel: int) -> None:
+        fields = {**SYSTEMS["fedvote"].fields, "bits": max(2, workers.bit_length())}
+        self.ranks = VirtualRanks(workers, [Segment(0, numel, raw=False)], **fields)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that a worker has sent."""
+        return self.ranks.bytes_sent
+
+    def mean(self, votes: Tensor, number: int) -> Tensor:
+        """The mean vote on each weight, [voted]."""
+        return self.ranks.mean(list(votes), number)
+
+
+class _Weighed:
+    """Votes count by reputation: signs are gathered, and all workers decode and weigh all messages alike."""
+
+    def __init__(self, workers: int, numel: int) -> None:
+        fields: dict[str, Any] = {"codec": "sign", "memory": "none", "block_size": 65536}  # all have scale 1
+        # A group of one rank: its mean is what a message decodes to, on every worker that receives the message.
+        self.ranks = VirtualRanks(1, [Segment(0, numel, raw=False)], reducer="gather", **fields)
+        self._message_bytes = round(self.ranks.wire_bits * numel / 8)
+        self._reputations = torch.full((workers,), 0.5, dtype=torch.float64)
+        self.bytes_sent = 0
+
+    def mean(self, votes: Tensor, number: int) -> Tensor:
+        """The weighted mean vote on each weight, [voted]."""
+        received = torch.stack([self.ranks.mean([message], number) for message in votes])
+        self.bytes_sent += (len(votes) - 1) * self._message_bytes
+        agreement = (received == received.sum(0).sign()).double().mean(1)
+        self._reputations = (self._reputations + agreement) / 2
+        trusted = torch.where(self._reputations < self._reputations.mean(), 0.0, self._reputations)
+        return (trusted / trusted.sum()).to(votes) @ received
+
+
+def _places(segments: Sequence[Segment], voted: Sequence[int]) -> Tensor:
+    """The places of the parameters that are voted on in the flat vector, int64 [voted]."""
+    numbers = [segment.parameter for segment in segments]
+    for number in voted:
+        if number not in numbers:
+            raise ConfigError(f"voted={tuple(voted)} names parameter {number}; the problem has {numbers}")
+    if not voted:
+        raise ConfigError("voted=() leaves nothing to vote on; name at least one parameter")
+    parts = torch.arange(sum(segment.numel for segment in segments)).split([segment.numel for segment in segments])
+    return torch.cat([part for number, part in zip(numbers, parts, strict=True) if number in voted])
+
+
+def _note(
+    rows: Rows, problem: Problem, x: Tensor, places: Tensor, step: int, tally: _Summed | _Weighed, error: float
+) -> None:
+    """Add a row."""
+    binary = x.clone()
+    binary[places] = torch.where(x[places] < 0, -1.0, 1.0).to(x)
+    metrics = {**problem.metrics(x), **{f"binary_{name}": value for name, value in problem.metrics(binary).items()}}
+    sent = {"bytes_sent": tally.bytes_sent, "wire_bits": tally.ranks.wire_bits}
+    rows.add(problem.loss(x), metrics, step=step, relative_error=error, **sent)

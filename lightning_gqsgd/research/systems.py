@@ -1,0 +1,143 @@
+"""The systems of the literature that are more than a configuration: an optimizer, a rule of training or a topology.
+
+Each has a configuration of the compression where one is part of it, and a home in the package. What is a configuration
+only is in `presets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.config import GQSGDConfig
+
+
+@dataclass(frozen=True)
+class System:
+    """A system of the literature.
+
+    Attributes:
+        fields: the fields of its compression's configuration that are not at their defaults.
+        paper: where the system comes from.
+        what: the system in a few words.
+        home: what to import, and where from.
+        needs: what it needs beside averaged gradients.
+        sends: what a rank sends, and how many bits per coordinate.
+        keeps: what a rank remembers, in numbers per coordinate, unless it says otherwise.
+        guarantees: what its theory says, and on which problems.
+        where: ``"training"``: in real training; ``"simulation"``: virtual workers in one process.
+    """
+
+    fields: Mapping[str, Any]
+    paper: str
+    what: str
+    home: str
+    needs: str
+    sends: str
+    keeps: str
+    guarantees: str
+    where: str = "simulation"
+
+    @property
+    def config(self) -> GQSGDConfig:
+        """The configuration of its compression, for the argument ``preset`` of all that takes one."""
+        from lightning_gqsgd.config import GQSGDConfig  # imports torch
+
+        return GQSGDConfig(**self.fields)
+
+
+#: Ternary codes both ways, whose scale is at most 1.5 root mean squares: what is larger is clipped to this threshold,
+#: and what is smaller is rounded to zero less often than under the largest magnitude, so with less noise. The
+#: threshold's rule in the paper is not public; this one is ours.
+_THRESHOLD = {"bits": 2, "levels": 1, "dither": "stochastic", "clip": 1.5, "reducer": "two_shot"}
+_XU = "Xu et al. 2022, arXiv 2208.05631"
+
+SYSTEMS: dict[str, System] = {
+    "adagrad": System(
+        {},
+        "Duchi, Hazan, Singer 2011, JMLR 12",
+        "steps that fall where gradients were large",
+        "torch.optim.Adagrad",
+        needs="any preset",
+        sends="as the preset",
+        keeps="1, the sum of squares",
+        guarantees="regret as of the best fixed scaling; convex",
+        where="training",
+    ),
+    "qcmd_adagrad": System(
+        _THRESHOLD,
+        _XU,
+        "Adagrad with an L1 penalty, by composite mirror descent, on clipped ternary gradients",
+        "lightning_gqsgd.research.optim.CMDAdagrad",
+        needs="the optimizer",
+        sends="gradients, both ways, 2 bits",
+        keeps="1, the sum of squares",
+        guarantees="Adagrad's regret; noise moves zeros away from zero",
+        where="training",
+    ),
+    "qrda_adagrad": System(
+        _THRESHOLD,
+        _XU,
+        "Adagrad with an L1 penalty, by dual averaging, on clipped ternary gradients",
+        "lightning_gqsgd.research.optim.RDAAdagrad",
+        needs="the optimizer, and a model that may start at zero",
+        sends="gradients, both ways, 2 bits",
+        keeps="2, the sums of gradients and of squares",
+        guarantees="Adagrad's regret; zeros survive noise",
+        where="training",
+    ),
+    "dgd_def": System(
+        {"bits": 4, "dither": "nearest", "rotation": True, "memory": "ef", "reducer": "gather"},
+        "Saha et al. 2021, arXiv 2103.07578",
+        "turned gradients at the nearest level, errors fed back, gradients at the point without errors",
+        "lightning_gqsgd.research.simulation.shifted.DGDDEF",
+        needs="gradients at a point of each rank's own, and one learning rate",
+        sends="gradients, 1 to 8 bits",
+        keeps="1, the error",
+        guarantees="gradient descent's linear rate from 2 bits on (1 with codec sign); smooth, strongly convex",
+    ),
+    "fedvote": System(
+        {"bits": 4, "dither": "nearest", "memory": "none", "reducer": "sum", "block_size": 65536},
+        "Yue et al. 2021, arXiv 2110.02998",
+        "workers train by themselves and vote on each weight's sign; votes are summed as integers",
+        "lightning_gqsgd.research.simulation.votes.FedVote",
+        needs="local steps, and weights W = tanh(k h) of latent numbers h",
+        sends="votes once per round, log2(n + 1) bits; with reputations 1 bit to each other rank",
+        keeps="1, the latent number; with reputations n numbers in all",
+        guarantees="votes are unbiased given h, and their sum is exact; reputations outvote a minority of attackers",
+    ),
+    "dpsvrg": System(
+        {"reducer": "native"},
+        "Li et al. 2021, arXiv 2112.10389",
+        "variance-reduced proximal gradients, models exchanged with neighbours in a graph",
+        "lightning_gqsgd.research.simulation.gossip.DPSVRG",
+        needs="a graph, full gradients now and then, two gradients per batch",
+        sends="models to each neighbour, several times per step, 32 bits",
+        keeps="2, the snapshot and its gradient",
+        guarantees="error O(1/T) against O(1/√T) of DSPG; convex with a proximal penalty",
+    ),
+    "fastsgd": System(
+        {"bits": 5, "sparse": "logarithmic"},
+        "Yang et al. 2021, arXiv 2112.04291",
+        "touched rows of tables as signs and powers of two, with packed row numbers",
+        "lightning_gqsgd.register_gqsgd",
+        needs="embeddings with sparse=True, on the CPU",
+        sends="touched rows to each other rank, 2 to 8 bits, and 8 to 12 bits per row",
+        keeps="none",
+        guarantees="kept coordinates are off by a factor of at most √2; biased",
+        where="training",
+    ),
+    "s2_reducer": System(
+        {"sparse": "sketch"},
+        "Ge et al. 2022, arXiv 2110.02140",
+        "touched rows of tables as a sum of sketches, read by peeling",
+        "lightning_gqsgd.register_gqsgd",
+        needs="embeddings with sparse=True, on the CPU",
+        sends="sketches, 1.6 times the rows that any rank touches, 32 bits; 1 bit per row to each other rank",
+        keeps="none",
+        guarantees="the mean to rounding in all but 8 of 10,000 tables and steps, and there an unbiased estimate",
+        where="training",
+    ),
+}

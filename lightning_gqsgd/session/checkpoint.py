@@ -1,0 +1,207 @@
+"""States of hooks in checkpoints: the entries that all of them have, and the memories of all ranks in one place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import ConfigError, describe_difference, listed
+from lightning_gqsgd.reducers.memory import MemoryStore
+from lightning_gqsgd.session.parameters import Parameter
+from lightning_gqsgd.wire.communicator import Communicator
+
+logger = logging.getLogger(__name__)
+
+STATE_SCHEMA = 1
+
+#: Entries of states that `distributed_checkpoint` has read: a name for the memory of all ranks, of which each rank has
+#: its own only, and the `memory_of` what was saved.
+MEMORY_NAME = "memory_name"
+MEMORY_OF = "memory_of"
+
+#: Entries of every state.
+_ENTRIES = {"seed": int, "step": int, "config": Mapping}
+#: Entries that some states have.
+_OPTIONAL_ENTRIES = {"post_local_iter": int}
+#: The largest integer of a state: the dither and the comparison of steps take 63 bits.
+_LARGEST = 2**63 - 1
+
+
+def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None = None) -> None:
+    """Check a hook's state from a checkpoint, and log in which fields its configuration differs from this run's.
+
+    Args:
+        state: the state, as ``state_dict`` has given it.
+        now: the configuration of this run.
+        entries: entries that the state needs beside the usual ones, and their types.
+
+    Raises:
+        ConfigError: ``state`` is no state of a hook, or a state of another schema.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"a state is a dictionary, as state_dict gives it, not {type(state).__name__}")
+    if not (is_count(state.get("schema")) and state["schema"] == STATE_SCHEMA):
+        raise ConfigError(
+            f"gqsgd state of schema {state.get('schema')!r:.200}; this version reads {STATE_SCHEMA}: "
+            "resume with the version that wrote it, or drop the entry to start the dither anew"
+        )
+    optional = {name: kind for name, kind in _OPTIONAL_ENTRIES.items() if name in state}
+    for name, kind in {**_ENTRIES, **optional, **(entries or {})}.items():
+        value = state.get(name)
+        if not (is_count(value) if kind is int else isinstance(value, kind)):
+            raise ConfigError(
+                f"the gqsgd state's entry {name!r} is {value!r:.200}; load what state_dict has written "
+                f"(its entries: {', '.join(map(str, state))})"
+            )
+    _check_plain(state["config"])
+    _log_difference(state["config"], now)
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is an integer from 0 to `_LARGEST`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def _check_plain(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a state's configuration that has other values than plain ones, or unnamed ones."""
+    try:
+        json.dumps(dict(config))
+        is_plain = all(isinstance(name, str) for name in config)
+    except (TypeError, ValueError):
+        is_plain = False
+    if not is_plain:
+        raise ConfigError(
+            f"the gqsgd state's entry 'config' is {config!r:.200}, which is not plain values by name; load what "
+            "state_dict has written"
+        )
+
+
+def _log_difference(written: Mapping[str, Any], now: GQSGDConfig) -> None:
+    unknown = sorted(set(written) - set(now.field_names()))
+    if unknown:
+        logger.warning(
+            "gqsgd: the checkpoint's configuration has fields that this version does not know (%s); they are ignored",
+            ", ".join(unknown),
+        )
+    mine = now.to_dict()
+    theirs = {name: written.get(name, mine[name]) for name in mine}
+    difference = describe_difference(theirs, mine)
+    if difference:
+        logger.warning("gqsgd: the checkpoint was written under another configuration (%s)", difference)
+
+
+def gathered_memory(
+    communicator: Communicator, store: MemoryStore, parameters: Iterable[int]
+) -> dict[str, dict[int, Tensor]] | None:
+    """The memory of all ranks, on the CPU: tensors [ranks, numel] by kind and parameter number; None on all ranks but
+    the first.
+
+    A collective. Parameters are gathered one at a time, so that no rank but the first holds more than one of them.
+    """
+    numbers = sorted(parameters)
+    gathered: dict[str, dict[int, Tensor]] = {kind.value: {} for kind in store.kinds} if numbers else {}
+    for kind in store.kinds:
+        for number in numbers:
+            rows = communicator.gather(store.row(kind, number))
+            if communicator.rank == 0:
+                gathered[kind.value][number] = rows.cpu()
+    return gathered if communicator.rank == 0 else None
+
+
+def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_size: int) -> set[int] | None:
+    """Take the memories from a hook's state; returns the numbers of the parameters in it.
+
+    A state of another number of ranks, or without memory, leaves the memory empty. A warning says so, and the result is
+    None.
+
+    Raises:
+        ConfigError: the state is not rank 0's, is that of a model with other parameters, or has a memory that
+            state_dict does not write.
+    """
+    saved = state.get("memory")
+    if "memory" in state and saved is None:
+        raise ConfigError(
+            "this gqsgd state has no memory because it is not rank 0's; load what rank 0 has saved (with "
+            "torch.distributed.checkpoint, give DCPState(state) to both save and load)"
+        )
+    if saved is not None:
+        check_memory(saved)
+    if saved is None or not fits(store, saved, world_size):
+        ranks, kinds = state.get(MEMORY_OF) or memory_of(saved or {})
+        logger.warning(
+            "gqsgd: the memory starts empty: the checkpoint has that of %s ranks (%s), this run has %s ranks (%s)",
+            ranks or "no",
+            kinds or "nothing",
+            world_size,
+            ", ".join(kind.value for kind in store.kinds),
+        )
+        store.forget()
+        return None
+    store.take(saved, rank)
+    return {number for tensors in saved.values() for number in tensors}
+
+
+def memory_of(saved: Mapping[str, Mapping[int, Tensor]]) -> tuple[str, str]:
+    """Of how many ranks a memory is, and of which kinds; empty texts for an empty memory."""
+    counts = {rows.shape[0] for tensors in saved.values() for rows in tensors.values()}
+    return ", ".join(map(str, sorted(counts))), ", ".join(map(str, saved))
+
+
+def fits(store: MemoryStore, saved: Mapping[str, Mapping[int, Tensor]], world_size: int) -> bool:
+    """Whether a memory is of as many ranks, and of the kinds that are kept here."""
+    return bool(saved) and set(saved) == {kind.value for kind in store.kinds} and memory_of(saved)[0] == str(world_size)
+
+
+def memory_digest(state: Mapping[str, Any]) -> str:
+    """A digest of all ranks' memory in a state that `take_memory` has taken; the same for a state without memory."""
+    if MEMORY_NAME in state:
+        return str(state[MEMORY_NAME])
+    hashed = hashlib.blake2b(digest_size=8)
+    for kind, tensors in sorted((state.get("memory") or {}).items()):
+        for number, rows in sorted(tensors.items()):
+            hashed.update(f"{kind} {number} {rows.dtype} {tuple(rows.shape)}".encode())
+            hashed.update(rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return hashed.hexdigest()
+
+
+def check_memory(saved: object) -> None:
+    """Raise ConfigError for a memory that is not tensors [ranks, numel] by kind and parameter number, the same
+    parameters in every kind."""
+    kinds: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {"memory": saved}
+    for kind, tensors in kinds.items():
+        if not isinstance(tensors, Mapping):
+            raise ConfigError(
+                f"the gqsgd state's memory {kind!r} is {tensors!r:.200}; load what state_dict has written"
+            )
+        for number, rows in tensors.items():
+            if not _is_table(rows):
+                raise ConfigError(
+                    f"the gqsgd state's memory {kind!r} of parameter {number} is {rows!r:.200}, and no floating-point "
+                    "tensor [ranks, numel] with values in memory; load what state_dict has written"
+                )
+    if len({frozenset(tensors) for tensors in kinds.values()}) > 1:
+        raise ConfigError(
+            f"the gqsgd state's memories {', '.join(map(repr, kinds))} are of different parameters; load what "
+            "state_dict has written"
+        )
+
+
+def _is_table(rows: object) -> bool:
+    """Whether a value is a floating-point matrix whose numbers can be read: neither sparse nor on the meta device."""
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or not rows.is_floating_point():
+        return False
+    return rows.layout == torch.strided and not rows.is_meta
+
+
+def say_what_is_missing(trained: Iterable[Parameter], saved: set[int]) -> None:
+    """Log the compressed parameters of which a checkpoint has no memory; ``saved``: numbers of the others."""
+    names = [entry.name for entry in trained if not entry.raw and entry.number not in saved]
+    if names:
+        logger.warning("gqsgd: the memory of parameter %s starts empty: the checkpoint has none", listed(names))

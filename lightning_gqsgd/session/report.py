@@ -1,0 +1,94 @@
+"""One line that says what is compressed, to how many bits and by which reducer, and what is not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.presets import PRESETS
+from lightning_gqsgd.errors import counted
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.session.parameters import Parameter
+
+
+def report(
+    requested: GQSGDConfig,
+    configs: Sequence[GQSGDConfig],
+    trained: Sequence[Parameter],
+    world_size: int,
+    step: int,
+    noun: str = "gradient value",
+    *,
+    has_tables: bool = False,
+) -> str:
+    """The line for a DDP model.
+
+    Args:
+        requested: the configuration as the user gave it.
+        configs: the same with its reducer chosen, or that of each number of bits that is given by name.
+        trained: the parameters whose gradients are reduced.
+        world_size: number of ranks.
+        step: number of steps so far.
+        noun: what a compressed number is called, in the singular.
+        has_tables: whether tables with sparse gradients, which are not among ``trained``, are reduced as well.
+    """
+    if world_size == 1:
+        return "gqsgd: one process, nothing to reduce"
+    config = configs[0]
+    if has_tables and not trained:
+        return f"gqsgd: over {world_size} ranks"
+    if not any(REDUCERS[one_width.reducer].compresses for one_width in configs):
+        is_one_node = requested.reducer != config.reducer
+        cause = f"all {world_size} ranks are on one node" if is_one_node else f"reducer={config.reducer!r}"
+        return f"gqsgd: {config.reducer} allreduce over {world_size} ranks, nothing compressed ({cause})"
+    of_bits = {one_width.num_bits: one_width for one_width in configs}
+    coded: dict[GQSGDConfig, list[Parameter]] = {one_width: [] for one_width in configs}
+    raw: list[Parameter] = []
+    for parameter in trained:
+        own = config if parameter.bits is None else of_bits[parameter.bits]
+        (raw if parameter.raw and own.codec != "float" else coded[own]).append(parameter)
+    if not any(coded.values()) and has_tables:
+        return f"gqsgd: over {world_size} ranks; uncompressed: {_raw(raw, config)}"
+    if not any(coded.values()):
+        return (
+            f"gqsgd: NOTHING IS COMPRESSED over {world_size} ranks: {_raw(raw, config)}. Parameters of at least "
+            f"min_numel={config.min_numel} values would be; lower min_numel, or give a larger model"
+        )
+    ways = [
+        f"{_values(parameters, noun)} at {own.describe()} by {own.reducer}"
+        for own, parameters in coded.items()
+        if parameters
+    ]
+    text = f"gqsgd: {', '.join(ways)} over {world_size} ranks"
+    if config.node_size:
+        text += f" ({world_size // config.node_size} nodes of {config.node_size})"
+    if raw:
+        text += f"; uncompressed: {_raw(raw, config)}"
+    if config.warmup_steps > step:
+        text += f"; uncompressed until step {config.warmup_steps}"
+    return text + "".join(_other_codec(own) for own, parameters in coded.items() if parameters)
+
+
+def _other_codec(config: GQSGDConfig) -> str:
+    """A clause that says that the preset of the same number of bits is another codec; empty where it is not.
+
+    ``bits=2`` replaces the bits of the preset ``gqsgd``, whose codes are companded, while ``gqsgd_2bit`` is EDEN.
+    """
+    name = f"gqsgd_{config.num_bits}bit"
+    if config.codec != "companded" or name not in PRESETS or PRESETS[name].config.codec == config.codec:
+        return ""
+    other = PRESETS[name].config.codec
+    return f"; preset={name!r} is another codec, {other}, not {config.codec}"
+
+
+def _raw(raw: Sequence[Parameter], config: GQSGDConfig) -> str:
+    """What travels uncompressed, and why."""
+    small = [parameter for parameter in raw if parameter.numel < config.min_numel]
+    why = [f"{len(small)} smaller than {config.min_numel}"] if small else []
+    why += [f"{len(raw) - len(small)} excluded by name"] if len(raw) > len(small) else []
+    return f"{_values(raw, 'value')} ({', '.join(why)})"
+
+
+def _values(parameters: Sequence[Parameter], noun: str) -> str:
+    total = sum(parameter.numel for parameter in parameters)
+    return f"{counted(total, noun)} in {counted(len(parameters), 'tensor')}"

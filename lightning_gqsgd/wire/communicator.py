@@ -1,0 +1,347 @@
+"""Process groups of our own, and collectives on them.
+
+Own groups: the order of our collectives then depends on nothing but ours (DDP broadcasts buffers, and users reduce
+metrics, on theirs). Gloo keeps an order only within a group, so each stage of a piece's way has a group of its own, and
+stages need no order between them. NCCL has one group for all stages: one thread issues its collectives, in the same
+order on every rank, and NCCL runs them in that order. Another group would take memory of the GPU and threads, and two
+groups that run at once may wait for each other for ever. Where ranks of different scopes exchange, there is a group for
+each scope, and a collective starts, on the device, after the latest collective of another group of ours.
+
+Collectives of other groups over NCCL (SyncBatchNorm's, or those with which DDP finds out which parameters were used)
+need no such order. They are issued on the stream of the backward pass, which waits for each of them. So when ours
+start, those that were issued before are over: our streams wait for the stream of the backward pass first. Of those that
+are issued later, at most one runs beside at most one of ours, on any rank. The kernels of two NCCL collectives fit on a
+GPU together, so neither waits for the other to end.
+
+Over Gloo, a stage may have several groups, each with a connection to every other rank, that pieces take in turns.
+
+Stage 0 is for what ranks agree on, and for gathering memories; the other stages are a reducer's. The groups are
+backends made directly, under a key that no other groups have had (see `meeting`): names that `new_group` gives may
+differ among the ranks of a subgroup.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from ctypes import py_object, pythonapi
+from datetime import timedelta
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.kernels.layout import PieceSize
+from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.wire.staging import Staging
+
+#: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
+#: gain there, and scratch memory of 64 MiB where a bucket is larger.
+NCCL_PIECE_NUMEL = 1 << 24
+NCCL_PIECE_SIZE = PieceSize(NCCL_PIECE_NUMEL, NCCL_PIECE_NUMEL)
+
+
+class Communicator:
+    """The ranks of a process group, over groups of our own.
+
+    Creating one is a collective: every rank of ``group`` does it, with the same key.
+
+    Args:
+        device: device of the tensors to come: CUDA over NCCL or, through host memory, over Gloo; CPU over Gloo.
+        group: process group.
+        key: a name that no other communicator has had, the same on all ranks (see `meeting.Meeting.agree`).
+        timeout: of collectives; None takes that of ``group``.
+
+    Attributes:
+        rank: this process's rank in the group.
+        size: number of ranks.
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: device of the tensors to come.
+        timeout: of collectives.
+
+    Raises:
+        ConfigError: the backend of the group does not go with the device.
+    """
+
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup, key: str, timeout: timedelta | None = None
+    ) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.backend, self.device, self._key = backend_for(group, device), device, key
+        self.timeout = timeout or timeout_of(group, device)
+        self._ranks = dist.get_process_group_ranks(group)
+        # Backends by stage, scope and turn; torch's type stubs lack their collectives.
+        self._groups: dict[tuple[int, Scope, int], Any] = {}
+        self._turn = 0
+        self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
+        self._staging: Staging | None = None
+        if self.size > 1:
+            self.extend([])
+            if needs_staging(self.backend, device):
+                self._staging = Staging(self._start, self.timeout)
+        _alive.add(self)
+
+    def piece_size(self, bits: int) -> PieceSize:
+        """How many coordinates a piece has whose codes have so many bits."""
+        return NCCL_PIECE_SIZE if self.backend == "nccl" else PieceSize.of_bits(bits)
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where messages lie that the host writes and reads."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def extend(self, stages: Sequence[Sequence[Scope]], connections: int = 1) -> None:
+        """Make the groups that are still missing for a piece's exchanges; those for stage 0 are there from the start.
+
+        A collective: every rank does it, with the same stages.
+
+        Args:
+            stages: between whom the exchanges are, stage by stage after stage 0 (see `reducers.stages`).
+            connections: groups for each stage after stage 0; more than 1 over Gloo only.
+
+        Raises:
+            CollectiveError: other ranks did not come within the timeout.
+            ConfigError: several connections over NCCL, which has its own.
+        """
+        if connections > 1 and self.backend == "nccl":
+            raise ConfigError(
+                f"connections={connections} is for Gloo; leave it out, and set NCCL_NSOCKS_PERTHREAD or "
+                "NCCL_SOCKET_NTHREADS for NCCL"
+            )
+        for stage, scopes in enumerate([(ALL,), *stages] if self.size > 1 else []):
+            for scope, turn in product(scopes, range(connections if stage else 1)):
+                if (stage, scope, turn) not in self._groups:
+                    self._groups[stage, scope, turn] = self._group_for(stage, scope, turn)
+
+    def turns(self, count: int, connections: int) -> list[int]:
+        """The connections of the next pieces. Every rank asks in the same order.
+
+        Args:
+            count: number of pieces.
+            connections: how many connections there are.
+        """
+        first, self._turn = self._turn, self._turn + count
+        return [turn % connections for turn in range(first, first + count)]
+
+    def _group_for(self, stage: int, scope: Scope, turn: int) -> Any:
+        """The group of a stage, scope and turn; over NCCL, all stages of a scope have one."""
+        if self.backend == "nccl":
+            same = [group for (_, other, _), group in self._groups.items() if other == scope]
+            if same:
+                return same[0]
+        make: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
+        members = scope.members(self.rank, self.size)
+        key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}/{turn}"
+        store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+        try:
+            made = make(store, members.index(self.rank), len(members), self.timeout)
+        except RuntimeError as error:  # e.g. another rank has refused, or died
+            raise self.describe(error, f"connecting to {len(members)} ranks") from error
+        _connected.add(made)
+        return made
+
+    def start(self, exchange: Exchange, stage: int, turn: int = 0) -> Any:
+        """Start a collective of a stage, on one of its connections.
+
+        Returns:
+            torch's `Work`, whose `wait` returns at once over NCCL: the current stream waits.
+
+        Raises:
+            RuntimeError: the communicator was closed, or this process was forked from the one that made it.
+        """
+        if not self._groups:
+            raise RuntimeError("the communicator was closed, or belongs to the process that this one was forked from")
+        if self._staging is not None:  # also collectives on host tensors, because all have one order
+            return self._staging.start(exchange, stage, turn)
+        return self._start(exchange, stage, turn)
+
+    def _start(self, exchange: Exchange, stage: int, turn: int) -> Any:
+        kind, output, source, splits, scope = exchange
+        group = self._groups[stage, scope, turn]
+        if self.backend == "nccl":
+            self._wait_for_other_groups(group)
+        if kind == "all_to_all":
+            work = group.alltoall_base(output, source, *(splits or ([], [])))
+        elif kind == "all_gather":
+            work = group._allgather_base(output.view(-1), source)
+        else:
+            work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
+        _connected.add(work)
+        if self.backend == "nccl" and len(set(self._groups.values())) > 1:
+            self._latest = (group, work)
+        return work
+
+    def _wait_for_other_groups(self, group: Any) -> None:
+        """Before a collective over NCCL, let the current stream wait for the latest one of another group of ours."""
+        latest, work = self._latest
+        if work is not None and latest is not group:
+            work.wait()
+
+    def describe(self, error: BaseException, what: str) -> Exception:
+        """A CollectiveError that says where an error happened and what to do; a ConfigError is returned as it is."""
+        if isinstance(error, ConfigError):
+            return error
+        return CollectiveError(
+            f"gqsgd: {what} failed on rank {self.rank} of {self.size} (global rank {self._ranks[self.rank]}, "
+            f"{self.backend}): {type(error).__name__}: {error}. Look for the first error among all ranks' logs: "
+            "a rank that died or fell behind the process group's timeout fails its peers. The result is NaN."
+        )
+
+    def close(self) -> None:
+        """Destroy the groups. Not a collective."""
+        _alive.discard(self)
+        if self._staging is not None:
+            self._staging.close()
+        groups, self._groups, self._latest = self._groups, {}, (None, None)
+        for group in dict.fromkeys(groups.values()):
+            if self.backend == "nccl":  # Gloo's end with their last reference
+                group.shutdown()
+
+    def abandon(self) -> None:
+        """Forget the groups in a process that was forked from the one that made them, without ending them.
+
+        The groups themselves are kept for the rest of this process, see `_abandon_after_fork`.
+        """
+        self._groups, self._latest, self._staging = {}, (None, None), None
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor, [ranks, ...]. A collective, outside any job.
+
+        Raises:
+            CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
+        """
+        everyone = torch.empty(self.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if self.size == 1 or not tensor.numel():
+            return everyone.copy_(tensor)
+        try:
+            self.start(Exchange("all_gather", everyone, tensor.contiguous().view(-1)), stage=0).wait()
+        except RuntimeError as error:
+            raise self.describe(error, "gathering what ranks remember (every rank calls state_dict)") from error
+        return everyone
+
+    def scatter(self, rows: Tensor | None, like: Tensor) -> Tensor:
+        """This rank's row of what rank 0 has. A collective, outside any job.
+
+        Args:
+            rows: on rank 0, a row for every rank, [ranks, numel]; None elsewhere.
+            like: a tensor of the size, dtype and device of a row, the same on all ranks.
+
+        Raises:
+            CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
+        """
+        source = like.new_empty(0) if rows is None else rows.to(like).contiguous().view(-1)
+        if self.size == 1 or not like.numel():
+            return source.view_as(like)
+        own, others = torch.empty_like(like), [0] * (self.size - 1)
+        sent = [0] * self.size if rows is None else [like.numel()] * self.size
+        try:
+            self.start(Exchange("all_to_all", own, source, ([like.numel(), *others], sent)), stage=0).wait()
+        except RuntimeError as error:
+            raise self.describe(error, "sending each rank what it remembers (every rank loads the state)") from error
+        return own
+
+
+def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default one.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised, or the group is no process group of this rank, or was
+            destroyed.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"group={group!r:.100} is no process group that this rank is in; give one of torch.distributed.new_group, "
+            "or leave it out"
+        )
+    parent = group if group is not None else dist.group.WORLD
+    if not dist.is_initialized() or parent is None:
+        raise ConfigError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    if not is_alive(parent):
+        raise ConfigError(
+            "the process group was destroyed (destroy_process_group); make a new one, and wrap the model in a new "
+            "DistributedDataParallel if it was that of a model"
+        )
+    return parent
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """False once a group has been destroyed."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of ``group`` for tensors on ``device``: NCCL for CUDA tensors if the group has it, and otherwise
+    Gloo.
+
+    Raises:
+        ConfigError: the group has neither of the two for that device.
+    """
+    names = _backends(group)
+    if device.type == "cuda" and names.get("cuda") == "nccl":
+        return "nccl"
+    if device.type in ("cpu", "cuda") and "gloo" in (names.get(device.type), names.get("cpu")):
+        return "gloo"
+    raise ConfigError(
+        f"tensors on {device} over the backend {dist.get_backend_config(group)!r} are not supported; use CUDA tensors "
+        "over 'nccl' or 'gloo', or CPU tensors over 'gloo', e.g. init_process_group('cpu:gloo,cuda:nccl') for both"
+    )
+
+
+def patience_of(timeout: timedelta | None, group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long ranks wait for each other: what the user asks for, or what the group has.
+
+    A timeout that `check_timeout` refuses is not used, so that the other ranks can be told of it.
+    """
+    return timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else timeout_of(group, device)
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise ConfigError for a timeout that is neither None nor a positive timedelta."""
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise ConfigError(f"timeout={timeout!r} must be a positive datetime.timedelta, e.g. timedelta(minutes=5)")
+
+
+def needs_staging(backend: str, device: torch.device) -> bool:
+    """Whether collectives go through copies in host memory."""
+    return backend == "gloo" and device.type == "cuda"
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The timeout of a group's collectives on tensors of a device."""
+    usable = device if device.type in _backends(group) else torch.device("cpu")
+    options = getattr(group._get_backend(usable), "options", None)
+    return getattr(options, "_timeout", dist.constants.default_pg_timeout)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of a group for each type of device."""
+    pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
+    return {device: name for device, _, name in pairs}
+
+
+#: The communicators of this process, which a forked child must not touch.
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+#: What ends a connection when it is dropped: process groups and works of this process, also those of communicators that
+#: were closed. Something else may still hold one, as a traceback does.
+_connected: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _abandon_after_fork() -> None:
+    """Keep all groups and works for ever, and forget the communicators.
+
+    The groups' threads live in the other process. Destructors would wait for these threads, and would shut down the
+    connections, which the other process still uses.
+    """
+    for connected in list(_connected):
+        pythonapi.Py_IncRef(py_object(connected))
+    for communicator in list(_alive):
+        communicator.abandon()
+    _alive.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_abandon_after_fork)

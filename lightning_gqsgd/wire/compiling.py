@@ -1,0 +1,107 @@
+"""Kernels are compiled before the first step needs them, and users are told when that takes time."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.reducers import REDUCERS, Setting, between_nodes, new_store, setting_for
+from lightning_gqsgd.wire.plan import Plan
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.kernels.cpu.cache import Compilation
+
+logger = logging.getLogger(__name__)
+
+#: Parameters that a first run is made on: one that is compressed, one that is not.
+_SEGMENTS = (Segment(0, 64, raw=False), Segment(1, 8, raw=True))
+
+
+def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+    """Run what ``ranks`` ranks need once, on virtual ranks, so that no step waits for a compiler.
+
+    Where the number of ranks is part of what is compiled, on a GPU, there are as many virtual ranks, and otherwise two.
+
+    On a CPU, one line is logged if kernels have to be compiled: at level INFO, or as a warning if the compiled kernels
+    cannot be kept for the next process. Nothing is logged if all kernels are in the cache.
+
+    Args:
+        config: the configuration, with its reducer chosen.
+        dtype: dtype of the gradients.
+        device: device of the gradients; nothing is done for other devices than CPUs and CUDA.
+        ranks: number of ranks.
+    """
+    if not REDUCERS[config.reducer].compresses or device.type not in ("cpu", "cuda"):
+        return
+    with torch.cuda.device(device) if device.type == "cuda" else _announced(dtype):
+        for setting in settings_of(config, dtype, device, ranks):
+            _run(setting, device)
+
+
+def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> list[Setting]:
+    """What `compile_kernels` runs, with the same arguments: the configuration as it is, for fewer ranks.
+
+    Returns:
+        The setting for compressed parameters, and the setting for the steps before compression starts, if there are
+        such steps.
+    """
+    count = max(2, ranks // max(1, config.node_size)) if device.type == "cuda" else 2
+    between = between_nodes(config, ranks) if config.node_size else config
+    settings = [Setting(between, count, dtype)]
+    if config.warmup_steps:
+        settings.append(setting_for(settings[0], compressed=False))
+    return settings
+
+
+def _run(setting: Setting, device: torch.device) -> None:
+    """Average gradients of virtual ranks once."""
+    count, dtype = setting.ranks, setting.dtype
+    stores = [new_store(setting.config, count, {0: 64}, dtype, device) for _ in range(count)]
+    gradients = [torch.ones(72, dtype=dtype, device=device) for _ in range(count)]
+    Plan(_SEGMENTS, setting).average(gradients, 0, stores)
+
+
+def _announced(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """A context in which the first kernel that has to be compiled for the CPU is logged."""
+    from lightning_gqsgd.kernels.cpu.cache import watching  # Numba takes a second to import
+
+    return watching(_Announcement(dtype))
+
+
+class _Announcement:
+    """Logs the first compilation, and the first failure to keep compiled kernels.
+
+    Args:
+        dtype: dtype of the gradients.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._has_told = self._has_warned = False
+
+    def __call__(self, compilation: Compilation) -> None:
+        """Log a compilation if nothing like it has been logged."""
+        from lightning_gqsgd.kernels.cpu.cache import REMEDY
+
+        if compilation.folder is None and not self._has_warned:
+            self._has_told = self._has_warned = True
+            logger.warning(
+                "gqsgd: CPU kernels for %s are compiled, which takes some seconds, and every process will have to "
+                "compile them again: %s. Remedy: %s.",
+                self._dtype,
+                compilation.reason,
+                REMEDY,
+            )
+        elif not self._has_told:
+            self._has_told = True
+            logger.info(
+                "gqsgd: compiling CPU kernels for %s, which takes some seconds once: %s. They will be kept in %s.",
+                self._dtype,
+                compilation.reason,
+                compilation.folder,
+            )

@@ -1,0 +1,454 @@
+"""Runs the steps of reducers: over Gloo on one thread that puts them in order, over NCCL on streams of our own.
+
+Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
+run on several threads in no order. Here one thread per process starts every collective, and callbacks only wake it.
+Pieces are started in the order in which they were submitted, stage by stage, so each group sees the same order on every
+rank. Within that order, the thread does whatever is ready: the encoding, the exchange and the decoding of different
+pieces overlap.
+
+NCCL: the thread that hands a bucket over issues all its work at once and waits for none; no collective is issued from a
+callback. CUDA tensors over Gloo take the thread, which issues their work on a stream of its own (see `staging`).
+
+A future of a CUDA tensor completes on the host once all work is issued. Code that waits for the future makes the
+current stream wait for the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from itertools import cycle
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.protocol import Count
+from lightning_gqsgd.reducers.base import Exchange, Steps
+from lightning_gqsgd.wire.communicator import Communicator
+from lightning_gqsgd.wire.job import Job, Start
+from lightning_gqsgd.wire.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+#: Pieces under way at once, per communicator: enough to fill the wire, few enough to bound scratch memory.
+MAX_UNDER_WAY = 8
+
+#: How long to wait for the thread when closing; it never waits for the network itself.
+CLOSE_TIMEOUT_S = 60.0
+
+
+class _Piece:
+    """One piece of a job under way.
+
+    Attributes:
+        job: the job that it belongs to.
+        stage: of the next exchange.
+        is_preface: whether it is the job's agreement.
+        blocks: whether the piece is the agreement, and the job's other pieces wait for it.
+        works: the collectives of the latest stage.
+        waiting_for: how many of them are still under way, or 1 while a worker computes.
+        is_computing: whether a worker computes for the piece.
+        task: what a worker does for the piece, or did last; it may end a little after ``is_computing``.
+        turn: which of several connections its exchanges take.
+    """
+
+    def __init__(self, job: Job, start: Start, stage: int, turn: int = 0) -> None:
+        self.job = job
+        self.stage = stage
+        self.turn = turn
+        self.is_preface = stage == 0
+        self.blocks = self.is_preface and job.preface_blocks
+        self.works: list[dist.Work] = []
+        self.waiting_for = 0
+        self.is_computing = False
+        self.task: Future[None] | None = None
+        self._start = start
+        self._steps: Steps | None = None
+        self._computed: _Outcome | None = None
+
+    def resume(self, communicator: Communicator) -> bool:
+        """Go on to the next exchange and start it; False if there is none and the piece is through."""
+        with self.job.context():
+            for work in self.works:
+                work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
+            self.works = []
+            outcome, self._computed = self._computed or self._compute(), None
+            self._count(outcome)
+            if outcome.error is not None:
+                raise outcome.error
+            if outcome.exchanges is None:
+                return False
+            # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
+            needed = [exchange for exchange in outcome.exchanges if exchange.input.numel() or exchange.splits]
+            self.works = [communicator.start(exchange, self.stage, self.turn) for exchange in needed]
+        self.waiting_for = len(self.works)
+        self.stage += 1
+        return True
+
+    def compute(self) -> None:
+        """Encode or decode, on any thread: what `resume` does before it starts an exchange. Raises nothing.
+
+        If an exchange has failed, this computes nonsense, and `resume` raises the exchange's error.
+        """
+        with self.job.context():
+            self._computed = self._compute()
+
+    @property
+    def wants_computing(self) -> bool:
+        """Whether a worker may compute for the piece: nothing is under way, and nothing is computed already."""
+        return not self.waiting_for and self._computed is None
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether `resume` computes nothing that is left to workers."""
+        return self.job.threads == 1 or self.is_preface or self._computed is not None
+
+    def _compute(self) -> _Outcome:
+        begun = time.perf_counter()
+        try:
+            self._steps = self._steps or self._start()
+            exchanges = next(self._steps)
+        except StopIteration as end:
+            return _Outcome(time.perf_counter() - begun, nonfinite=end.value)
+        except Exception as error:  # raised by the thread that asks for it
+            return _Outcome(time.perf_counter() - begun, error=error)
+        return _Outcome(time.perf_counter() - begun, exchanges)
+
+    def _count(self, outcome: _Outcome) -> None:
+        counters = self.job.counters
+        if outcome.exchanges is not None:
+            counters.encode_s += outcome.seconds
+        elif outcome.error is None:
+            counters.decode_s += outcome.seconds
+            counters.add_nonfinite(outcome.nonfinite)
+
+
+class _Outcome(NamedTuple):
+    """What a piece has computed.
+
+    Attributes:
+        seconds: that it took.
+        exchanges: what follows; None: nothing, the piece is through, or has failed.
+        nonfinite: number of blocks that are not finite, of a piece that is through.
+        error: why it has failed.
+    """
+
+    seconds: float
+    exchanges: Sequence[Exchange] | None = None
+    nonfinite: Count = 0
+    error: Exception | None = None
+
+
+def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
+    """The preface, at stage 0, and the pieces, from stage 1 on.
+
+    Jobs come in the same order on every rank, so a piece has the same turn on every rank.
+    """
+    preface = [] if job.preface is None else [_Piece(job, job.preface, 0)]
+    count = len(job.pieces)
+    turns = communicator.turns(count, job.connections) if job.connections > 1 else [0] * count
+    return [*preface, *(_Piece(job, start, 1, turn) for start, turn in zip(job.pieces, turns, strict=True))]
+
+
+class Runner(Protocol):
+    """What runs jobs."""
+
+    def submit(self, communicator: Communicator, job: Job) -> None:
+        """Start a job; jobs of a communicator are submitted in the same order on every rank."""
+        ...
+
+    def error_of(self, communicator: Communicator) -> BaseException | None:
+        """The error after which nothing can be run on a communicator any more: ranks do not know where others are."""
+        ...
+
+    def close(self, communicator: Communicator) -> None:
+        """Fail what is under way on a communicator, and forget it."""
+        ...
+
+
+class StreamRunner:
+    """Runs jobs at once in the caller's thread: on streams of its own on a GPU, where the host waits for nothing.
+
+    Jobs take the streams in turns, so that a bucket is encoded while its predecessor is on the wire or decoded. Pieces
+    of a job take turns for the same reason: `MAX_UNDER_WAY` of them take a stage before any takes the next. On the CPU
+    (for tests) the runner waits for every exchange.
+
+    Args:
+        streams: to issue work on; None stands for the CPU.
+    """
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
+        self._streams = cycle(streams)
+        self._broken: dict[Communicator, BaseException] = {}
+
+    def submit(self, communicator: Communicator, job: Job) -> None:
+        """See `Runner.submit`."""
+        job.take(next(self._streams))
+        broken = self._broken.get(communicator)
+        if broken is not None:
+            job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
+            return
+        waiting = deque(_pieces_of(job, communicator))
+        under_way: deque[_Piece] = deque()
+        error = None
+        try:
+            if job.preface is not None:
+                under_way.append(waiting.popleft())
+                while under_way[0].resume(communicator):
+                    pass
+                under_way.clear()
+            while waiting or under_way:
+                # As many as may be under way, so that the scratch memory of a large job is bounded.
+                while waiting and len(under_way) < MAX_UNDER_WAY:
+                    under_way.append(waiting.popleft())
+                if under_way[0].resume(communicator):
+                    under_way.rotate(-1)
+                else:
+                    under_way.popleft()
+        except Exception as cause:  # reported through the future
+            if not (under_way[0].blocks and isinstance(cause, ConfigError)):
+                self._broken[communicator] = cause  # the order of collectives is lost
+            error = communicator.describe(cause, f"{job.name}, stage {under_way[0].stage},")
+        job.finish(error)
+
+    def error_of(self, communicator: Communicator) -> BaseException | None:
+        """See `Runner.error_of`."""
+        return self._broken.get(communicator)
+
+    def close(self, communicator: Communicator) -> None:
+        """See `Runner.close`: nothing is under way between calls."""
+        self._broken.pop(communicator, None)
+
+
+class Sequencer:
+    """The thread that runs jobs over Gloo; one per process, see `runner_for`."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lanes: dict[Communicator, deque[_Piece]] = {}
+        self._broken: dict[Communicator, BaseException] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._workers = Workers()
+        self._thread = threading.Thread(target=self._run, name="gqsgd-sequencer", daemon=True)
+        self._thread.start()
+
+    def submit(self, communicator: Communicator, job: Job) -> None:
+        """See `Runner.submit`."""
+        self._events.put(lambda: self._add(communicator, job))
+
+    def error_of(self, communicator: Communicator) -> BaseException | None:
+        """See `Runner.error_of`."""
+        return self._broken.get(communicator)
+
+    def close(self, communicator: Communicator) -> None:
+        """See `Runner.close`."""
+        closed = threading.Event()
+
+        def forget() -> None:
+            self._fail(communicator, RuntimeError("it was closed"), None)
+            del self._broken[communicator]
+            closed.set()
+
+        self._events.put(forget)
+        if threading.current_thread() is self._thread or self._workers.has_this_thread():
+            return  # this thread has collected a model as garbage, and cannot wait for itself
+        if not closed.wait(CLOSE_TIMEOUT_S):
+            raise RuntimeError(f"gqsgd: the sequencing thread did not answer within {CLOSE_TIMEOUT_S:.0f} s")
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._events.put(None)
+        if threading.current_thread() is not self._thread and not self._workers.has_this_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+        self._workers.stop()
+
+    def _run(self) -> None:
+        while True:
+            begun = time.perf_counter()
+            event = self._events.get()
+            for lane in self._lanes.values():
+                if lane and lane[0].waiting_for and not lane[0].is_computing:
+                    lane[0].job.telemetry.wait_s += time.perf_counter() - begun
+            if event is None:
+                return
+            try:
+                event()
+            except Exception as error:  # a defect; without this thread, everybody would wait for ever
+                logger.exception("gqsgd: the sequencing thread failed")
+                for communicator in list(self._lanes):
+                    self._fail(communicator, error, None)
+
+    def _add(self, communicator: Communicator, job: Job) -> None:
+        try:
+            job.take(self._stream_of(job.tensor.device))
+        except Exception as error:  # of a GPU that has failed
+            self._broken.setdefault(communicator, error)
+        cause = self._broken.get(communicator)
+        if cause is not None:
+            job.finish(communicator.describe(cause, f"{job.name}, after an earlier failure,"))
+            return
+        self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job, communicator))
+        self._advance(communicator)
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type == "cuda" and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams.get(device)
+
+    def _advance(self, communicator: Communicator) -> None:
+        """Resume every piece whose exchanges are through and whose turn it is."""
+        lane = self._lanes.get(communicator, deque())
+        while piece := self._next(communicator, lane):
+            try:
+                if piece.resume(communicator):
+                    for work in piece.works:
+                        work.get_future().add_done_callback(self._waker(communicator, piece))
+                else:
+                    lane.remove(piece)
+                    piece.job.left -= 1
+                    if not piece.job.left:
+                        piece.job.finish()
+            except Exception as error:
+                if piece.blocks and isinstance(error, ConfigError):
+                    # All ranks have heard the same, and none has begun with the job: the others can go on.
+                    self._lanes[communicator] = lane = deque(other for other in lane if other.job is not piece.job)
+                    piece.job.finish(error)
+                    continue
+                self._fail(communicator, error, piece)  # reported through the futures of all that is under way
+                return
+
+    def _next(self, communicator: Communicator, lane: deque[_Piece]) -> _Piece | None:
+        """The piece to be resumed; workers get what they can compute meanwhile."""
+        self._compute_ahead(communicator, lane)
+        return next((piece for piece in ready(lane) if piece.can_resume), None)
+
+    def _compute_ahead(self, communicator: Communicator, lane: deque[_Piece]) -> None:
+        """Let workers compute for pieces whose exchanges are through, whether or not it is their turn to start another.
+
+        A job that has one thread, because its pieces have something in common or it lies on a GPU, is left to this one.
+        """
+        for piece in computable(lane):
+            piece.waiting_for, piece.is_computing = 1, True
+            piece.task = self._workers.submit(partial(self._compute, communicator, piece))
+
+    def _compute(self, communicator: Communicator, piece: _Piece) -> None:
+        """What a worker does for a piece."""
+
+        def computed() -> None:
+            piece.is_computing = False
+            self._arrived(communicator, piece)
+
+        piece.compute()
+        self._events.put(computed)
+
+    def _waker(self, communicator: Communicator, piece: _Piece) -> Callable[[object], None]:
+        """A callback for a backend's thread: it only wakes ours."""
+        return lambda _: self._events.put(partial(self._arrived, communicator, piece))
+
+    def _arrived(self, communicator: Communicator, piece: _Piece) -> None:
+        """Note that an exchange of a piece is through, or what a worker has computed for it."""
+        piece.waiting_for -= 1
+        if not piece.waiting_for:
+            self._advance(communicator)
+
+    def _fail(self, communicator: Communicator, error: BaseException, failed: _Piece | None) -> None:
+        """Fail all that is under way on a communicator, and all that comes after."""
+        self._broken[communicator] = error
+        pieces = self._lanes.pop(communicator, ())
+        wait([piece.task for piece in pieces if piece.task is not None])  # no worker writes into a tensor that is NaN
+        for job in dict.fromkeys(piece.job for piece in pieces):
+            where = f"{job.name}, stage {failed.stage}," if failed and failed.job is job else f"{job.name}, behind it,"
+            job.finish(communicator.describe(error, where))
+
+
+def computable(lane: deque[_Piece]) -> list[_Piece]:
+    """Pieces that workers may compute for now, oldest first."""
+    window = list(lane)[:MAX_UNDER_WAY]
+    busy = sum(piece.is_computing for piece in window)
+    found: list[_Piece] = []
+    for piece in window:
+        if piece.blocks:
+            break  # what ranks agree on decides whether anything is done for the pieces behind it
+        may_compute = not piece.is_preface and piece.job.threads > busy + len(found)
+        if may_compute and piece.job.threads > 1 and piece.wants_computing:
+            found.append(piece)
+    return found
+
+
+class Underway(Protocol):
+    """A piece, as far as its turn is concerned; see `_Piece`."""
+
+    stage: int
+    waiting_for: int
+    is_preface: bool
+    blocks: bool
+
+
+P = TypeVar("P", bound=Underway)
+
+
+def ready(lane: deque[P]) -> Iterator[P]:
+    """Pieces whose exchanges are through and whose predecessor is a stage ahead, oldest first."""
+    ahead: P | None = None
+    for number, piece in enumerate(lane):
+        if number == MAX_UNDER_WAY:
+            return
+        waits_for_nobody = piece.is_preface and not piece.blocks
+        if not piece.waiting_for and (waits_for_nobody or ahead is None or ahead.stage > piece.stage):
+            yield piece
+        if not waits_for_nobody:  # nor does anybody wait for it
+            ahead = piece
+
+
+_shared: Sequencer | None = None
+_users = 0
+_lock = threading.RLock()  # a collection of garbage within `runner_for` may call `release`
+
+
+def runner_for(communicator: Communicator, streams: int = 2) -> Runner:
+    """What runs the jobs of a communicator; give it back with `release`.
+
+    Args:
+        communicator: over Gloo, the process's thread runs its jobs.
+        streams: over NCCL, number of streams; 1 where other communicators use the runner, too, because collectives of
+            two that run at once might wait for each other for ever.
+    """
+    global _shared, _users
+    if communicator.backend == "nccl":
+        return StreamRunner([torch.cuda.Stream(communicator.device) for _ in range(streams)])
+    with _lock:
+        _shared = _shared or Sequencer()
+        _users += 1
+        return _shared
+
+
+def release(runner: Runner) -> None:
+    """Stop the sequencing thread after its last user."""
+    global _shared, _users
+    with _lock:
+        if runner is not _shared:  # no thread of this process: another runner, or one from before a fork
+            return
+        _users -= 1
+        last = None if _users else _shared
+        _shared = _shared if _users else None
+    if last:
+        last.stop()
+
+
+def _forget_after_fork() -> None:
+    """Threads do not survive a fork, and a lock may have been held by one of them."""
+    global _shared, _users, _lock
+    _shared, _users, _lock = None, 0, threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_after_fork)

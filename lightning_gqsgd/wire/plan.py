@@ -1,0 +1,299 @@
+"""How one flat tensor is reduced: its pieces, each with its reducer, built once and used in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import LENGTH, START, Segment, cut, pieces
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, Steps, reduced, run_virtual
+from lightning_gqsgd.reducers.base import HasSteps
+from lightning_gqsgd.reducers.memory import MemoryStore
+from lightning_gqsgd.reducers.scatter import Scatter
+from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
+
+
+def check_gradient(tensor: Tensor, what: str) -> None:
+    """Raise ConfigError for a tensor that cannot be reduced."""
+    if tensor.layout != torch.strided:
+        raise ConfigError(
+            f"{what} is sparse ({tensor.layout}); quantised allreduce needs dense gradients: "
+            "build the embedding with sparse=False, or keep this model on plain DDP"
+        )
+    check_dtype(tensor.dtype, what)
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise ConfigError for a dtype whose numbers cannot be averaged."""
+    if dtype not in COMPUTE_DTYPES:
+        names = ", ".join(map(str, COMPUTE_DTYPES))
+        raise ConfigError(f"{what} has dtype {dtype}; only floating-point tensors can be averaged: {names}")
+
+
+def check_parameters(trained: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for parameters, by their names, that cannot be averaged together."""
+    for name, parameter in trained.items():
+        check_dtype(parameter.dtype, f"parameter {name!r}")
+    devices = {parameter.device for parameter in trained.values()}
+    if len(devices) > 1:
+        raise ConfigError(f"the model's parameters are on several devices ({', '.join(map(str, devices))}); use one")
+
+
+class _Piece(NamedTuple):
+    """Some coordinates, what reduces them, and where to sample them; nothing is sampled of what is not compressed."""
+
+    part: slice
+    reducer: HasSteps
+    sample: list[slice]
+
+
+@dataclass
+class _Run:
+    """Consecutive segments that are reduced with one setting.
+
+    Attributes:
+        choice: number of the setting.
+        first: number of the first segment.
+        end: number of the first segment behind the run.
+        start: first coordinate.
+        only_raw: whether nothing in it is quantised so far, so that any setting with codes will do.
+    """
+
+    choice: int
+    first: int
+    end: int
+    start: int
+    only_raw: bool
+
+
+class Plan:
+    """The pieces of a flat tensor.
+
+    Args:
+        segments: the parameters in the flat tensor, in order.
+        setting: configuration, with the reducer chosen, number of ranks and dtype.
+        *others: the settings of segments whose choice is 1, 2 and so on. They differ in their configurations, but not
+            in the seed and ``sample_every``. No piece has coordinates with different settings.
+    """
+
+    def __init__(self, segments: Sequence[Segment], setting: Setting, *others: Setting) -> None:
+        self.setting, self._settings = setting, (setting, *others)
+        self.numel = sum(segment.numel for segment in segments)
+        self._pieces = self._cut(segments)
+
+    def starts(
+        self,
+        x: Tensor,
+        rank: int,
+        step: int,
+        store: MemoryStore,
+        counters: BucketCounters,
+        telemetry: Telemetry,
+    ) -> list[Callable[[], Steps]]:
+        """For each piece, a function that starts its steps on ``x``, which count the bytes that they send.
+
+        Args:
+            x: flat tensor, [numel].
+            rank: this rank.
+            step: number of the step, and of its dither.
+            store: what this rank remembers.
+            counters: of the bucket.
+            telemetry: of the process.
+        """
+        config, ranks = self.setting.config, self.setting.ranks
+        # Nothing is drawn for a native all-reduce, and the keys of a new step take time.
+        keys = StepKeys.of(config, 0 if self.is_native else step, ranks)
+        counters.calls += 1
+        counters.numel += self.numel
+        samples = config.sample_every and step % config.sample_every == 0
+
+        def start(piece: _Piece) -> Steps:
+            steps = self._steps(x, piece, rank, keys, store)
+            if samples and piece.sample:
+                steps = sampled(steps, x, piece.sample, self._result(rank), ranks, telemetry)
+            return _counted(steps, piece.reducer, counters)
+
+        return [partial(start, piece) for piece in self._pieces]
+
+    def average(
+        self,
+        gradients: Sequence[Tensor],
+        step: int,
+        stores: Sequence[MemoryStore],
+        *,
+        only_first: bool = False,
+    ) -> int:
+        """Replace the gradients of virtual ranks in this process by their mean; return the bytes that a rank sends.
+
+        Args:
+            gradients: a flat tensor for each rank.
+            step: number of the step, and of its dither.
+            stores: what each rank remembers.
+            only_first: replace rank 0's gradient only, and leave the others in any state.
+        """
+        keys = StepKeys.of(self.setting.config, step, self.setting.ranks)
+        for piece in self._pieces:
+            ranks = enumerate(zip(gradients, stores, strict=True))
+            run_virtual([self._steps(x, piece, rank, keys, store) for rank, (x, store) in ranks], only_first=only_first)
+        return self.sent_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank sends; see `reducers.base.Reducer`."""
+        return sum(piece.reducer.sent_bytes for piece in self._pieces)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes that one rank's coordinates take on the wire once; see `reducers.base.Reducer`."""
+        return sum(piece.reducer.message_bytes for piece in self._pieces)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the tensor is one piece that the backend's own all-reduce takes as it is."""
+        is_native = all(setting.config.reducer == "native" for setting in self._settings)
+        return is_native and len(self._pieces) == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tables of all pieces take, about."""
+        return self._table_bytes
+
+    def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
+        made = []
+        self._table_bytes = 0
+        for run in _runs(segments, self._settings):
+            setting = self._settings[run.choice]
+            reducer = REDUCERS[setting.config.reducer]
+            for table in _tables(segments[run.first : run.end], setting):
+                self._table_bytes += 3 * table.nbytes
+                inside = _span(table)
+                part = slice(run.start + inside.start, run.start + inside.stop)
+                table[:, START] -= inside.start
+                made.append(_Piece(part, reducer(table, setting), [_middle(part)] if reducer.compresses else []))
+        return made
+
+    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        return reduced(piece.reducer, x[piece.part], rank, keys, store)
+
+    def _result(self, rank: int) -> slice:
+        """In which of a piece's samples a rank finds the mean."""
+        return slice(None)
+
+
+class ScatterPlan(Plan):
+    """The pieces of a flat tensor of which every rank needs the mean of one part only: a reduce-scatter.
+
+    After a step, the r-th of as many equal parts as there are ranks holds the mean on rank r; the others hold anything.
+    Each piece has the same coordinates of every part, so that each rank sends the others equal shares of it.
+
+    Args:
+        segments: the parameters' shards in the tensor, in order: each part has as many, of the same sizes.
+        setting, *others: as for `Plan`; the reducers of their configurations do not count.
+    """
+
+    def _cut(self, segments: Sequence[Segment]) -> list[_Piece]:
+        each = len(segments) // self.setting.ranks
+        self._table_bytes = 0
+        return [piece for run in _runs(segments[:each], self._settings) for piece in self._cut_run(segments, each, run)]
+
+    def _cut_run(self, segments: Sequence[Segment], each: int, run: _Run) -> list[_Piece]:
+        """The pieces of a run of each part's segments; ``each``: number of segments of a part."""
+        setting = self._settings[run.choice]
+        ranks, share = setting.ranks, self.numel // setting.ranks
+        of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
+        tables = [cut(of_rank, setting.config.block_size) for of_rank in of_ranks]
+        self._table_bytes += 3 * sum(table.nbytes for table in tables)
+        whole = setting.config.scale_per == "parameter"
+        numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
+        lengths = [len(table) for table in pieces(tables[0], numel, whole_parameters=whole)]
+        made = []
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            blocks = [table[end - length : end] for table in tables]
+            inside = _span(blocks[0])
+            for rank, of_rank in enumerate(blocks):
+                of_rank[:, START] += rank * (inside.stop - inside.start) - inside.start
+            columns = slice(run.start + inside.start, run.start + inside.stop)
+            middle = _middle(columns, SAMPLE_NUMEL // ranks)
+            sample = [slice(rank * share + middle.start, rank * share + middle.stop) for rank in range(ranks)]
+            made.append(_Piece(columns, Scatter(np.concatenate(blocks), setting), sample))
+        return made
+
+    def _steps(self, x: Tensor, piece: _Piece, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        parts = x.view(self.setting.ranks, -1)[:, piece.part]
+        together = parts.reshape(-1)  # a copy, unless this is the only piece
+        bad = yield from reduced(piece.reducer, together, rank, keys, store)
+        parts[rank] = together.view(parts.shape)[rank]
+        return bad
+
+    def _result(self, rank: int) -> slice:
+        return slice(rank, rank + 1)
+
+    @property
+    def is_native(self) -> bool:
+        """False: ranks need parts of the tensor only."""
+        return False
+
+
+def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run]:
+    """The longest runs of segments with one setting each.
+
+    A parameter that travels uncompressed beside codes takes the same way with all of them, so it joins a neighbour.
+    """
+    runs: list[_Run] = []
+    start = 0
+    for number, segment in enumerate(segments):
+        only_raw = segment.raw and _has_codes(settings[segment.choice])
+        last = runs[-1] if runs else None
+        if last is not None and (last.choice == segment.choice or _join(last, segment.choice, only_raw, settings)):
+            last.choice = segment.choice if last.only_raw else last.choice
+            last.end, last.only_raw = number + 1, last.only_raw and only_raw
+        else:
+            runs.append(_Run(segment.choice, number, number + 1, start, only_raw))
+        start += segment.numel
+    return runs
+
+
+def _join(run: _Run, choice: int, only_raw: bool, settings: Sequence[Setting]) -> bool:
+    """Whether a segment of another choice can be reduced with a run, because one of them has nothing to quantise."""
+    both = _has_codes(settings[run.choice]) and _has_codes(settings[choice])
+    return both and (run.only_raw or only_raw)
+
+
+def _has_codes(setting: Setting) -> bool:
+    """Whether the setting quantises, and leaves alone what is to travel uncompressed."""
+    return setting.config.codec != "float"
+
+
+def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:
+    """The block tables of all pieces."""
+    config = setting.config
+    table = cut(segments, config.block_size)
+    if not REDUCERS[config.reducer].compresses:  # takes the tensor whole, so that it gives DDP's bits
+        return [table] if len(table) else []
+    numel = setting.piece_size.within(int(table[:, LENGTH].sum()))
+    return pieces(table, numel, whole_parameters=config.scale_per == "parameter")
+
+
+def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps:
+    result = yield from steps
+    counters.add_sent(reducer.sent_bytes, reducer.message_bytes)
+    return result
+
+
+def _span(table: np.ndarray) -> slice:
+    """The coordinates of a run of blocks."""
+    return slice(int(table[0, START]), int(table[-1, START] + table[-1, LENGTH]))
+
+
+def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
+    """At most ``most`` coordinates from the middle of a run."""
+    start = part.start + max(0, (part.stop - part.start - most) // 2)
+    return slice(start, min(part.stop, start + most))

@@ -1,0 +1,296 @@
+"""What compression did: bytes, seconds, and the error measured on samples.
+
+Nothing here waits for a GPU during a step. Numbers that a GPU computes are added up on the GPU, and copied to the host
+when they are read.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.protocol import Count
+from lightning_gqsgd.reducers.base import Exchange, Steps
+
+#: Coordinates per piece whose exact mean is computed on sampling steps.
+SAMPLE_NUMEL = 4096
+
+#: Measurements on a GPU that have not ended yet, at most; older ones are left out.
+MAX_MEASURING = 64
+
+#: A point in time: seconds of the host's clock, or a timing event on a GPU.
+Moment = float | torch.cuda.Event
+
+
+def moment(device: torch.device) -> Moment:
+    """The present moment; on a GPU, the moment at which the current stream gets to this point."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _Computed(NamedTuple):
+    """A tensor, and the stream that computes it; None on the CPU."""
+
+    tensor: Tensor
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def here(cls, tensor: Tensor) -> _Computed:
+        """A tensor that the current stream computes."""
+        return cls(tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
+
+    def get(self) -> Tensor:
+        """The tensor for the current stream, which waits for the other."""
+        now = _Computed.here(self.tensor).stream
+        if now is not None and self.stream is not None and now != self.stream:
+            now.wait_stream(self.stream)
+            self.tensor.record_stream(now)
+        return self.tensor
+
+
+class Tally:
+    """A sum of numbers and of tensors of one shape, on the tensors' device.
+
+    Each stream adds what it has computed to a sum of its own, so that none waits for another before the sum is read.
+    """
+
+    def __init__(self) -> None:
+        self._number: float = 0
+        self._sums: dict[torch.cuda.Stream | None, _Computed] = {}
+
+    def add(self, value: float | Tensor) -> None:
+        """Add a number, or a tensor that the current stream computes."""
+        if not isinstance(value, Tensor):
+            self._number += value
+            return
+        new = _Computed.here(value)
+        before = self._sums.get(new.stream)
+        self._sums[new.stream] = new if before is None else _Computed(before.tensor + value, new.stream)
+
+    def total(self) -> float | Tensor:
+        """The sum: a tensor for the current stream, which waits for the others, if any was added."""
+        return sum((computed.get() for computed in list(self._sums.values())), self._number)
+
+
+@dataclass
+class BucketCounters:
+    """Totals of one bucket index since the start.
+
+    On a GPU, ``encode_s``, ``decode_s`` and ``latency_s`` are the host's time to issue the work, not that of the work.
+
+    Attributes:
+        calls: number of times that the bucket was reduced.
+        numel: coordinates reduced.
+        message_bytes: bytes of one rank's messages (see `reducers.base.Reducer`).
+        bytes_sent: bytes sent by this rank.
+        encode_s: seconds in stages before the last exchange.
+        decode_s: seconds after it.
+        latency_s: seconds from the hook's call to the result.
+    """
+
+    calls: int = 0
+    numel: int = 0
+    message_bytes: int = 0
+    bytes_sent: int = 0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    latency_s: float = 0.0
+    _nonfinite: Tally = field(default_factory=Tally, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add_sent(self, bytes_sent: int, message_bytes: int) -> None:
+        """Count the bytes of a piece; several threads may do so at once."""
+        with self._lock:
+            self.bytes_sent += bytes_sent
+            self.message_bytes += message_bytes
+
+    def add_nonfinite(self, blocks: Count) -> None:
+        """Count blocks whose mean is NaN or infinite."""
+        self._nonfinite.add(blocks)
+
+    @property
+    def nonfinite_blocks(self) -> int:
+        """Blocks whose mean is NaN or infinite. Waits for a GPU."""
+        return int(self._nonfinite.total())
+
+
+@dataclass
+class Telemetry:
+    """Counters of one process; all are totals since the start.
+
+    Reading ``error``, ``reference``, ``last_rel_l2`` or `totals` waits for a GPU; nothing else does.
+
+    Attributes:
+        steps: number of reduced steps, those that plain DDP has carried included.
+        plain_steps: number of steps that plain DDP has carried, see `adaptive.plain`.
+        wait_s: seconds in which pieces were on the wire and the processor had nothing to do for them.
+        exposed_s: seconds from the last bucket's arrival to the last result: what backward waited for. On a GPU, of the
+            steps that it has finished.
+        buckets: counters by bucket index (buckets are rebuilt once after the first step).
+        choice: of the latest step, where bits are chosen while training, what `adaptive.steering.Steering.choice` says:
+            ``bits``; ``trying``, 1 while candidates or plain DDP are tried and 0 otherwise; ``plain``, 1 while plain
+            DDP carries the gradients and 0 otherwise; ``noise_scale`` and ``predicted_step_s``, where they are known.
+            Otherwise empty.
+    """
+
+    steps: int = 0
+    plain_steps: int = 0
+    wait_s: float = 0.0
+    exposed_s: float = 0.0
+    buckets: dict[int, BucketCounters] = field(default_factory=dict)
+    choice: dict[str, float] = field(default_factory=dict)
+    _measuring: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
+        default_factory=lambda: deque(maxlen=MAX_MEASURING), repr=False
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # readers collect, too
+    # Sums of squares, [2]: of (estimate - mean) and of the mean.
+    _of_step: Tally = field(default_factory=Tally, repr=False)
+    _of_last: _Computed | None = field(default=None, repr=False)
+    _of_all: Tally = field(default_factory=Tally, repr=False)
+
+    def bucket(self, index: int) -> BucketCounters:
+        """Counters of a bucket, made on first use."""
+        return self.buckets.setdefault(index, BucketCounters())
+
+    def add_sample(self, error: Tensor, reference: Tensor) -> None:
+        """Add sums of squares over one sample, 0-d; a non-finite sample is left out."""
+        sums = torch.stack([error, reference]).double()
+        sums = torch.where(sums.isfinite().all(), sums, 0.0)
+        with self._lock:  # several threads may add samples at once
+            self._of_step.add(sums)
+
+    def expose(self, since: Moment, until: Moment) -> None:
+        """Book time in which backward waited for a result; of two moments on a GPU, once both have passed."""
+        if isinstance(since, float) and isinstance(until, float):
+            self.exposed_s += until - since
+        elif not isinstance(since, float) and not isinstance(until, float):
+            self._measuring.append((since, until))
+        self.collect()
+
+    def collect(self) -> None:
+        """Book what a GPU has finished, without waiting for it."""
+        with self._lock:
+            while self._measuring and self._measuring[0][1].query():
+                since, until = self._measuring.popleft()
+                self.exposed_s += since.elapsed_time(until) / 1e3
+
+    def end_step(self) -> None:
+        """Close a step."""
+        self.steps += 1
+        self.collect()
+        sums, self._of_step = self._of_step.total(), Tally()
+        if isinstance(sums, Tensor):  # it was sampled
+            before = torch.zeros_like(sums) if self._of_last is None else self._of_last.get()
+            self._of_last = _Computed.here(torch.where(sums[1] > 0, sums, before))
+            self._of_all.add(torch.where(sums[1] > 0, sums, 0.0))
+
+    def add_plain_step(self, numel: int, message_bytes: int, bytes_sent: int) -> None:
+        """Count a step that plain DDP has carried; how long it has waited is not known.
+
+        Args:
+            numel: coordinates of all gradients.
+            message_bytes: their bytes.
+            bytes_sent: bytes that a ring all-reduce of them makes this rank send.
+        """
+        counters = self.bucket(0)
+        counters.calls += 1
+        counters.numel += numel
+        counters.message_bytes += message_bytes
+        counters.bytes_sent += bytes_sent
+        self.plain_steps += 1
+        self.steps += 1
+
+    @property
+    def error(self) -> float:
+        """Sum of squares of (estimate - mean) over all sampled coordinates."""
+        return self._sums()[0]
+
+    @property
+    def reference(self) -> float:
+        """Sum of squares of the mean over all sampled coordinates."""
+        return self._sums()[1]
+
+    @property
+    def last_rel_l2(self) -> float:
+        """Relative L2 error of the latest sampled step; NaN before the first."""
+        error, reference = (0.0, 0.0) if self._of_last is None else self._of_last.get().tolist()
+        return math.sqrt(error / reference) if reference > 0 else math.nan
+
+    def _sums(self) -> list[float]:
+        total = self._of_all.total()
+        return total.tolist() if isinstance(total, Tensor) else [0.0, 0.0]
+
+    def totals(self) -> dict[str, float]:
+        """All counters as plain numbers: totals over buckets, bits per coordinate, relative L2 error."""
+        self.collect()
+        buckets = list(self.buckets.values())
+        numel = sum(bucket.numel for bucket in buckets)
+        totals = {
+            name: sum(getattr(bucket, name) for bucket in buckets)
+            for name in ("bytes_sent", "encode_s", "decode_s", "nonfinite_blocks")
+        }
+        message_bytes = sum(bucket.message_bytes for bucket in buckets)
+        return {
+            **totals,
+            "bits_per_coordinate": 8 * message_bytes / numel if numel else math.nan,
+            "wait_s": self.wait_s,
+            "exposed_s": self.exposed_s,
+            "rel_l2": self.last_rel_l2,
+            "steps": self.steps,
+            "plain_steps": self.plain_steps,
+        }
+
+
+class Meter:
+    """Reads counters for a logger, from here on.
+
+    Totals since the start: ``bytes_sent`` (by this rank), ``nonfinite_blocks``. Means since the last reading:
+    ``encode_s``, ``wait_s``, ``decode_s``, ``exposed_s`` (seconds per step), without the steps that plain DDP has
+    carried, whose times are not known; left out if there are no other steps. Mean since the start:
+    ``bits_per_coordinate``. Of the latest sampled step: ``rel_l2``, NaN before the first. Of the latest step, where
+    bits are chosen while training: what `Telemetry.choice` has.
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._before = telemetry.totals()
+
+    def read(self) -> dict[str, float]:
+        """The values by name, with ``gqsgd/`` in front; none if no step was reduced since the last reading."""
+        before, totals = self._before, self._telemetry.totals()
+        steps = totals["steps"] - before["steps"]
+        if not steps:
+            return {}
+        self._before = totals
+        values = {name: totals[name] for name in ("bytes_sent", "nonfinite_blocks", "bits_per_coordinate", "rel_l2")}
+        timed = steps - (totals["plain_steps"] - before["plain_steps"])
+        for name in ("encode_s", "wait_s", "decode_s", "exposed_s") if timed else ():
+            values[name] = (totals[name] - before[name]) / timed
+        values |= self._telemetry.choice
+        return {f"gqsgd/{name}": float(value) for name, value in values.items()}
+
+
+def sampled(steps: Steps, x: Tensor, sample: Sequence[slice], result: slice, ranks: int, telemetry: Telemetry) -> Steps:
+    """The same steps, which also measure the error of some coordinates of ``x`` against their exact mean.
+
+    ``sample``: where they are, all of one length; ``result``: in which of these places the steps leave the mean.
+    """
+    exact = torch.stack([x[part] for part in sample]).to(torch.promote_types(x.dtype, torch.float32)) / ranks
+    first: Sequence[Exchange] = next(steps)
+    yield (*first, Exchange.in_place("sum", exact))
+    bad = yield from steps
+    mean = exact[result]
+    estimate = torch.stack([x[part] for part in sample[result]]).to(mean.dtype)
+    telemetry.add_sample((estimate - mean).square().sum(), mean.square().sum())
+    return bad
