@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.config import GQSGDConfig
+from recipes.comparison.plan import settings_of
 from recipes.configuration import compose_configuration
 from recipes.strategies.choices import strategies
 
@@ -156,6 +157,12 @@ def test_gqsgd_has_the_command(arguments: list[str]) -> None:
 )
 def test_recipes_compose(script: str, arguments: list[str]) -> None:
     """With the first of each comma list; of the others, those of a group name a file."""
+    if "--from" in arguments:
+        place = arguments.index("--from")
+        settings = [one for one in arguments[place + 1 :] if "=" in one]
+        assert len(settings) < len(arguments) - place - 1, "compare.py --from takes folders"
+        settings_of([*arguments[:place], *settings])
+        return
     lists = script == "compare" or "-m" in arguments
     arguments = [one for one in arguments if not one.startswith("-")]
     if script == "compare":
