@@ -4,8 +4,8 @@
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Every host makes gradient steps on a quadratic of its own.
 An all-reduce averages the gradients of all hosts. Gossip averages a host's model with those of its neighbours after a
-step, with the Metropolis weights of `research.simulation.graph.Graph`. Cases take turns step by step, so that all of them see
-the same load of the machine.
+step, with the Metropolis weights of `research.simulation.graph.Graph`. Cases take turns step by step, so that all of
+them see the same load of the machine.
 """
 
 from __future__ import annotations

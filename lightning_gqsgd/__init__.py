@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lightning_gqsgd._autoload import flavour, install
+from lightning_gqsgd.version import __version__
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig, Memory
@@ -30,28 +31,26 @@ if TYPE_CHECKING:
     from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
     from lightning_gqsgd.research.simulation import simulate
 
-__version__ = "0.1.0"
-
 _HOMES = {
-    "CMDAdagrad": "optim",
+    "CMDAdagrad": "research.optim",
     "CollectiveError": "errors",
     "ConfigError": "errors",
-    "DCPState": "distributed_checkpoint",
+    "DCPState": "frameworks.distributed_checkpoint",
     "GQSGDConfig": "config",
-    "GQSGDFSDPState": "integrations.fsdp",
-    "GQSGDKwargs": "integrations.accelerate",
-    "GQSGDState": "hook",
+    "GQSGDFSDPState": "frameworks.fsdp",
+    "GQSGDKwargs": "frameworks.accelerate",
+    "GQSGDState": "ddp.hook",
     "LocalSteps": "local_steps.optimizer",
     "Memory": "spec.memories",
-    "PRESETS": "presets",
-    "RDAAdagrad": "optim",
-    "RayGQSGDStrategy": "integrations.ray",
+    "PRESETS": "config.presets",
+    "RDAAdagrad": "research.optim",
+    "RayGQSGDStrategy": "frameworks.ray",
     "StabilityWarning": "reducers.memory",
-    "all_reduce": "functional",
-    "enable": "integrations.enable",
-    "register_gqsgd": "hook",
-    "register_gqsgd_fsdp": "integrations.fsdp",
-    "simulate": "simulation",
+    "all_reduce": "ddp.functional",
+    "enable": "frameworks.enable",
+    "register_gqsgd": "ddp.hook",
+    "register_gqsgd_fsdp": "frameworks.fsdp",
+    "simulate": "research.simulation",
 }
 
 #: The packages that bring a module, as the extras of pyproject.toml have them (a test compares). PyPI does not have our
@@ -95,9 +94,9 @@ install()
 
 def __getattr__(name: str) -> Any:
     if name in ("GQSGDStrategy", "GQSGDTelemetry"):
-        home = f"integrations.{flavour('lightning.pytorch', 'pytorch_lightning')}"
+        home = f"frameworks.{flavour('lightning.pytorch', 'pytorch_lightning')}"
     elif name == "GQSGDFabricStrategy":
-        home = f"integrations.{flavour('lightning.fabric', 'lightning_fabric')}"
+        home = f"frameworks.{flavour('lightning.fabric', 'lightning_fabric')}"
     elif name in _HOMES:
         home = _HOMES[name]
     else:

@@ -126,7 +126,7 @@ def resolve(page: str, link: str) -> str | None:
 
 def _with_version(markdown: str) -> str:
     """The first page with the version of the package below its title."""
-    source = (ROOT / "lightning_gqsgd" / "__init__.py").read_text(encoding="utf-8")
+    source = (ROOT / "lightning_gqsgd" / "version.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     title, rest = markdown.split("\n", 1)
     return f"{title}\n\nVersion {version}.\n{rest}"

@@ -50,10 +50,13 @@ class StepClock:
     def begin_step(self) -> int:
         """Begin a step; returns the length of the step before in microseconds, at least 1, or 0 if it does not
         count."""
-        now, before = time.perf_counter(), self._begun
+        now = time.perf_counter()
+        before = self._begun
         counts = before is not None and not self._was_interrupted and self._forwards == self._usual
-        self._begun, self._usual = now, self._forwards
-        self._forwards, self._was_interrupted = 0, False
+        self._begun = now
+        self._usual = self._forwards
+        self._forwards = 0
+        self._was_interrupted = False
         return max(1, round(1e6 * (now - before))) if counts and before is not None else 0
 
     def end_backward(self) -> None:

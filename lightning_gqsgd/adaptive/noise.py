@@ -124,9 +124,11 @@ class Way:
         Raises:
             ConfigError: its reducer rounds in a way that is not predicted.
         """
-        reducer, messages = config.reducer, ranks
+        reducer = config.reducer
+        messages = ranks
         if reducer == "hierarchical":
-            reducer, messages = between_nodes(config, ranks).reducer, ranks // config.node_size
+            reducer = between_nodes(config, ranks).reducer
+            messages = ranks // config.node_size
         if reducer not in ("native", "bf16", "gather", "two_shot"):
             raise ConfigError(
                 f'bits="auto" does not predict the error of reducer={reducer!r}, which {config.num_bits} bits have '
@@ -265,7 +267,9 @@ class NoiseGauge:
             return
         try:
             saved: Mapping[str, Any] = dict(state)  # type: ignore[call-overload]
-            bits, floor, count = [int(value) for value in saved["bits"]], int(saved["floor"]), int(saved["count"])
+            bits = [int(value) for value in saved["bits"]]
+            floor = int(saved["floor"])
+            count = int(saved["count"])
             sums = [float(value) for value in saved["sums"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -276,4 +280,5 @@ class NoiseGauge:
             return
         self.floor = floor
         if is_same_world:
-            self.count, self._sums = count, sums
+            self.count = count
+            self._sums = sums

@@ -109,7 +109,8 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
     known = set(map(id, reduced))
     # One that was unfrozen since is not reduced, which `trained.TrainedParameters.check` refuses.
     kept = [(parameter, is_sparse) for parameter, is_sparse in built if id(parameter) in known]
-    parameters, expects_sparse = [parameter for parameter, _ in kept], [is_sparse for _, is_sparse in kept]
+    parameters = [parameter for parameter, _ in kept]
+    expects_sparse = [is_sparse for _, is_sparse in kept]
     if list(map(id, parameters)) != list(map(id, reduced)):
         return False
     before = model.reducer, model.logger
@@ -146,13 +147,18 @@ class PlainPath:
     """
 
     def __init__(self, model: DistributedDataParallel, engine: Engine, steering: Steering) -> None:
-        self.is_on, self.passed = False, 0
-        self._engine, self._steering, self._rules = engine, steering, Rules()
+        self.is_on = False
+        self.passed = 0
+        self._engine = engine
+        self._steering = steering
+        self._rules = Rules()
         self._parameters, _ = model._build_params_for_reducer()
         self._bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         self._numel = sum(p.numel() for p in self._parameters)
         self._expectation = _Expectation()
-        self._counted, self._seen = 0, 0  # backward passes so far, and those of them that were dealt with
+        # backward passes so far, and those of them that were dealt with
+        self._counted = 0
+        self._seen = 0
         self._matches = 0
         self._since = 0  # steps since plain DDP took the hook's place
         self._lengths: deque[int] = deque(maxlen=self._rules.window)  # in microseconds
@@ -190,11 +196,13 @@ class PlainPath:
         A comparison under way was started before. Nothing follows from it on this rank, because other ranks might have
         loaded nothing. The next comparison finds that.
         """
-        self.passed, self._comparing = 0, None
+        self.passed = 0
+        self._comparing = None
 
     def forget(self) -> None:
         """Count no backward pass before the next forward pass, and let go of the parameters: the hook was closed."""
-        self._expectation.is_open, self._comparing = False, None
+        self._expectation.is_open = False
+        self._comparing = None
         self._parameters = []
 
     def remove(self) -> None:
@@ -259,7 +267,8 @@ class PlainPath:
     def _leave_hook(self, model: DistributedDataParallel, step: int) -> None:
         if not rebuild_reducer(model, self._parameters, None):
             return
-        self.is_on, self._since = True, 0
+        self.is_on = True
+        self._since = 0
         self._lengths.clear()
         self._engine.forget_agreed()
         self._engine.plans.clear()
@@ -296,7 +305,9 @@ class PlainPath:
     def _return_to_hook(self, model: DistributedDataParallel, step: int, hook: Hook) -> None:
         if not rebuild_reducer(model, self._parameters, hook):
             return
-        self.is_on, self._goes_back, self._matches = False, False, 0
+        self.is_on = False
+        self._goes_back = False
+        self._matches = 0
         self._steering.is_countable = False
         self._steering.end_plain()
         self._log(f"the hook carries the gradients again from step {step} on")

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from lightning_gqsgd.predict.costs import Costs
 
 #: Buckets of the model, and coordinates of each; a bucket is one piece.
-BUCKETS, BUCKET_NUMEL = 4, 1 << 16
+BUCKETS = 4
+BUCKET_NUMEL = 1 << 16
 #: Halvings of the interval in which a cost is searched: 2^-20 of the largest cost that is possible.
 _HALVINGS = 20
 
@@ -101,7 +102,8 @@ class _Model:
         # Only trainings that try several widths need the model.
         from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
-        self._candidates, self._ranks = candidates, ranks
+        self._candidates = candidates
+        self._ranks = ranks
         self.numel = BUCKETS * BUCKET_NUMEL
         segments = (Segment(0, BUCKET_NUMEL, False),)
         ready = [backward_s * number / (BUCKETS - 1) for number in range(BUCKETS)]
@@ -136,7 +138,8 @@ def _solved(excess: Callable[[float], float], most: float) -> float:
     """The number from 0 to ``most`` at which a growing function changes its sign; 0 or ``most``, if it has none."""
     if excess(0.0) >= 0 or most <= 0:
         return 0.0
-    low, high = 0.0, most
+    low = 0.0
+    high = most
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if excess(middle) > 0 else (middle, high)

@@ -128,8 +128,10 @@ class GradientSampler:
 
         Sums over parameters are exact, so that they do not depend on the order of buckets.
         """
-        own, inner = self._own, self._inner
-        self._own, self._inner = {}, {}
+        own = self._own
+        inner = self._inner
+        self._own = {}
+        self._inner = {}
         if not own or set(own) != set(inner):
             return None
         rows = torch.stack([torch.cat([own[key], inner[key].view(1)]) for key in own]).tolist()
@@ -140,7 +142,8 @@ class GradientSampler:
 
     def drop(self) -> None:
         """Forget what has been measured since the last call of `collect`."""
-        self._own, self._inner = {}, {}
+        self._own = {}
+        self._inner = {}
 
     def compile(self, dtype: torch.dtype, device: torch.device) -> None:
         """Round a few numbers once, so that no step waits for a compiler."""
@@ -149,7 +152,8 @@ class GradientSampler:
 
     def _rounded(self, x: Tensor, config: GQSGDConfig, segments: tuple[Segment, ...], step: int) -> Tensor:
         """What a flat tensor is decoded to once a rank has encoded it."""
-        plan, result = self._plan(config, segments, x.dtype), x.clone()
+        plan = self._plan(config, segments, x.dtype)
+        result = x.clone()
         plan.average([result], step, [new_store(config, 1, {}, x.dtype, x.device)])
         return result
 
@@ -166,7 +170,8 @@ class GradientSampler:
 
 def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
     """Where the samples of a bucket are."""
-    at, runs = 0, []
+    at = 0
+    runs = []
     for segment in segments:
         end = at + segment.numel
         if not segment.raw and segment.numel:

@@ -92,7 +92,8 @@ class Steering:
         self._obstacle: str | None = None  # why the hook stays at 32 bits; empty: nothing prevents that it is left
         self._all_countable = False
         self.is_plain = False
-        self._total_bits, self._total_steps = 0, 0
+        self._total_bits = 0
+        self._total_steps = 0
         self._permit(0)
 
     @property
@@ -139,7 +140,8 @@ class Steering:
             logs: whether to say a decision.
         """
         period_us = self._clock.begin_step()
-        begun, known = time.perf_counter(), len(self.decisions)
+        begun = time.perf_counter()
+        known = len(self.decisions)
         for compared_in in sorted(number for number in self._inbox if number <= step - 2):
             self._use(compared_in, self._inbox.pop(compared_in), step)
         self.bits = self._fewest() if self.trials is None else self.trials.choose(step)
@@ -184,7 +186,8 @@ class Steering:
 
     def _use(self, compared_in: int, agreed: Agreed, step: int) -> None:
         """Let what was compared in an earlier step decide from ``step`` on."""
-        waits, sums = [row[:2] for row in agreed.numbers], [row[2:] for row in agreed.numbers]
+        waits = [row[:2] for row in agreed.numbers]
+        sums = [row[2:] for row in agreed.numbers]
         if self.trials is not None:
             # A rank that waits longer than others waits for them, and not for the link alone.
             exposed_s = _seconds(min((row[0] for row in waits), default=0))
@@ -219,7 +222,8 @@ class Steering:
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
         """How long the step before has waited for gradients, and its buckets have arrived, in microseconds plus 1; 0:
         not known."""
-        before, self._exposed_s = self._exposed_s, exposed_s
+        before = self._exposed_s
+        self._exposed_s = exposed_s
         if exposed_s is None or before is None:
             return 0, 0
         return 1 + round(1e6 * max(0.0, exposed_s - before)), 1 + round(1e6 * self._clock.backward_s)
@@ -228,7 +232,8 @@ class Steering:
         """What was measured of the step before, as integers with the bits of fp64 numbers; zeros: nothing."""
         if self.gauge is None:
             return ()
-        measured, self._measuring = self._measuring, None
+        measured = self._measuring
+        self._measuring = None
         sums = self._sampler.collect() if measured == step - 1 else None
         if sums is None:
             self._sampler.drop()
@@ -252,7 +257,9 @@ class Steering:
         """Plain DDP has taken the hook's place. What was measured of the hook's steps does not count any more."""
         assert self.trials is not None
         self.trials.begin_rest()
-        self.is_plain, self.leaves_hook, self._all_countable = True, False, False
+        self.is_plain = True
+        self.leaves_hook = False
+        self._all_countable = False
         self._inbox.clear()
         self._clock.interrupt()
 
@@ -263,7 +270,8 @@ class Steering:
 
     def count_step(self) -> None:
         """Count a step at the present bits, for their average."""
-        self._total_bits, self._total_steps = self._total_bits + self.bits, self._total_steps + 1
+        self._total_bits = self._total_bits + self.bits
+        self._total_steps = self._total_steps + 1
 
     def time_plain_step(self) -> int:
         """End a step that plain DDP has carried, and begin the next; see `clock.StepClock.begin_step`."""
@@ -332,11 +340,16 @@ class Steering:
             ConfigError: ``state`` is no such state.
         """
         self._clock.interrupt()
-        self.leaves_hook, self._all_countable = False, False
+        self.leaves_hook = False
+        self._all_countable = False
         self._sampler.drop()
-        self._measuring, self._exposed_s = None, None
-        self._inbox, self._changes, self._inherited = {}, [], 0
-        self._total_bits, self._total_steps = 0, 0
+        self._measuring = None
+        self._exposed_s = None
+        self._inbox = {}
+        self._changes = []
+        self._inherited = 0
+        self._total_bits = 0
+        self._total_steps = 0
         if state is not None and not isinstance(state, Mapping):
             raise ConfigError(
                 f"the gqsgd state's entry 'auto' is {state!r:.100}; load what state_dict has written, or drop the entry"

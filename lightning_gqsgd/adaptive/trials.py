@@ -124,8 +124,10 @@ class Trials:
             step: the step.
             why: why others may not be used, for people.
         """
-        before, self.permitted = self.permitted, tuple(width for width in self.allow if width in bits)
-        trial, is_new = self._trial, not set(self.permitted) <= set(before)
+        before = self.permitted
+        self.permitted = tuple(width for width in self.allow if width in bits)
+        trial = self._trial
+        is_new = not set(self.permitted) <= set(before)
         if trial is not None:
             forbidden = set(self.allow) - set(self.permitted)
             trial.hopeless |= forbidden
@@ -209,7 +211,8 @@ class Trials:
     def _settle(self, decision: Decision) -> None:
         """Note a decision, and watch the steps that follow."""
         self.decisions.append(decision)
-        self._reference_s, self._is_refined = decision.seconds.get(self.bits), False
+        self._reference_s = decision.seconds.get(self.bits)
+        self._is_refined = False
         self._window.clear()
         self._counted.clear()
 
@@ -227,7 +230,8 @@ class Trials:
             self._next_turn(trial)
         if trial.draining is None:
             self.bits = trial.bits
-            is_first, trial.is_new_turn = trial.is_new_turn, False
+            is_first = trial.is_new_turn
+            trial.is_new_turn = False
             trial.left -= 1
             trial.used += 1
             return not is_first
@@ -304,7 +308,8 @@ class Trials:
     def _end_challenge(self, challenge: Challenge, step: int, seconds: float | None) -> None:
         """Keep plain DDP or the bits that it was compared with; ``seconds``: its median; None: it did not come."""
         self._challenge = None
-        medians, reason = dict(challenge.seconds), "the hook has not left its place"
+        medians = dict(challenge.seconds)
+        reason = "the hook has not left its place"
         stays = False
         if seconds is not None:
             medians[self.bits] = seconds
@@ -376,7 +381,8 @@ class Trials:
             lengths: of the latest steps, in seconds, up to `Rules.window` of them.
         """
         if len(lengths) >= self.rules.latest:
-            now, decided = median(list(lengths)[-self.rules.latest :]), self._reference_s
+            now = median(list(lengths)[-self.rules.latest :])
+            decided = self._reference_s
             jumps = decided is not None and max(now / decided, decided / now) > 1 + self.rules.jump
             if jumps or self._challenge is not None:
                 return now
@@ -400,7 +406,8 @@ class Trials:
         change = now / self._reference_s - 1
         if abs(change) <= self.rules.drift or (expects_shorter and change < 0):
             if not self._is_refined:
-                self._reference_s, self._is_refined = now, True
+                self._reference_s = now
+                self._is_refined = True
         elif self._credit >= self._cost:
             self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
 
@@ -445,7 +452,9 @@ class Trials:
         """
         try:
             decisions = [Decision.from_dict(row) for row in state["decisions"]]
-            bits, reference_s, credit = state["bits"], state["reference_s"], _credit(state["credit"])
+            bits = state["bits"]
+            reference_s = state["reference_s"]
+            credit = _credit(state["credit"])
             bits = None if bits is None else width(bits)
             reference_s = None if reference_s is None else positive(reference_s)
             tried = tuple(map(width, state.get("allow", allow)))
@@ -464,7 +473,8 @@ class Trials:
         if is_same_world and fresh:
             trials._why = f"{', '.join(map(str, fresh))} bits are allowed now"
         elif is_same_world:
-            trials._waiting, trials._reference_s = None, reference_s
+            trials._waiting = None
+            trials._reference_s = reference_s
             trials._challenge = challenge if challenge is not None and challenge.bits in trials.allow else None
         else:
             trials._why = "another number of ranks"

@@ -41,7 +41,8 @@ ASSUMED = "h100"
 #: The latency of a link where it is not given, and the rate between the ranks of a node in each direction: NVLink's
 #: rated one for these devices, and that of others.
 LATENCY = "50us"
-INTRA, OTHER_INTRA = {"h100": "3.6tbit", "a100": "2.4tbit"}, "200gbit"
+INTRA = {"h100": "3.6tbit", "a100": "2.4tbit"}
+OTHER_INTRA = "200gbit"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Question:
             self._check_codes(probe)
         costs_at, rate = self._network(codec, probe, per_node)
         if self.backward is None:
-            timeline, notes = self._measured(probe), [""]
+            timeline = self._measured(probe)
+            notes = [""]
             batch = self._batch_of(timeline)
         else:
             timeline, notes = self._estimated(self.backward)
@@ -258,7 +260,8 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for candidate in (*choices, *([] if local is None else [local])):
-        step, rate = candidate.prediction, _samples_per_s(cluster, candidate)
+        step = candidate.prediction
+        rate = _samples_per_s(cluster, candidate)
         made.add_row(
             candidate.name,
             f"{1e3 * step.step_s:.1f}",

@@ -49,7 +49,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, ric
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from lightning_gqsgd import __version__
+        from lightning_gqsgd.version import __version__
 
         typer.echo(f"gqsgd {__version__}")
         raise typer.Exit

@@ -119,7 +119,8 @@ def _average(device: torch.device) -> None:
 
 def _strategy(module: str) -> Finding | str:
     """Whether a Lightning package knows the strategy "gqsgd"."""
-    package, name = module.partition(".")[0], "gqsgd"
+    package = module.partition(".")[0]
+    name = "gqsgd"
     if _version(package) == "not installed":
         return "not installed"
     registry = importlib.import_module(module).StrategyRegistry

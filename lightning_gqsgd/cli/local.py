@@ -12,7 +12,8 @@ def row(name: str) -> list[str]:
     """Cells under the listing's headings."""
     preset = LOCAL_PRESETS[name]
     given = preset.options
-    outer, rule = str(given.get("outer", "nesterov")), str(given.get("rule", "mean"))
+    outer = str(given.get("outer", "nesterov"))
+    rule = str(given.get("rule", "mean"))
     return [name, str(given["every"]), outer, rule, preset.compression.config.describe(), preset.paper]
 
 

@@ -43,7 +43,8 @@ class Planned:
             ConfigError: a file or a problem that cannot work.
         """
         problem = LocalProblem.load(path)
-        best, others = plan(problem), {}
+        best = plan(problem)
+        others = {}
         for name, restriction in (("one sample per step", {"batch": 1}), ("one step per round", {"most_steps": 1})):
             try:
                 others[name] = plan(problem, **restriction)

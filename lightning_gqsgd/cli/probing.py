@@ -30,7 +30,8 @@ from lightning_gqsgd.predict.writing import check_writable
 #: Seconds that ranks wait for each other.
 _TIMEOUT_S = 120
 #: Steps from which a model's timeline is taken, after those that warm up.
-_STEPS, _WARMUP = 8, 3
+_STEPS = 8
+_WARMUP = 3
 #: Most processes of one machine.
 MOST_PROCS = 64
 

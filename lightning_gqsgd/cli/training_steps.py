@@ -20,7 +20,9 @@ from lightning_gqsgd.predict.turns import Case, EventClock, in_turns, stopwatch
 from lightning_gqsgd.reducers.base import ring_bytes
 
 #: The model: dense layers of these widths, 4.7 M parameters, on so many samples of each rank.
-LAYERS, CLASSES, BATCH = (512, 1024, 1024, 1024, 1024, 1024), 10, 8
+LAYERS = (512, 1024, 1024, 1024, 1024, 1024)
+CLASSES = 10
+BATCH = 8
 PLAIN = "ddp"
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve
@@ -19,6 +18,7 @@ from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.session.nodes import with_nodes
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
+from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
@@ -39,7 +39,8 @@ class _Reductions:
     """All calls on one process group and device."""
 
     def __init__(self, engine: Engine, group: dist.ProcessGroup) -> None:
-        self.engine, self._group = engine, group
+        self.engine = engine
+        self._group = group
         self._calls = 1  # the call that makes this object
         self._prepared: set[tuple[GQSGDConfig, torch.dtype]] = set()
 
@@ -81,7 +82,9 @@ class Reduction:
     """An allreduce under way."""
 
     def __init__(self, job: Job, flat: Tensor, out: Tensor) -> None:
-        self._job, self._flat, self._out = job, flat, out
+        self._job = job
+        self._flat = flat
+        self._out = out
 
     def done(self) -> bool:
         """True once there is a result or an error (on a GPU, once all work for the result is issued)."""
@@ -164,7 +167,8 @@ def all_reduce(
     """
     parent = parent_group(group)
     step = plain_integer(step)
-    reductions, number = _usable(parent, tensor), 0
+    reductions = _usable(parent, tensor)
+    number = 0
     known = reductions or _any_of(parent)
     if known is not None:
         number = known.number()  # counted on all ranks, also where one refuses

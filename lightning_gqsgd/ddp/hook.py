@@ -90,9 +90,13 @@ class GQSGDState:
         meeting: Meeting | None = None,
     ) -> None:
         check_is_ddp(model)
-        self._group, self._device, self._timeout = model.process_group, device_of(model), timeout
-        self._requested, self._post_local_sgd = config, post_local_sgd
-        self._step, self._compares_first = 0, False
+        self._group = model.process_group
+        self._device = device_of(model)
+        self._timeout = timeout
+        self._requested = config
+        self._post_local_sgd = post_local_sgd
+        self._step = 0
+        self._compares_first = False
         self._plain: PlainPath | None = None
         self._watch: BackwardWatch | None = None
         self._is_in_step = False  # some buckets of a backward pass have come, and not the last one
@@ -109,7 +113,8 @@ class GQSGDState:
             steering = self._steering = Steering(config, world_size) if config.chooses_bits else None
             by_bits = resolve_each(config, world_size) if steering is None else steering.candidates
             configs = list(by_bits.values())
-            self._config, self._others = configs[0], tuple(configs[1:]) if steering is None else ()
+            self._config = configs[0]
+            self._others = tuple(configs[1:]) if steering is None else ()
             self._choices = {bits: number for number, bits in enumerate(by_bits)}
             self._trained = TrainedParameters(model, self._parameters)
             facts = facts_of(config, config if len(configs) > 1 else self.config, model, numbered)
@@ -167,7 +172,8 @@ class GQSGDState:
     @step.setter
     def step(self, number: int) -> None:
         check_integer("step", plain_integer(number), 0, MAX_STEP)
-        self._step, self._compares_first = int(number), True
+        self._step = int(number)
+        self._compares_first = True
         if self._plain is not None:
             self._plain.restart()
 
@@ -308,7 +314,8 @@ class GQSGDState:
     def _begin_step(self, step: int) -> Stamp | None:
         """Choose the step's configuration; returns what ranks compare in the step. None for the reducer "native", which
         has neither seed nor dither."""
-        steering, engine = self._steering, self._engine
+        steering = self._steering
+        engine = self._engine
         # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
         engine.plans.drop_unused(step - (2 if steering is None else PLANS_KEPT))
         if steering is None:
@@ -316,7 +323,8 @@ class GQSGDState:
         steering.receive(engine.agreed(step - 2))
         # On a GPU, the time of a step that waits is known later than the step's length.
         exposed_s = None if self._device.type == "cuda" else engine.telemetry.exposed_s
-        before, begun = self._config, steering.begin_step(step, exposed_s, logs=engine.rank == 0)
+        before = self._config
+        begun = steering.begin_step(step, exposed_s, logs=engine.rank == 0)
         self._config = begun.config
         # A rank that has decided otherwise than others is found before any message of another size is sent.
         self._compares_first |= self._config is not before
@@ -525,7 +533,8 @@ class GQSGDState:
     def report(self) -> str:
         """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why; with
         ``auto`` or ``bits="auto"``, what is chosen among, the average of the bits so far, and the latest decision."""
-        ranks, configs = self._engine.world_size, (self.config, *self._others)
+        ranks = self._engine.world_size
+        configs = (self.config, *self._others)
         tables = frozenset() if self._sparse is None else self._sparse.numbers
         if self._steering is not None and ranks > 1:
             text = self._steering.report(ranks)

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd import __version__
 from lightning_gqsgd.adaptive.plain import obstacle
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted, listed
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.session.parameters import Parameter, digest
+from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Classes that average gradients, and what to do with a model that has one.

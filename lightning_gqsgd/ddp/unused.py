@@ -29,7 +29,9 @@ class UnusedParameters:
     """
 
     def __init__(self, model: DistributedDataParallel, store: MemoryStore, numbers: Sequence[int]) -> None:
-        self._model, self._store, self._numbers = weakref.ref(model), store, list(numbers)
+        self._model = weakref.ref(model)
+        self._store = store
+        self._numbers = list(numbers)
         self._kept: dict[int, dict[Keeps, Tensor]] = {}
 
     def watch(self, x: Tensor, segments: Sequence[Segment]) -> None:
@@ -59,7 +61,8 @@ class UnusedParameters:
 
     def settle(self) -> None:
         """After the backward pass, put back the memory of the parameters that no rank has used."""
-        model, kept = self._model(), self._kept
+        model = self._model()
+        kept = self._kept
         self._kept = {}
         if not kept or model is None:
             return

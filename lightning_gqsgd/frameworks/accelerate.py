@@ -139,7 +139,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
             ConfigError: ``state`` is not such a state, or has fewer models, or see `GQSGDState.load_state_dict`.
         """
         gc.collect()
-        saved, states = state.get("states") if isinstance(state, dict) else None, self.states
+        saved = state.get("states") if isinstance(state, dict) else None
+        states = self.states
         if not isinstance(saved, list):
             raise ConfigError(
                 "the state of GQSGDKwargs is a dictionary with the key 'states', as state_dict gives it, not "
@@ -172,7 +173,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments that give an equal handler."""
-        config, usual = self.config, make_config()
+        config = self.config
+        usual = make_config()
         own = {name: getattr(config, name) for name in config.field_names()}
         return {**{name: own[name] for name in own if own[name] != getattr(usual, name)}, **self.to_kwargs()}
 
@@ -188,7 +190,8 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
 def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
     """See `enable.enable`."""
-    existing, kind = accelerator.ddp_handler, DistributedType(accelerator.distributed_type).value
+    existing = accelerator.ddp_handler
+    kind = DistributedType(accelerator.distributed_type).value
     if kind in WITHOUT_DDP:
         raise ConfigError(
             f"this Accelerator trains with {kind}, and gqsgd compresses the gradients of DistributedDataParallel; "

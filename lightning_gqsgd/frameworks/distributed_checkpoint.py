@@ -72,7 +72,9 @@ class DCPState:
         if not isinstance(hook, GQSGDState) or not hook.config.remembers:
             hook.load_state_dict(_entry(entries, "state"))
             return
-        store, rank, ranks = hook._store, hook._engine.rank, hook._engine.world_size
+        store = hook._store
+        rank = hook._engine.rank
+        ranks = hook._engine.world_size
         with hook._meeting("loading a distributed checkpoint") as meeting:
             hook._engine.check_open()
             state = dict(_entry(entries, "state"))

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve_each
@@ -50,6 +49,7 @@ from lightning_gqsgd.session.nodes import with_nodes
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
+from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Stamp, digest_of
 from lightning_gqsgd.wire.communicator import check_timeout, patience_of
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
@@ -107,11 +107,15 @@ class GQSGDFSDPState:
         meeting: Meeting | None = None,
     ) -> None:
         self.config = config
-        self._model, self._groups = weakref.ref(model), sharded_groups(model, config)
-        device, shards = self._groups[0].device, self._groups[0].shards
+        self._model = weakref.ref(model)
+        self._groups = sharded_groups(model, config)
+        device = self._groups[0].device
+        shards = self._groups[0].shards
         replicas = replicate or self._groups[0].replicas
         self._replica = dist.get_rank(replicas) if replicas is not None else 0
-        self._shards, self._replicas, self._timeout = shards, replicate, patience_of(timeout, shards, device)
+        self._shards = shards
+        self._replicas = replicate
+        self._timeout = patience_of(timeout, shards, device)
         with meeting or self._meeting("register_gqsgd_fsdp") as start, ExitStack() as undo:
             check_timeout(timeout)
             check_replicas(shards, replicate)
@@ -130,7 +134,9 @@ class GQSGDFSDPState:
             keys = self._agree(start, {**facts, "place among replicas": self._replica}, facts)
             engine = Engine(device, shards, keys[0], timeout=timeout, streams=1, messages=_MESSAGES)
             undo.callback(engine.close)
-            self._sharded, self._average, self._scatter = engine, None, None
+            self._sharded = engine
+            self._average = None
+            self._scatter = None
             if replicate is not None:
                 second = Engine(
                     device, replicate, keys[1], timeout=timeout, shares_runner_of=engine, messages=_MESSAGES
@@ -248,7 +254,8 @@ class GQSGDFSDPState:
         If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
         """
         rows = collective.rows
-        shards, choices = self._sharded.world_size, self._choices
+        shards = self._sharded.world_size
+        choices = self._choices
         segments = tuple(segment for rank in rows for segment in row(parameters, rank, shards, choices))
         if sum(segment.numel for segment in segments) == x.numel():
             return segments, True
@@ -286,7 +293,8 @@ class GQSGDFSDPState:
 
     def _end_step(self) -> None:
         if self._first_of_step is not None:
-            self._first_of_step, self._is_checked = None, False
+            self._first_of_step = None
+            self._is_checked = False
             self.telemetry.end_step()
 
     # --- agreement ---------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class ModelChanges:
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[ShardedGroup], averages: bool) -> None:
-        self._groups, self._averages = groups, averages
+        self._groups = groups
+        self._averages = averages
         self._look_through(model)
         # Registering has warned of those that require a gradient already.
         self._known = {name for name, module, parameter in self._unreduced if _is_trained(module(), parameter)}

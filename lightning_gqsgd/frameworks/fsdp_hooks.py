@@ -28,7 +28,8 @@ class _ReduceScatter:
     """What FSDP calls instead of the backend's reduce-scatter: torch's `ReduceScatter` interface."""
 
     def __init__(self, state: Reduces, group: ShardedGroup) -> None:
-        self.state, self._group = state, group
+        self.state = state
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a flat tensor."""

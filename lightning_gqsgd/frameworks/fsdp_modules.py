@@ -62,12 +62,16 @@ class ShardedGroup:
     """
 
     def __init__(self, index: int, name: str, module: Any, inner: Any, parameters: list[ShardedParameter]) -> None:
-        self.index, self.name, self.parameters = index, name, parameters
+        self.index = index
+        self.name = name
+        self.parameters = parameters
         self.device: torch.device = inner.device
         self.shards: dist.ProcessGroup = inner.mesh_info.shard_process_group
         self.replicas: dist.ProcessGroup | None = getattr(inner.mesh_info, "replicate_process_group", None)
         self.partial: Tensor | None = None
-        self._module, self._inner = weakref.ref(module), weakref.ref(inner)  # hooks must not keep the model alive
+        # hooks must not keep the model alive
+        self._module = weakref.ref(module)
+        self._inner = weakref.ref(inner)
 
     @property
     def module(self) -> Any:
@@ -208,7 +212,8 @@ def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
     """Name, module and FSDP's object for each sharded module that has parameters of its own."""
     from torch.distributed.fsdp import FSDPModule
 
-    triples, seen = [], set()
+    triples = []
+    seen = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -235,7 +240,8 @@ def _of_state(state: Any) -> list[Any]:
 def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
     """FSDP's object for each parameter by its name, in the model's order, which does not depend on the groups."""
     prefix = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-    by_name, aliases = {}, set()
+    by_name = {}
+    aliases = set()
     for param in (param for inner in inners for param in inner.fsdp_params):
         every = [prefix[id(module)] + name for module, name in _owners(param)]
         by_name[every[0]] = param

@@ -160,7 +160,8 @@ class TrainerMixin(_Base):
             if trainer.state.fn == "fit":
                 self._local.close()
                 self._local.trained.clear()  # those of an earlier fit
-                module, optimizers = self.lightning_module, self.optimizers
+                module = self.lightning_module
+                optimizers = self.optimizers
                 trained = self._local.begin(module, optimizers, self._nodes_config(), self._timeout)
                 self._rank_zero_info(trained.averages.report())
             return  # what was loaded is for later: the optimizers have not taken their states yet
@@ -177,7 +178,8 @@ class TrainerMixin(_Base):
         self._pl_static_graph_delay_done = False  # of an earlier fit
         if self._ddp_comm_state is not None:
             self._ddp_comm_state.iter = 0  # of an earlier fit; Lightning makes the averager anew, too
-        config, patience = self._nodes_config(), self._timeout
+        config = self._nodes_config()
+        patience = self._timeout
         state = register_gqsgd(self.model, config, timeout=patience, post_local_sgd=self._ddp_comm_state)
         self._check_installed()
         if self._loaded is not None:

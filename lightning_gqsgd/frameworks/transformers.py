@@ -34,7 +34,8 @@ class GQSGDCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, handler: GQSGDKwargs) -> None:
-        self._trainer, self._handler = trainer, handler
+        self._trainer = trainer
+        self._handler = handler
         self._meter: Meter | None = None
         self.resumes_from: Path | None = None
 

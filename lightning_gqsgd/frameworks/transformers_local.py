@@ -36,7 +36,9 @@ class LocalStepsCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, local: LocalTraining, config: GQSGDConfig) -> None:
-        self._trainer, self._local, self._config = trainer, local, config
+        self._trainer = trainer
+        self._local = local
+        self._config = config
         self._meter: Meter | None = None
         self.resumes_from: Path | None = None
 

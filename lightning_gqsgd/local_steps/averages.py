@@ -116,7 +116,9 @@ class Average:
             self.inner_job.wait()
         for work in self.works:
             work.wait()
-        self.pending_means, self.inner_job, self.works = [], None, []
+        self.pending_means = []
+        self.inner_job = None
+        self.works = []
 
     def is_finite(self) -> bool:
         """Whether all means are finite, which is the same on all ranks. Waits for a GPU."""
@@ -163,7 +165,8 @@ class LocalAverages(AveragingLoop[Average]):
         timeout: timedelta | None = None,
         meeting: Meeting | None = None,
     ) -> None:
-        self.group, self.requested = parent_group(group), config
+        self.group = parent_group(group)
+        self.requested = config
         with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
             check_timeout(timeout)
             check_optimizers(optimizers)
@@ -189,7 +192,8 @@ class LocalAverages(AveragingLoop[Average]):
         self._digest = digest_of(json.dumps(facts, sort_keys=True))
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
-        self._inner, self._weights_in_state = InnerState(optimizers), WeightsInState(optimizers)
+        self._inner = InnerState(optimizers)
+        self._weights_in_state = WeightsInState(optimizers)
         self._watched = WatchedModel(model, optimizers, parameters)
         self._buffers, self._integers = OwnBuffers(model), IntegerBuffers(model, self.group)
         self._has_started = False
@@ -357,7 +361,9 @@ class LocalAverages(AveragingLoop[Average]):
         """Take seed and counters of a state (see `checkpoint.state_of`)."""
         self.config = replace(self.config, seed=state["seed"])
         self.requested = replace(self.requested, seed=state["seed"])
-        self.step, self.averages, self.skipped = state["step"], state["averages"], state["skipped"]
+        self.step = state["step"]
+        self.averages = state["averages"]
+        self.skipped = state["skipped"]
         self.rounds.load_state_dict(state["rounds"], self.step)
         self._engine.plans.clear()
 

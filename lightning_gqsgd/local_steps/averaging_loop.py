@@ -54,7 +54,8 @@ class AveragingLoop(ABC, Generic[AnyPending]):
     """
 
     def __init__(self, options: LocalOptions, fragments: Sequence[Fragment]) -> None:
-        self.options, self.fragments = options, list(fragments)
+        self.options = options
+        self.fragments = list(fragments)
         self.rounds = Rounds(options)
         self.under_way: list[AnyPending] = []
         self.step = self.averages = self.skipped = 0

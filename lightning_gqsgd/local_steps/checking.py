@@ -86,7 +86,8 @@ def _check_tensor(name: str, saved: object, here: Tensor) -> None:
 
 def _check_order(averages: LocalAverages, state: Mapping[str, Any]) -> None:
     """Check where in its rounds the other run was."""
-    settled, rounds = state["settled_after"], state["rounds"]
+    settled = state["settled_after"]
+    rounds = state["rounds"]
     if len(settled) != len(averages.fragments) or not all(step is None or is_count(step) for step in settled):
         raise ConfigError(f"the state of local steps has settled_after={settled!r:.100}; {REMEDY}")
     if set(rounds) != {"number", "begun_after"} or not all(map(is_count, rounds.values())):
@@ -98,7 +99,8 @@ def _check_order(averages: LocalAverages, state: Mapping[str, Any]) -> None:
 def _check_average(averages: LocalAverages, saved: Any) -> None:
     """Check an average that was under way."""
     entries: Mapping[str, Any] = saved if isinstance(saved, Mapping) else {}
-    number, last = entries.get("fragment"), len(averages.fragments) - 1
+    number = entries.get("fragment")
+    last = len(averages.fragments) - 1
     if not (isinstance(number, int) and 0 <= number <= last and is_count(entries.get("use_after"))):
         raise ConfigError(f"the state of local steps has an average under way that is {saved!r:.100}; {REMEDY}")
     here = {entry.name: anchor for entry, anchor in averages.fragments[number].entries()}

@@ -68,7 +68,8 @@ class Bundle:
         self.segments = tuple(entry.segment for entry in entries)
         self._dtype = COMPUTE_DTYPES[entries[0].tensor.dtype]
         self._device = entries[0].tensor.device
-        dtype, device = options.anchor_dtype or self._dtype, options.anchor_device or self._device
+        dtype = options.anchor_dtype or self._dtype
+        device = options.anchor_device or self._device
         self.anchors = [torch.empty(entry.tensor.shape, dtype=dtype, device=device) for entry in entries]
         self.take_anchors()
         self._check_range()

@@ -189,7 +189,8 @@ class LocalSteps(Optimizer):
         torch.distributed.checkpoint's ``get_state_dict`` and ``set_state_dict`` keep it, too; see
         `distributed_checkpoint`.
         """
-        inner, own = self.inner.state_dict(), state_of(self.averages)
+        inner = self.inner.state_dict()
+        own = state_of(self.averages)
         return packed(inner, own) if is_called_by_it() else {**inner, STATE_KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -224,11 +225,13 @@ class LocalSteps(Optimizer):
 
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
         """The inner optimizer's step, with what a GradScaler has asked for."""
-        found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
+        found_inf = self.__dict__.get("found_inf")
+        grad_scale = self.__dict__.get("grad_scale")
         if found_inf is None:
             return self.inner.step(closure) if closure is not None else self.inner.step()
         if getattr(self.inner, "_step_supports_amp_scaling", False):
-            self.inner.grad_scale, self.inner.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+            self.inner.grad_scale = grad_scale  # type: ignore[attr-defined]
+            self.inner.found_inf = found_inf  # type: ignore[attr-defined]
             try:
                 return self.inner.step()
             finally:

@@ -78,7 +78,8 @@ def load_outer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the state is that of an optimizer of another kind; nothing was loaded.
     """
-    asked, before = _numbers(optimizer), optimizer.state_dict()
+    asked = _numbers(optimizer)
+    before = optimizer.state_dict()
     try:
         optimizer.load_state_dict(dict(state))
         missing = sorted(set(asked) - set(_numbers(optimizer)))

@@ -21,11 +21,13 @@ class Rounds:
 
     def __init__(self, options: LocalOptions) -> None:
         self._options = options
-        self.number, self.begun_after = 0, 0
+        self.number = 0
+        self.begun_after = 0
 
     def due_after(self, step: int) -> list[int]:
         """Fragments whose averages start after a step."""
-        steps, parts = self._options.steps_of_round(self.number), self._options.fragments
+        steps = self._options.steps_of_round(self.number)
+        parts = self._options.fragments
         return [part for part in range(parts) if -(-(part + 1) * steps // parts) == step - self.begun_after]
 
     def end_step(self, step: int) -> None:
@@ -35,13 +37,15 @@ class Rounds:
             ConfigError: ``every`` gives a number of steps for the next round that cannot work.
         """
         if step - self.begun_after >= self._options.steps_of_round(self.number):
-            self.number, self.begun_after = self.number + 1, step
+            self.number = self.number + 1
+            self.begun_after = step
             self._options.steps_of_round(self.number)
 
     def begin_anew(self, step: int) -> None:
         """Cut the present round off after a step, and begin the next."""
         if step > self.begun_after:
-            self.number, self.begun_after = self.number + 1, step
+            self.number = self.number + 1
+            self.begun_after = step
 
     def state_dict(self) -> dict[str, int]:
         """Plain values."""
@@ -53,7 +57,8 @@ class Rounds:
         If that run's rounds were longer, the present one may have more steps by now than this run's. Then it ends with
         the next step.
         """
-        self.number, self.begun_after = state["number"], state["begun_after"]
+        self.number = state["number"]
+        self.begun_after = state["begun_after"]
         steps = self._options.steps_of_round(self.number)
         if step - self.begun_after >= steps:
             self.begun_after = step + 1 - steps

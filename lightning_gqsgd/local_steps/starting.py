@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_gqsgd import __version__
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
@@ -21,6 +20,7 @@ from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
+from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Rounds of a schedule that ranks compare when they start.
@@ -224,7 +224,8 @@ class IntegerBuffers:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         self._buffers = [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
-        self._group, self._source = group, dist.get_global_rank(group, 0)
+        self._group = group
+        self._source = dist.get_global_rank(group, 0)
 
     def start(self) -> tuple[list[Tensor], list[dist.Work]]:
         """Start to send the first rank's present values; returns what will hold them, and what to wait for."""

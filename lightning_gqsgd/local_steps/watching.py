@@ -29,7 +29,8 @@ class WatchedModel:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], averaged: Iterable[Entry]) -> None:
-        self._model, self._optimizers = weakref.ref(model), list(optimizers)
+        self._model = weakref.ref(model)
+        self._optimizers = list(optimizers)
         self._averaged = [(entry, place_of(entry.tensor)) for entry in averaged]
         self._known = list(model.parameters())  # kept, so that no other parameter gets the id of one that has gone
 

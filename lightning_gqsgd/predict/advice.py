@@ -29,7 +29,8 @@ LONG_WAIT = 0.5
 #: The share of a step below which nothing is said of what it waits for.
 NO_WAIT = 0.01
 #: Steps between two averages, and bits of the changes, of the preset ``gqsgd_diloco``.
-LOCAL_STEPS, LOCAL_BITS = 32, 4
+LOCAL_STEPS = 32
+LOCAL_BITS = 4
 #: The most ranks that are predicted: each of them is an owner of a shard in every piece, which takes time.
 MOST_RANKS = 8192
 #: The most samples of a rank in a step.
@@ -209,7 +210,8 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
         The candidate, with a prediction of one step, for which nothing is drawn; None: the costs of its codes are
         missing.
     """
-    costs, line = cluster.costs_at(cluster.nodes, 1.0), cluster.timeline
+    costs = cluster.costs_at(cluster.nodes, 1.0)
+    line = cluster.timeline
     if codec_of_bits(LOCAL_BITS) not in costs.gammas:
         return None
     everything = Bucket(tuple(segment for bucket in line.buckets for segment in bucket.segments), 0.0)
@@ -255,7 +257,8 @@ def best_of(choices: Sequence[Candidate]) -> Candidate:
 
 def recommendation(choices: Sequence[Candidate]) -> str:
     """What to do, and why, in one sentence."""
-    plain, best = choices[0].prediction, best_of(choices)
+    plain = choices[0].prediction
+    best = best_of(choices)
     made = best.prediction
     waits = f"a step of plain DDP waits {_ms(plain.exposed_s)} of {_ms(plain.step_s)} for gradients"
     shortest = min(candidate.prediction.step_s for candidate in recommendable(choices))

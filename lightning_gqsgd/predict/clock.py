@@ -83,7 +83,8 @@ class Clock:
 
     def _share(self) -> None:
         """Set the speed of every task."""
-        left, waiting = self._cores, sorted(self._running, key=lambda task: task.demand)
+        left = self._cores
+        waiting = sorted(self._running, key=lambda task: task.demand)
         for place, task in enumerate(waiting):
             got = min(task.demand, left / (len(waiting) - place))
             task.rate = got / task.demand if task.demand > 0 else 1.0

@@ -68,7 +68,8 @@ class CodecCase:
     """
 
     def __init__(self, device: torch.device, config: GQSGDConfig, numel: int, pieces: int = 1) -> None:
-        self._q, form = codec_of(config).quantiser(config.block_size), scale_format(torch.float32)
+        self._q = codec_of(config).quantiser(config.block_size)
+        form = scale_format(torch.float32)
         x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
         self._pieces = cycle(x.repeat(pieces, 1))
         table = cut([Segment(0, numel, raw=False)], config.block_size)
@@ -94,14 +95,17 @@ class CodecCase:
 
     def encode_mean(self) -> None:
         """Encode the mean of a shard, as its owner does: of its own coordinates, and of others' messages."""
-        own, blocks, out_key = Own(0, next(self._pieces)), self._shard.blocks, self._keys[0]
+        own = Own(0, next(self._pieces))
+        blocks = self._shard.blocks
+        out_key = self._keys[0]
         self._kernels.reduce(self._received, blocks, self._mean, self._q, self._keys, out_key, own)
 
 
 def copying(device: torch.device, patience_s: float) -> tuple[float, float]:
     """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
     x = torch.zeros(MODEL_NUMEL, device=device)
-    y, config = torch.empty_like(x), GQSGDConfig()
+    y = torch.empty_like(x)
+    config = GQSGDConfig()
     launch_s = _seconds(CodecCase(device, config, config.block_size).encode, device, patience_s)
     return max(0.0, _seconds(lambda: y.copy_(x), device, patience_s) - launch_s) / (2 * x.nbytes), launch_s
 

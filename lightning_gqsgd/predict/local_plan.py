@@ -150,7 +150,8 @@ class LocalProblem:
             raise ConfigError(f"{path} has to have the entries {', '.join(names)}, of which workers is a list")
         workers = tuple(_made(Machine, entry, "workers") for entry in given["workers"])
         server = _made(Machine, given["server"], "server")
-        learning, limits = _made(Learning, given["learning"], "learning"), _made(Limits, given["limits"], "limits")
+        learning = _made(Learning, given["learning"], "learning")
+        limits = _made(Limits, given["limits"], "limits")
         return cls(workers, server, learning, limits)
 
     def cost(self, rounds: float, steps: Sequence[int], batch: float) -> tuple[float, float, float]:
@@ -170,12 +171,14 @@ class LocalProblem:
                 (a B + b) is a round's energy, c/B the error by batches, and R the error that is left for rounds and
                 batches: the minimum of (a B + b) B / (R B - c).
         """
-        each, c = self._round(steps), self._errors(steps)
+        each = self._round(steps)
+        c = self._errors(steps)
         left = self.limits.error - c.fixed
         if left <= 0:
             return None
         if batch is None:
-            a, b = each.batch_energy, each.energy
+            a = each.batch_energy
+            b = each.energy
             root = (a * c.by_batch + math.sqrt((a * c.by_batch) ** 2 + a * left * b * c.by_batch)) / (a * left)
             batches: Iterable[int] = {max(1, math.floor(root)), max(1, math.ceil(root))}
         else:
@@ -200,7 +203,8 @@ class LocalProblem:
         return LocalPlan(rounds, tuple(steps), batch, energy, seconds, error)
 
     def _errors(self, steps: Sequence[int]) -> _Errors:
-        of, n = self.learning, sum(worker.count for worker in self.workers)
+        of = self.learning
+        n = sum(worker.count for worker in self.workers)
         total = sum(worker.count * k for worker, k in zip(self.workers, steps, strict=True))
         down = self._variance(self.server)
         ups = [self._variance(worker) for worker in self.workers]
@@ -218,7 +222,8 @@ class LocalProblem:
         )
 
     def _round(self, steps: Sequence[int]) -> _Round:
-        a, server = self.learning.energy_coefficient, self.server
+        a = self.learning.energy_coefficient
+        server = self.server
         pairs = list(zip(self.workers, steps, strict=True))
         sending = [(worker, self._bits(worker) / worker.rate) for worker in self.workers]
         back = self._bits(server) / server.rate

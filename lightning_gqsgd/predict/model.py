@@ -28,7 +28,8 @@ from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
 
 #: Plain DDP's all-reduce, and torch's hook that sends bf16, by the names that `predict` knows them under.
-NATIVE, BF16 = "native", "bf16"
+NATIVE = "native"
+BF16 = "bf16"
 #: Names of the resources that carry messages.
 LINKS = ("link", "node")
 
@@ -125,7 +126,8 @@ def _profiles(
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
     size = NCCL_PIECE_SIZE if costs.on_streams else PieceSize.of_bits(config.num_bits)
-    several, sent = [], 0
+    several = []
+    sent = 0
     for bucket in timeline.buckets:
         profiles, nbytes = _bucket(config, bucket.segments, ranks, timeline.dtype, size)
         several.append(profiles)

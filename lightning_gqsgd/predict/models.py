@@ -20,7 +20,8 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 #: What a model's name may look like, for messages.
 FORMS = "torchvision:NAME, transformers:TYPE or transformers:FOLDER, or module:factory"
 #: Size of the images, and tokens of the texts, that models are tried on.
-IMAGE_SIZE, TOKENS = 224, 128
+IMAGE_SIZE = 224
+TOKENS = 128
 #: Samples of each rank in a step, where nobody says another number.
 USUAL_BATCH = 32
 #: Characters of another package's error that a message shows.

@@ -55,7 +55,8 @@ def draw_sweeps(cluster: Cluster, sweeps: Sweeps, file: Path) -> None:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     plt = _pyplot()
-    nodes, rates = sweeps.nodes, sweeps.rates
+    nodes = sweeps.nodes
+    rates = sweeps.rates
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
     for name in dict.fromkeys(candidate.name for choices in nodes.values() for candidate in choices):
         style = {"color": _COLOURS[name.split(" ")[0]], "ls": "--" if "hierarchical" in name else "-", "lw": 1.4}

@@ -106,7 +106,9 @@ def _split(runs: Sequence[Blocks], bounds: Sequence[float], size: int) -> list[l
         size: coordinates of a full block.
     """
     parts: list[list[Blocks]] = [[]]
-    waiting, start = list(reversed(runs)), 0  # ``start``: the first coordinate of what waits
+    # ``start``: the first coordinate of what waits
+    waiting = list(reversed(runs))
+    start = 0
     for bound in bounds:
         before = math.ceil(bound)  # an integer is less than the bound if it is less than this one
         while waiting:

@@ -30,9 +30,11 @@ from lightning_gqsgd.wire.telemetry import Telemetry
 _SMALL = 32
 #: Pieces of each of the buckets that are reduced while kernels are timed, and the most buckets: together they have as
 #: many coordinates as a model that no cache holds.
-_LARGE, _BUCKETS = 8, MODEL_NUMEL // (8 * PIECE_NUMEL)
+_LARGE = 8
+_BUCKETS = MODEL_NUMEL // (8 * PIECE_NUMEL)
 #: Seconds after which no further bucket is begun, and the fewest buckets; the first one warms up.
-_PATIENCE_S, _FEWEST = 0.8, 2
+_PATIENCE_S = 0.8
+_FEWEST = 2
 
 
 @dataclass
@@ -106,11 +108,15 @@ class _Case:
     """Buckets of one parameter for each piece, under a setting."""
 
     def __init__(self, communicator: Communicator, runner: Runner, setting: Setting) -> None:
-        self._communicator, self._runner, self._setting = communicator, runner, setting
+        self._communicator = communicator
+        self._runner = runner
+        self._setting = setting
 
     def reduce(self, x: Tensor) -> _Marks:
         """Reduce a bucket in place."""
-        communicator, setting, marks = self._communicator, self._setting, _Marks()
+        communicator = self._communicator
+        setting = self._setting
+        marks = _Marks()
         plan = Plan(self._segments(x.numel()), setting)
         store = new_store(setting.config, communicator.size, {}, x.dtype, x.device)
         telemetry = Telemetry()
@@ -132,7 +138,8 @@ class _Case:
         works += [work for profile in profiles for work in profile.last]
         alone = replace(costs, launch_s=0.0)
         expected_s = sum(alone.seconds(work) for work in works if work.codec)
-        begun, spent = time.perf_counter(), []
+        begun = time.perf_counter()
+        spent = []
         for bucket in buckets:
             marks = self.reduce(bucket)
             spent.append(sum(marks.spent) - overhead_s * len(marks.spent))

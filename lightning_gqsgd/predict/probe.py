@@ -58,7 +58,8 @@ REPEATS = (3, 15)
 ROW_S = 1.0
 ROWS = (AT_ONCE, 32)
 #: Seconds of all collectives together, about, and of the kernels: more ranks get fewer repetitions.
-COLLECTIVES_S, KERNELS_S = 10.0, 3.0
+COLLECTIVES_S = 10.0
+KERNELS_S = 3.0
 #: The fewest seconds of one kind of collective, about: with less, messages would be too short to time a byte.
 LEAST_S = 0.4
 #: What a thread computes while processors are counted: so many hashes of 1 MiB, about 30 ms. They are counted once for
@@ -246,7 +247,8 @@ class _Stopwatch:
     """
 
     def __init__(self, communicator: Communicator, kinds: int) -> None:
-        self._communicator, self._left = communicator, kinds
+        self._communicator = communicator
+        self._left = kinds
         self._begun = time.perf_counter()
         self.cores: list[float] = []
         self.thread: list[float] = []
@@ -257,7 +259,8 @@ class _Stopwatch:
         if len(self.cores) < len(KINDS):  # a second scope has the same processors
             self.cores.append(_processors(min(MOST_THREADS, os.cpu_count() or 1), self._communicator.device))
             self.thread.append(_processors(1, self._communicator.device))
-        patience_s, most_s = min(PATIENCE_S, share_s / 6), min(ROW_S, share_s / 5)
+        patience_s = min(PATIENCE_S, share_s / 6)
+        most_s = min(ROW_S, share_s / 5)
         members = len(scope.members(self._communicator.rank, self._communicator.size))
         alpha_s = self._repeat(kind, SHORT_BYTES, scope, patience_s)
         short = _between(ROWS, patience_s / alpha_s)
@@ -297,7 +300,9 @@ class _Stopwatch:
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
         """A collective of messages of about this length, and the bytes that a rank sends in it."""
-        rank, size, device = self._communicator.rank, self._communicator.size, self._communicator.device
+        rank = self._communicator.rank
+        size = self._communicator.size
+        device = self._communicator.device
         members = len(scope.members(rank, size))
         name, _, dtype = kind.partition("/")
         if name == "all_to_all":
@@ -325,7 +330,8 @@ class _Stopwatch:
         exchanges = [self._exchange(kind, nbytes, scope)[0] for _ in range(min(count, AT_ONCE))]
         under_way: deque[Any] = deque()
         dist.barrier()
-        cpu, begun = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
+        begun = time.perf_counter()
         for number in range(count):
             if len(under_way) == AT_ONCE:
                 under_way.popleft().wait()
@@ -357,7 +363,8 @@ def _processors(count: int, device: torch.device) -> float:
 
     threads = [threading.Thread(target=work) for _ in range(count)]
     dist.barrier()
-    cpu, begun = time.process_time(), time.perf_counter()
+    cpu = time.process_time()
+    begun = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -136,7 +136,9 @@ def _of_piece(piece: Piece) -> tuple[Profile, int]:
 
 def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tuple[Profile, ...], int]:
     """As `bucket_profiles`, by way of the bucket's whole plan: what pieces remember depends on their parameters."""
-    config, ranks, dtype = setting.config, setting.ranks, setting.dtype
+    config = setting.config
+    ranks = setting.ranks
+    dtype = setting.dtype
     plan = Plan(segments, setting)
     x = torch.empty(plan.numel, dtype=dtype, device=META)
     store = new_store(config, ranks, {segment.parameter: segment.numel for segment in segments}, dtype, META)
@@ -165,7 +167,8 @@ def bf16_hook_profile(numel: int, ranks: int) -> Profile:
 def message_of(exchange: Exchange, rank: int, ranks: int) -> Message:
     """The message of an exchange of ``rank``, one of ``ranks``."""
     members = exchange.scope.members(rank, ranks)
-    count, nbytes = len(members), exchange.input.nbytes
+    count = len(members)
+    nbytes = exchange.input.nbytes
     kind = exchange.kind
     if kind == "all_to_all" and exchange.splits is not None:
         others = sum(exchange.splits[1]) - exchange.splits[1][members.index(rank)]

@@ -37,7 +37,9 @@ class Recorder:
         update: Callable[[], object] | None = None,
         name: str = "",
     ) -> None:
-        self._forward, self._update, self._name = forward, update, name
+        self._forward = forward
+        self._update = update
+        self._name = name
         entries = number_parameters(dict(module.named_parameters()), GQSGDConfig())
         named = {id(p): entry for entry, p in zip(entries, module.parameters(), strict=True)}
         self._segment_of = {key: Segment(entry.number, entry.numel, entry.raw) for key, entry in named.items()}
@@ -62,7 +64,8 @@ class Recorder:
         self.model.zero_grad()
         layout = [segments for _, segments in self._buckets]
         if layout != self._layout:  # DDP builds its buckets anew after the first step
-            self._layout, self._rows = layout, []
+            self._layout = layout
+            self._rows = []
         ready = [at - forward for at, _ in self._buckets]
         self._rows.append([forward - begun, backward - forward, self._now() - backward, *ready])
 

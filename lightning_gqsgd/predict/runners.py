@@ -31,7 +31,8 @@ class Network:
     """
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
-        self._clock, self._costs = clock, costs
+        self._clock = clock
+        self._costs = costs
         self._links = {"node": Resource(clock, "node"), "link": Resource(clock, "link")}
 
     def start(self, message: Message, bucket: int, piece: int, then: Then) -> None:
@@ -43,7 +44,8 @@ class Network:
         """
         cost = self._costs.collective(message.scope.kind, message.kind)
         sent = message.sent_bytes
-        seconds, link = cost.beta_s * sent, self._links["node" if message.scope.kind == "node" else "link"]
+        seconds = cost.beta_s * sent
+        link = self._links["node" if message.scope.kind == "node" else "link"]
         demand = cost.cpu_beta_s / cost.beta_s if cost.beta_s else 0.0
         alone = partial(self._clock.start, cost.alone_s * sent, 0.0, then)
         carry = partial(link.add, seconds, demand, message.kind, bucket, piece, alone)
@@ -86,7 +88,8 @@ class ThreadRunner:
     """One thread that encodes and decodes, and starts collectives: see `pipeline.Sequencer`."""
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
-        self._costs, self._network = costs, Network(clock, costs)
+        self._costs = costs
+        self._network = Network(clock, costs)
         self._codec = Resource(clock, "codec")
         self._lane: deque[_Piece] = deque()
         self._is_busy = False
@@ -152,7 +155,8 @@ class StreamsRunner:
     """Streams of a GPU that jobs take in turns, and one order of collectives: see `pipeline.StreamRunner`."""
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
-        self._costs, self._network = costs, Network(clock, costs)
+        self._costs = costs
+        self._network = Network(clock, costs)
         self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(_STREAMS)]
         self._turns = cycle(self._streams)
         self._collectives: deque[_Collective] = deque()
@@ -184,7 +188,8 @@ class StreamsRunner:
                 stream.is_busy = True
                 operation = operations.popleft()
                 seconds = sum(map(self._costs.seconds, operation.works))
-                over, piece = partial(self._computed, stream, operation), operation.piece
+                over = partial(self._computed, stream, operation)
+                piece = operation.piece
                 stream.resource.add(seconds, 1.0, _label(operation.works), piece.bucket, piece.number, over)
         if self._collectives and not self._sends and self._collectives[0].has_input:
             self._sends = True

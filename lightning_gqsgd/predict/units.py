@@ -9,7 +9,8 @@ from lightning_gqsgd.errors import ConfigError
 _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 #: The smallest and the largest rate in bits per second, and duration in seconds, that mean anything.
-_RATE_LIMITS, _TIME_LIMITS = (1.0, 1e18), (1e-12, 1e6)
+_RATE_LIMITS = (1.0, 1e18)
+_TIME_LIMITS = (1e-12, 1e6)
 #: Characters of a text that a message shows.
 _SHOWN = 40
 

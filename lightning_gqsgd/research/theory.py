@@ -366,7 +366,8 @@ def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> 
     """
     _check_source(ranks, signal, noise)
     check_number(bits=bits)
-    low, high = _least_distortion(ranks, signal, noise), signal
+    low = _least_distortion(ranks, signal, noise)
+    high = signal
     while low < (middle := (low + high) / 2) < high:
         if _ceo_rate(middle, ranks, signal, noise) > bits:
             low = middle

@@ -26,7 +26,8 @@ class DetachedState:
     """
 
     def __init__(self, config: dict[str, Any], step: int) -> None:
-        self.config, self.step = config, step
+        self.config = config
+        self.step = step
 
     def is_on(self, model: nn.Module) -> bool:
         """False: a copy has no hook."""
@@ -55,7 +56,8 @@ class OwnHook:
     """
 
     def __init__(self, model: nn.Module, function: Callable[..., None]) -> None:
-        self._model, self._function = weakref.ref(model), function
+        self._model = weakref.ref(model)
+        self._function = function
 
     def __call__(self, model: nn.Module, *args: Any) -> None:
         if model is self._model():

@@ -58,7 +58,8 @@ def node_size_of(ranks: Sequence[int], per_node: str | None) -> int:
     if not per_node.isdecimal() or int(per_node) < 1:
         raise ConfigError(f"{VARIABLE}={per_node!r} is no number of ranks per node; give node_size")
     runs = [(node, len(list(run))) for node, run in groupby(rank // int(per_node) for rank in ranks)]
-    sizes, nodes = {size for _, size in runs}, {node for node, _ in runs}
+    sizes = {size for _, size in runs}
+    nodes = {node for node, _ in runs}
     if len(sizes) > 1 or len(nodes) < len(runs):
         raise ConfigError(
             f"the group's ranks {list(ranks)} are not in order on nodes of equal size, where a node has {per_node} "

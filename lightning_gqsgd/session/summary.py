@@ -42,7 +42,8 @@ class StepClock:
     def tick(self) -> None:
         """Note that a backward pass has filled its last bucket."""
         now = _Tick(time.perf_counter(), self._telemetry.exposed_s, self._telemetry.plain_steps)
-        before, self._latest = self._latest, now
+        before = self._latest
+        self._latest = now
         # Between these two, plain DDP may have carried steps, which nothing measures.
         if before is not None and now.plain_steps == before.plain_steps:
             self._steps.append((now.moment - before.moment, now.exposed_s - before.exposed_s))
@@ -81,7 +82,9 @@ def summary(telemetry: Telemetry, clock: StepClock, ranks: int) -> dict[str, flo
     totals = telemetry.totals()
     numel = sum(bucket.numel for bucket in telemetry.buckets.values())
     fp32_bytes = 2 * (ranks - 1) / ranks * FP32_BYTES * numel
-    sent, error, reference = totals["bytes_sent"], telemetry.error, telemetry.reference
+    sent = totals["bytes_sent"]
+    error = telemetry.error
+    reference = telemetry.reference
     return {
         "steps": totals["steps"],
         "bytes_sent": sent,
@@ -104,7 +107,9 @@ def in_words(values: Mapping[str, float]) -> str:
     steps = counted(int(values["steps"]), "step")
     if not values["bytes_sent"]:
         return f"gqsgd: {steps}, in which this process has sent no gradients"
-    sent, whole, ratio = values["bytes_sent"] / 1e6, values["fp32_bytes"] / 1e6, values["compression_ratio"]
+    sent = values["bytes_sent"] / 1e6
+    whole = values["fp32_bytes"] / 1e6
+    ratio = values["compression_ratio"]
     times = f"{ratio:.1f} times less" if ratio >= 1 else f"{1 / ratio:.1f} times more"
     parts = [
         f"gqsgd: in {steps}, rank 0 sent {sent:,.1f} MB of gradients instead of {whole:,.1f} MB in fp32, {times} "

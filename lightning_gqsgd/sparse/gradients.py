@@ -50,7 +50,9 @@ class SparseGradients:
     """
 
     def __init__(self, engine: Engine, configs: list[GQSGDConfig], tables: Sequence[Parameter]) -> None:
-        self._engine, self._method, self._limit = engine, configs[0].sparse, configs[0].sparse_limit
+        self._engine = engine
+        self._method = configs[0].sparse
+        self._limit = configs[0].sparse_limit
         self._tables = {table.number: table for table in tables}
         self._said: set[int] = set()
         for config in configs:
@@ -118,7 +120,8 @@ class SparseGradients:
         Returns:
             A future that completes with a coalesced sparse gradient with the same bits on every rank.
         """
-        request, outcome = request.alone(), _Outcome()
+        request = request.alone()
+        outcome = _Outcome()
         start = partial(self._steps, gradient, request, outcome)
         job = self._engine.run(gradient._values(), request, start)
 
@@ -135,7 +138,8 @@ class SparseGradients:
         return int((~values.isfinite()).any(dim=1).sum())
 
     def _mean(self, gradient: Tensor, request: Request, counters: BucketCounters) -> Mean:
-        engine, config = self._engine, request.config
+        engine = self._engine
+        config = request.config
         ((number, numel, raw, _),) = request.segments
         height = gradient.shape[0]
         table = Table(number, height, numel // height if height else 0, raw)

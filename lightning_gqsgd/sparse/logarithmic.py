@@ -36,7 +36,9 @@ class LogarithmicRows:
     """
 
     def __init__(self, table: Table, bits: int, dtype: torch.dtype) -> None:
-        self._width, self._bits, self._dtype = table.width, bits, dtype
+        self._width = table.width
+        self._bits = bits
+        self._dtype = dtype
         self._none = (1 << (bits - 1)) - 1
 
     def nbytes(self, count: int) -> int:
@@ -70,7 +72,8 @@ class LogarithmicRows:
         codes = np.zeros(len(bits), dtype=np.int64)
         for digit in range(self._bits):
             codes = codes << 1 | bits[:, digit]
-        powers, negative = codes & self._none, codes > self._none
+        powers = codes & self._none
+        negative = codes > self._none
         with np.errstate(over="ignore"):  # the largest fp64 numbers are rounded up to 2^1024
             magnitudes = np.ldexp(1.0, top - powers)
         values = np.where(powers < self._none, magnitudes, np.where(negative, np.nan, 0.0))

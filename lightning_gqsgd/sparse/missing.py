@@ -25,7 +25,8 @@ def fill_missing_gradients(model: DistributedDataParallel, tables: Iterable[Tens
 
     That is the latest moment before DDP looks: gradients may be set to None between the forward and the backward pass.
     """
-    weak_model, weak_tables = weakref.ref(model), [weakref.ref(table) for table in tables]
+    weak_model = weakref.ref(model)
+    weak_tables = [weakref.ref(table) for table in tables]
 
     def fill(_: Tensor) -> None:
         owner = weak_model()

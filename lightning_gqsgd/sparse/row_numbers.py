@@ -20,7 +20,8 @@ from __future__ import annotations
 import numpy as np
 
 _GROUP = 32
-_PACKED, _GAMMA = 0, 1
+_PACKED = 0
+_GAMMA = 1
 #: Bits of the largest gap that is read.
 _WIDEST = 62
 
@@ -34,7 +35,8 @@ def write(rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return np.zeros(0, dtype=np.uint8)
     gaps = np.diff(rows, prepend=-1) - 1
-    packed, gamma = _write_packed(gaps), _write_gamma(gaps)
+    packed = _write_packed(gaps)
+    gamma = _write_gamma(gaps)
     form, body = (_PACKED, packed) if len(packed) <= len(gamma) else (_GAMMA, gamma)
     return np.concatenate([np.array([form], dtype=np.uint8), body])
 

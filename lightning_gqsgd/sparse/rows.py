@@ -49,7 +49,8 @@ class RowsAsTheyAre:
     """
 
     def __init__(self, table: Table, dtype: torch.dtype) -> None:
-        self._width, self._dtype = table.width, dtype
+        self._width = table.width
+        self._dtype = dtype
 
     def nbytes(self, count: int) -> int:
         """See `Rows.nbytes`."""
@@ -74,7 +75,9 @@ class RowsOfBf16:
     """
 
     def __init__(self, table: Table, keys: StepKeys, dtype: torch.dtype) -> None:
-        self._table, self._keys, self._dtype = table, keys, dtype
+        self._table = table
+        self._keys = keys
+        self._dtype = dtype
         self._limit = largest(len(keys.up))
 
     def nbytes(self, count: int) -> int:
@@ -104,9 +107,12 @@ class CodedRows:
     """
 
     def __init__(self, table: Table, setting: Setting, keys: StepKeys) -> None:
-        self._table, self._keys, self._dtype = table, keys, COMPUTE_DTYPES[setting.dtype]
+        self._table = table
+        self._keys = keys
+        self._dtype = COMPUTE_DTYPES[setting.dtype]
         self._quantiser = setting.codec.quantiser(setting.block_size)
-        self._scale_bytes, self._raw_bytes = setting.scale_bytes, setting.raw_bytes
+        self._scale_bytes = setting.scale_bytes
+        self._raw_bytes = setting.raw_bytes
         self._link = Link(setting, self._quantiser, UP)
         self._store = new_store(setting.config, 1, {}, setting.dtype, torch.device("cpu"))
 
@@ -117,7 +123,8 @@ class CodedRows:
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
         """See `Rows.write`."""
         if len(touched.rows):
-            x, part = touched.values.contiguous().view(-1), self._part(touched.rows)
+            x = touched.values.contiguous().view(-1)
+            part = self._part(touched.rows)
             outgoing = self._link.outgoing(x, part, self._keys.rotation, self._store)
             outgoing.encode(message, self._keys.up[rank])
 
@@ -125,7 +132,8 @@ class CodedRows:
         """See `Rows.read`."""
         out = torch.zeros(len(rows) * self._table.width, dtype=self._dtype)
         if len(rows):
-            wires, keys = message.view(1, -1).contiguous(), (self._keys.up[rank],)
+            wires = message.view(1, -1).contiguous()
+            keys = (self._keys.up[rank],)
             self._link.decode(wires, self._part(rows), out, keys, self._keys.rotation, self._store)
         return out.view(len(rows), self._table.width)
 
@@ -142,7 +150,8 @@ def rows_for(table: Table, setting: Setting, keys: StepKeys, *, compressed: bool
         keys: the keys of the step.
         compressed: False: everything travels uncompressed in this step.
     """
-    config, dtype = setting.config, COMPUTE_DTYPES[setting.dtype]
+    config = setting.config
+    dtype = COMPUTE_DTYPES[setting.dtype]
     if not compressed or (table.raw and config.num_bits != 16) or config.reducer == "native":
         return RowsAsTheyAre(table, dtype)
     if config.codec == "float":

@@ -38,7 +38,8 @@ from lightning_gqsgd.wire.telemetry import BucketCounters
 #: Parts of a sketch, which are hashes of each row.
 PARTS = 4
 #: Cells of one part, per row and beside.
-_PER_ROW, _BESIDE = 0.4, 16
+_PER_ROW = 0.4
+_BESIDE = 16
 
 
 class Places(NamedTuple):

@@ -98,7 +98,8 @@ def cut_rows(table: Table, rows: Tensor, block_size: int) -> np.ndarray:
         block_size: the most coordinates of a block.
     """
     lengths = _lengths(table.width, block_size)
-    each, within = len(lengths), np.arange(len(lengths), dtype=np.int64)
+    each = len(lengths)
+    within = np.arange(len(lengths), dtype=np.int64)
     made = np.zeros((len(rows), each, COLUMNS), dtype=np.int64)
     made[:, :, START] = np.arange(len(rows), dtype=np.int64)[:, None] * table.width + within * block_size
     made[:, :, LENGTH] = lengths

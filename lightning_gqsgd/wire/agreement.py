@@ -56,7 +56,10 @@ class Card:
         try:
             purpose, facts, error, is_own = json.loads(text)
         except (TypeError, ValueError, RecursionError):  # a text like "[[[[[..." is too deep to parse
-            purpose, facts, error, is_own = None, None, None, None
+            purpose = None
+            facts = None
+            error = None
+            is_own = None
         if not (isinstance(purpose, str) and isinstance(facts, dict)):
             facts = None
         if facts is None or not isinstance(error, str) or not isinstance(is_own, bool):
@@ -198,7 +201,9 @@ class StampCheck:
     """
 
     def __init__(self, world_size: int, device: torch.device, differ: str = STATE_DIFFERS) -> None:
-        self._world_size, self._device, self._differ = world_size, device, differ
+        self._world_size = world_size
+        self._device = device
+        self._differ = differ
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
         self.periods: dict[int, int] = {}
         self.numbers: dict[int, tuple[tuple[int, ...], ...]] = {}

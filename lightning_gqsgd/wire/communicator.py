@@ -70,8 +70,11 @@ class Communicator:
     def __init__(
         self, device: torch.device, group: dist.ProcessGroup, key: str, timeout: timedelta | None = None
     ) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.backend, self.device, self._key = backend_for(group, device), device, key
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.backend = backend_for(group, device)
+        self.device = device
+        self._key = key
         self.timeout = timeout or timeout_of(group, device)
         self._ranks = dist.get_process_group_ranks(group)
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
@@ -124,7 +127,8 @@ class Communicator:
             count: number of pieces.
             connections: how many connections there are.
         """
-        first, self._turn = self._turn, self._turn + count
+        first = self._turn
+        self._turn = self._turn + count
         return [turn % connections for turn in range(first, first + count)]
 
     def _group_for(self, stage: int, scope: Scope, turn: int) -> Any:
@@ -196,7 +200,9 @@ class Communicator:
         _alive.discard(self)
         if self._staging is not None:
             self._staging.close()
-        groups, self._groups, self._latest = self._groups, {}, (None, None)
+        groups = self._groups
+        self._groups = {}
+        self._latest = (None, None)
         for group in dict.fromkeys(groups.values()):
             if self.backend == "nccl":  # Gloo's end with their last reference
                 group.shutdown()
@@ -206,7 +212,9 @@ class Communicator:
 
         The groups themselves are kept for the rest of this process, see `_abandon_after_fork`.
         """
-        self._groups, self._latest, self._staging = {}, (None, None), None
+        self._groups = {}
+        self._latest = (None, None)
+        self._staging = None
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's tensor, [ranks, ...]. A collective, outside any job.
@@ -236,7 +244,8 @@ class Communicator:
         source = like.new_empty(0) if rows is None else rows.to(like).contiguous().view(-1)
         if self.size == 1 or not like.numel():
             return source.view_as(like)
-        own, others = torch.empty_like(like), [0] * (self.size - 1)
+        own = torch.empty_like(like)
+        others = [0] * (self.size - 1)
         sent = [0] * self.size if rows is None else [like.numel()] * self.size
         try:
             self.start(Exchange("all_to_all", own, source, ([like.numel(), *others], sent)), stage=0).wait()

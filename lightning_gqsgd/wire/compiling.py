@@ -60,7 +60,8 @@ def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, r
 
 def _run(setting: Setting, device: torch.device) -> None:
     """Average gradients of virtual ranks once."""
-    count, dtype = setting.ranks, setting.dtype
+    count = setting.ranks
+    dtype = setting.dtype
     stores = [new_store(setting.config, count, {0: 64}, dtype, device) for _ in range(count)]
     gradients = [torch.ones(72, dtype=dtype, device=device) for _ in range(count)]
     Plan(_SEGMENTS, setting).average(gradients, 0, stores)

@@ -87,7 +87,8 @@ class DirectRunner:
         """Fail all jobs that are under way, and all that come after."""
         with self._lock:
             self.error = self.error or error
-            jobs, self._under_way = self._under_way, []
+            jobs = self._under_way
+            self._under_way = []
         for job in jobs:
             where = what if job.name == what else f"{job.name}, because of {what},"
             job.finish(self._communicator.describe(error, where))

@@ -147,7 +147,8 @@ class Engine:
         self.communicator = Communicator(device, group, key, timeout)
         self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
-        self._messages, self._process = messages or Messages(), os.getpid()
+        self._messages = messages or Messages()
+        self._process = os.getpid()
         self._stamps = StampCheck(self.world_size, self.communicator.control_device, self._messages.differ)
         self._refusal: BaseException | None = None  # why this rank sends nothing any more
         self._owns_runner = shares_runner_of is None
@@ -209,8 +210,11 @@ class Engine:
         """
         self.check_open()
         request = self._compare_first_if_asked(request)
-        counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
-        starts, preface, blocks = [], None, True
+        counters = self.telemetry.bucket(request.bucket)
+        telemetry = self.telemetry
+        starts = []
+        preface = None
+        blocks = True
         if self.world_size > 1:
             preface, blocks = self._preface(request)  # also of nothing, which other ranks may have something for
         if self.world_size > 1 and x.numel():
@@ -244,7 +248,9 @@ class Engine:
         self.check_open()
         request = self._compare_first_if_asked(request)
         counters = self.telemetry.bucket(request.bucket)
-        starts, preface, blocks = [], None, True
+        starts = []
+        preface = None
+        blocks = True
         if self.world_size > 1:
             starts = [partial(start, counters)]
             preface, blocks = self._preface(request)
@@ -322,7 +328,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop using threads and process groups. Not a collective; does nothing in a forked process."""
-        runner, self._runner = self._runner, None
+        runner = self._runner
+        self._runner = None
         if runner is None or self._process != os.getpid():
             return
         if self._direct is not None:
@@ -337,7 +344,8 @@ class Engine:
         """Start a native all-reduce in this thread."""
         if isinstance(request.agreement, Stamp):
             direct.compare(self._stamps, request.agreement)
-        counters, telemetry = self.telemetry.bucket(request.bucket), self.telemetry
+        counters = self.telemetry.bucket(request.bucket)
+        telemetry = self.telemetry
         job = Job(x, [], request.name, counters, telemetry, request.ends_step, watch=request.watch)
         error = self._error()
         if error is not None and direct.error is None:
@@ -404,9 +412,11 @@ class Engine:
 
     def _planned(self, x: Tensor, request: Request) -> Plan:
         check_gradient(x, "a gradient")
-        configs, segments = (request.config, *request.others), request.segments
+        configs = (request.config, *request.others)
+        segments = request.segments
         if not request.compressed:  # all parameters travel in the same way then
-            configs, segments = configs[:1], tuple(segment._replace(raw=True, choice=0) for segment in segments)
+            configs = configs[:1]
+            segments = tuple(segment._replace(raw=True, choice=0) for segment in segments)
         settings = []
         for config in configs:
             bits = config.num_bits if request.compressed else 32  # fewer uncompressed coordinates fill a message

@@ -37,7 +37,9 @@ class Pulse:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._store = store
+        self._rank = rank
+        self._timeout_s = timeout_s
         self.period_s = min(PERIOD_S, timeout_s / 4)
         self._watched = range(1, size) if rank == 0 else range(1)
         self._heard: dict[int, tuple[str, float]] = {}  # for each rank, its number, and since when it stands still
@@ -72,7 +74,8 @@ class Heartbeat:
     """A thread that beats for a rank from now on, until it is stopped; one pulse for each group that the rank is in."""
 
     def __init__(self, pulses: Sequence[Pulse]) -> None:
-        self._pulses, self._over = pulses, threading.Event()
+        self._pulses = pulses
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gqsgd-heartbeat", daemon=True)
         self._thread.start()
 

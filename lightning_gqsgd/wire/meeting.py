@@ -76,7 +76,8 @@ class Meeting:
     """
 
     def __init__(self, purpose: str, groups: Sequence[dist.ProcessGroup], timeout: timedelta) -> None:
-        self._purpose, self._timeout_s = purpose, timeout.total_seconds()
+        self._purpose = purpose
+        self._timeout_s = timeout.total_seconds()
         self._circles = [_Circle(group, self._timeout_s) for group in groups]
         self._keys: list[str] = []
         self._told = False
@@ -170,14 +171,16 @@ class Meeting:
     def _hold(self, facts: Sequence[Mapping[str, Any]], error: str, patience_s: float) -> tuple[list[str], str]:
         """Go round all groups, and back, so that a problem in the last group reaches all ranks."""
         keys: dict[int, str] = {}
-        problem, is_own = error, bool(error)
+        problem = error
+        is_own = bool(error)
         there = list(range(len(self._circles)))
         for index in [*there, *there[-2::-1]]:
             card = Card(self._purpose, facts[index], problem, is_own)
             key, news = self._circles[index].round(card, min(patience_s, self._patience_of(error)))
             keys.setdefault(index, key)
             if news and not problem:
-                problem, is_own = news, False
+                problem = news
+                is_own = False
         return [keys[index] for index in there], problem
 
     def _patience_of(self, error: str) -> float:
@@ -188,7 +191,8 @@ class _Circle:
     """The rounds of one process group."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         members = "_".join(map(str, dist.get_process_group_ranks(group)))
         with _turns_lock:
             self.turn = _turns.setdefault(members, threading.RLock())
@@ -234,7 +238,8 @@ class _Circle:
             nonces = [self._store.get(f"nonce/{rank}") for rank in ranks]
             missing = [rank for rank in ranks if not nonces[rank]]
             if not missing and nonces != listed:
-                listed, token = nonces, secrets.token_hex(8)
+                listed = nonces
+                token = secrets.token_hex(8)
                 problem = verdict([Card.from_json(self._store.get(f"card/{rank}")) for rank in ranks])
                 self._store.set("minutes", json.dumps([token, listed, problem]))
             if not missing:
@@ -253,7 +258,8 @@ class _Circle:
                 return token, problem
             latest, listed, said = json.loads(minutes) if minutes else ("", [], "")
             if latest != token and len(listed) == self.size and listed[self.rank] == nonce:
-                token, problem = latest, said
+                token = latest
+                problem = said
                 self._store.set(f"acknowledged/{self.rank}", token)
             waiting.pause(self._absent)
 
@@ -266,10 +272,13 @@ class _Waiting:
     """Pauses of growing length, a log line when it takes long, and an error when it takes too long."""
 
     def __init__(self, purpose: str, rank: int, size: int, patience_s: float, pulse: Pulse | None) -> None:
-        self._who, self._purpose = f"gqsgd: {purpose} on rank {rank} of {size}", purpose
-        self._patience_s, self._pulse = patience_s, pulse
+        self._who = f"gqsgd: {purpose} on rank {rank} of {size}"
+        self._purpose = purpose
+        self._patience_s = patience_s
+        self._pulse = pulse
         self._begun = time.monotonic()
-        self._pause_s, self._said = PAUSES_S[0], False
+        self._pause_s = PAUSES_S[0]
+        self._said = False
 
     def pause(self, missing: Callable[[], list[int]]) -> None:
         """Sleep a little; ``missing``: the ranks that are waited for, if that is known.

@@ -81,7 +81,8 @@ class _Piece:
             for work in self.works:
                 work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
             self.works = []
-            outcome, self._computed = self._computed or self._compute(), None
+            outcome = self._computed or self._compute()
+            self._computed = None
             self._count(outcome)
             if outcome.error is not None:
                 raise outcome.error
@@ -337,7 +338,8 @@ class Sequencer:
         A job that has one thread, because its pieces have something in common or it lies on a GPU, is left to this one.
         """
         for piece in computable(lane):
-            piece.waiting_for, piece.is_computing = 1, True
+            piece.waiting_for = 1
+            piece.is_computing = True
             piece.task = self._workers.submit(partial(self._compute, communicator, piece))
 
     def _compute(self, communicator: Communicator, piece: _Piece) -> None:
@@ -447,7 +449,9 @@ def release(runner: Runner) -> None:
 def _forget_after_fork() -> None:
     """Threads do not survive a fork, and a lock may have been held by one of them."""
     global _shared, _users, _lock
-    _shared, _users, _lock = None, 0, threading.RLock()
+    _shared = None
+    _users = 0
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork

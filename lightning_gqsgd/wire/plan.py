@@ -85,7 +85,8 @@ class Plan:
     """
 
     def __init__(self, segments: Sequence[Segment], setting: Setting, *others: Setting) -> None:
-        self.setting, self._settings = setting, (setting, *others)
+        self.setting = setting
+        self._settings = (setting, *others)
         self.numel = sum(segment.numel for segment in segments)
         self._pieces = self._cut(segments)
 
@@ -108,7 +109,8 @@ class Plan:
             counters: of the bucket.
             telemetry: of the process.
         """
-        config, ranks = self.setting.config, self.setting.ranks
+        config = self.setting.config
+        ranks = self.setting.ranks
         # Nothing is drawn for a native all-reduce, and the keys of a new step take time.
         keys = StepKeys.of(config, 0 if self.is_native else step, ranks)
         counters.calls += 1
@@ -207,7 +209,8 @@ class ScatterPlan(Plan):
     def _cut_run(self, segments: Sequence[Segment], each: int, run: _Run) -> list[_Piece]:
         """The pieces of a run of each part's segments; ``each``: number of segments of a part."""
         setting = self._settings[run.choice]
-        ranks, share = setting.ranks, self.numel // setting.ranks
+        ranks = setting.ranks
+        share = self.numel // setting.ranks
         of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
         tables = [cut(of_rank, setting.config.block_size) for of_rank in of_ranks]
         self._table_bytes += 3 * sum(table.nbytes for table in tables)
@@ -254,7 +257,8 @@ def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run
         last = runs[-1] if runs else None
         if last is not None and (last.choice == segment.choice or _join(last, segment.choice, only_raw, settings)):
             last.choice = segment.choice if last.only_raw else last.choice
-            last.end, last.only_raw = number + 1, last.only_raw and only_raw
+            last.end = number + 1
+            last.only_raw = last.only_raw and only_raw
         else:
             runs.append(_Run(segment.choice, number, number + 1, start, only_raw))
         start += segment.numel

@@ -33,7 +33,8 @@ class StagedWork:
     """
 
     def __init__(self, exchange: Exchange, patience: timedelta) -> None:
-        self._output, self._patience = exchange.output, patience
+        self._output = exchange.output
+        self._patience = patience
         source = _to_host(exchange.input)
         target = source if exchange.output is exchange.input else _host_like(exchange.output)
         self._host = exchange._replace(output=target, input=source)
@@ -97,7 +98,8 @@ class Staging:
     """
 
     def __init__(self, start: Start, patience: timedelta) -> None:
-        self._start, self._patience = start, patience
+        self._start = start
+        self._patience = patience
         self._asked: queue.SimpleQueue[tuple[StagedWork, int, int] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._lock = threading.Lock()  # nothing is put behind the end

@@ -25,7 +25,8 @@ class Store:
     """
 
     def __init__(self, store: dist.Store, within_s: float) -> None:
-        self._store, self._within_s = store, within_s
+        self._store = store
+        self._within_s = within_s
         self._left_behind: list[threading.Event] = []  # the ends of those requests
 
     def under(self, prefix: str) -> Store:

@@ -189,7 +189,8 @@ class Telemetry:
         """Close a step."""
         self.steps += 1
         self.collect()
-        sums, self._of_step = self._of_step.total(), Tally()
+        sums = self._of_step.total()
+        self._of_step = Tally()
         if isinstance(sums, Tensor):  # it was sampled
             before = torch.zeros_like(sums) if self._of_last is None else self._of_last.get()
             self._of_last = _Computed.here(torch.where(sums[1] > 0, sums, before))
@@ -268,7 +269,8 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """The values by name, with ``gqsgd/`` in front; none if no step was reduced since the last reading."""
-        before, totals = self._before, self._telemetry.totals()
+        before = self._before
+        totals = self._telemetry.totals()
         steps = totals["steps"] - before["steps"]
         if not steps:
             return {}

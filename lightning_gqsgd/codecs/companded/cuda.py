@@ -46,7 +46,8 @@ class Companded(NamedTuple):
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Companded:
     """The numbers of a `CompandedQuantiser`, for gradients of a dtype."""
-    real, curve = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32, q.curve
+    real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
+    curve = q.curve
     return Companded(
         levels=q.levels,
         odd_levels=q.odd_levels,
@@ -77,8 +78,10 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
     draw_a, draw_b = draws(t, tl.load(key), KIND, c)
     share = tl.where(flag, 0.0, 1.0)[:, None]
     offset = middle.to(tl.float32)[:, None] + share * (_FIRST - 1.5)
-    offset_a, offset_b = tl.fma(one_and(draw_a), share, offset), tl.fma(one_and(draw_b), share, offset)
-    a, b = _expanded(code_a, offset_a, flag, c), _expanded(code_b, offset_b, flag, c)
+    offset_a = tl.fma(one_and(draw_a), share, offset)
+    offset_b = tl.fma(one_and(draw_b), share, offset)
+    a = _expanded(code_a, offset_a, flag, c)
+    b = _expanded(code_b, offset_b, flag, c)
     middle = middle.to(c.number.compute)
     return coordinates(a, scale, middle, flag, c), coordinates(b, scale, middle, flag, c)
 

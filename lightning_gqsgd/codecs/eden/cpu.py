@@ -133,7 +133,9 @@ def _encode(values, largest, exponent, block, key, c, s):
         s: scratch space.
     """
     size = 1 << exponent
-    z, terms, codes = part(s.turned, 0, size), part(s.mean, 0, size), part(s.codes, 0, size)
+    z = part(s.turned, 0, size)
+    terms = part(s.mean, 0, size)
+    codes = part(s.codes, 0, size)
     infinity = c.form.infinity >> c.mantissa
     power = smaller(larger(largest >> c.mantissa, int64(c.form.tiny >> c.mantissa)), int64(infinity - 2))
     down = float_of((infinity - 1 - power) << c.mantissa, c.form.zero)
@@ -166,7 +168,8 @@ def _rounded_at_random(scale, random, c):
         random: a uniform 32-bit integer, int64.
         c: the constants.
     """
-    bits, tiny = int64(bits_of(scale)), int64(c.form.tiny)
+    bits = int64(bits_of(scale))
+    tiny = int64(c.form.tiny)
     if bits < tiny:
         infinity = c.form.infinity >> c.mantissa
         tiny_inverse = float_of((infinity - 1 << c.mantissa) - tiny, c.form.zero)
@@ -200,8 +203,10 @@ def _signs(key, block, n, first, second):
     """Write the diagonals of D2 and of D1 for ``n`` coordinates, 1 or -1 in fp32, see `codecs.eden.signs`."""
     a, b = block_keys(key, block)
     half = n // 2
-    first0, first1 = part(first, 0, half), part(first, half, half)
-    second0, second1 = part(second, 0, half), part(second, half, half)
+    first0 = part(first, 0, half)
+    first1 = part(first, half, half)
+    second0 = part(second, 0, half)
+    second1 = part(second, half, half)
     for p in range(half):
         h = word(p, a, b)
         first0[p] = float32(int32(uint32((h >> uint32(14)) & uint32(2)))) - float32(1)
@@ -238,7 +243,8 @@ def _folded(terms):
     """The sum of a power of two of terms, see `codecs.eden.folded`; the terms are overwritten."""
     half = terms.size // 2
     while half:
-        first, second = part(terms, 0, half), part(terms, half, half)
+        first = part(terms, 0, half)
+        second = part(terms, half, half)
         for j in range(half):
             first[j] += second[j]
         half //= 2
@@ -253,7 +259,8 @@ def _choose_levels(z, deviation, thresholds, magnitudes, chosen, codes):
         chosen[j] = magnitudes[0]
         codes[j] = 0
     for k in range(1, magnitudes.size):
-        limit, magnitude = thresholds[k] * deviation, magnitudes[k]
+        limit = thresholds[k] * deviation
+        magnitude = magnitudes[k]
         for j in range(z.size):
             reaches = abs(z[j]) >= limit
             chosen[j] = magnitude if reaches else chosen[j]

@@ -66,10 +66,12 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
     """See `ScaledFamily.to_values`."""
-    a, b = _levels(code_a, c), _levels(code_b, c)
+    a = _levels(code_a, c)
+    b = _levels(code_b, c)
     if KIND == RAGGED:
         p = tl.arange(0, c.shape.half)[None, :]
-        a, b = tl.where(p < t.n[:, None], a, 0), tl.where(p + c.shape.half < t.n[:, None], b, 0)
+        a = tl.where(p < t.n[:, None], a, 0)
+        b = tl.where(p + c.shape.half < t.n[:, None], b, 0)
     a, b = _turned_back(a, b, t, tl.load(key), KIND, c)
     limit = tl.full((1, 1), c.mean.limit, c.number.compute)
     return clamped(a * scale[:, None], limit), clamped(b * scale[:, None], limit)
@@ -104,7 +106,8 @@ def _turned_back(a, b, t, key, KIND: tl.constexpr, c: tl.constexpr):
     draw_a, draw_b = draws(t, key, KIND, c)
     for number in range(2):
         a, b = transformed(a, b, t.n, KIND, c)
-        a, b = a * _signs(draw_a, 14 + number), b * _signs(draw_b, 14 + number)
+        a = a * _signs(draw_a, 14 + number)
+        b = b * _signs(draw_b, 14 + number)
     return a, b
 
 

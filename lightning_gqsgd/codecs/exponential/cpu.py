@@ -183,7 +183,8 @@ def _dequantise(codes, scale, c, add, out):
 @loop
 def _expanded(code, scale, c):
     """The coordinate that a code stands for."""
-    sign, mask = uint8(c.bits - 1), uint8((1 << (c.bits - 1)) - 1)
+    sign = uint8(c.bits - 1)
+    mask = uint8((1 << (c.bits - 1)) - 1)
     bits = shifted_up(narrowed((code & mask) + c.offset, c.cut), c.cut)
     value = float_of(bits, c.top) * scale
     value = clamped(-value if code >> sign else value, c.form.largest)
@@ -216,10 +217,12 @@ def _combine(mine, theirs, blocks, key, bits, magnitudes, codes, others):
 def _add_codes(codes, others, key, block, bits, magnitudes):
     """Replace codes by codes of the sums with other codes."""
     a, b = block_keys(key, block)
-    mask, sign = int32((1 << (bits - 1)) - 1), int32(1 << (bits - 1))
+    mask = int32((1 << (bits - 1)) - 1)
+    sign = int32(1 << (bits - 1))
     for j in range(codes.size):
         random = word(j, a, b)
-        x, y = int32(codes[j]), int32(others[j])
+        x = int32(codes[j])
+        y = int32(others[j])
         large, small = (y, x) if (y & mask) > (x & mask) else (x, y)
         result = large & mask
         if small & mask:

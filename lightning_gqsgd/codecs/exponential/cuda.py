@@ -75,8 +75,10 @@ def _pairs_to_codes(code, other, word, c: tl.constexpr):
     """See `codecs.exponential.ExponentialQuantiser.combine`."""
     MASK: tl.constexpr = (1 << (c.codes.bits - 1)) - 1
     is_smaller = (other & MASK) > (code & MASK)
-    large, small = tl.where(is_smaller, other, code), tl.where(is_smaller, code, other)
-    a, b = large & MASK, small & MASK
+    large = tl.where(is_smaller, other, code)
+    small = tl.where(is_smaller, code, other)
+    a = large & MASK
+    b = small & MASK
     opposite = ((large ^ small) >> (c.codes.bits - 1)) != 0
     distance = a - b - opposite.to(tl.int32)
     shift = tl.minimum(tl.maximum(32 - distance, 0), 31).to(tl.uint32)

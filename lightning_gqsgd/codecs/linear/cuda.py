@@ -70,7 +70,8 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
         draw_a, draw_b = draws(t, tl.load(key), KIND, c)
         share = tl.where(flag, 0.0, 1.0)[:, None]
         offset = offset_a + share * (_FIRST - 1.5)
-        offset_a, offset_b = tl.fma(one_and(draw_a), share, offset), tl.fma(one_and(draw_b), share, offset)
+        offset_a = tl.fma(one_and(draw_a), share, offset)
+        offset_b = tl.fma(one_and(draw_b), share, offset)
     middle = middle.to(c.number.compute)
     return _values(code_a, offset_a, scale, middle, flag, c), _values(code_b, offset_b, scale, middle, flag, c)
 
@@ -99,7 +100,8 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
 def is_stochastic(a, b, n, c: tl.constexpr):
     """Which blocks are rounded stochastically."""
     if c.family.adaptive:
-        others_a, others_b = tl.minimum(magnitudes(a, c), 1), tl.minimum(magnitudes(b, c), 1)
+        others_a = tl.minimum(magnitudes(a, c), 1)
+        others_b = tl.minimum(magnitudes(b, c), 1)
         zeros = n - tl.sum((others_a + others_b).to(tl.int32), axis=1)
         stochastic = zeros.to(tl.float64) > n.to(tl.float64) * tl.full((), c.family.stochastic_from, tl.float64)
     else:

@@ -90,7 +90,8 @@ def _write_largest(v, t, wire, c: tl.constexpr):
         more = least | ((least * 0 + 1) << (BITS - 2 - step))
         reached = tl.sum((bits >= more[:, None]).to(tl.int32), axis=1)
         least = tl.where(reached >= count, more, least)
-    larger, equal = bits > least[:, None], (bits == least[:, None]).to(tl.int32)
+    larger = bits > least[:, None]
+    equal = (bits == least[:, None]).to(tl.int32)
     ties = count - tl.sum(larger.to(tl.int32), axis=1)
     kept = larger | ((equal == 1) & (tl.cumsum(equal, axis=1) <= ties[:, None]))
     order = tl.cumsum(kept.to(tl.int32), axis=1) - 1
@@ -116,7 +117,8 @@ def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
     bad = t.row < 0
     for source in range(messages):
         wire = wires + source * stride
-        values, places = record(wire, at, c.number.compute), _places(wire, at, count, c)
+        values = record(wire, at, c.number.compute)
+        places = _places(wire, at, count, c)
         total += tl.load(values[:, None] + j, mask=t.raw[:, None] & inside, other=0) * c.mean.each
         decoded = tl.max(count, axis=0)
         if c.mean.has_own:

@@ -134,10 +134,13 @@ def fetch(typing_context, array, index):
     def generate(context, builder, signature, arguments):
         source = context.make_array(signature.args[0])(context, builder, arguments[0])
         number = builder.gep(source.data, [arguments[1]])
-        pointer, integer = ir.IntType(8).as_pointer(), ir.IntType(32)
+        pointer = ir.IntType(8).as_pointer()
+        integer = ir.IntType(32)
         function = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], function)
-        read, second_level, data = integer(0), integer(2), integer(1)
+        read = integer(0)
+        second_level = integer(2)
+        data = integer(1)
         builder.call(prefetch, [builder.bitcast(number, pointer), read, second_level, data])
         return context.get_dummy_value()
 

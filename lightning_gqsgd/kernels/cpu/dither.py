@@ -64,7 +64,8 @@ def block_keys(key, block):
         key: the two keys of the stream, uint32 [2].
         block: the block's row of the table.
     """
-    parameter, index = block[PARAMETER], block[INDEX]
+    parameter = block[PARAMETER]
+    index = block[INDEX]
     a = _mix(_mix(key[0] ^ parameter) + GOLDEN * index)
     b = _mix(_mix(key[1] + parameter) ^ index)
     return a, b
@@ -83,7 +84,8 @@ def dither(key, block, n, first, u):
     """
     a, b = block_keys(key, block)
     half = (n + 1) // 2
-    u0, u1 = part(u, 0, half), part(u, half, half)
+    u0 = part(u, 0, half)
+    u1 = part(u, half, half)
     for p in range(half):
         h = word(p, a, b)
         u0[p] = float32(int32(uint32(h & uint32(0xFFFF)))) * _UNIT + first

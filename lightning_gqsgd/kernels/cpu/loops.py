@@ -10,7 +10,8 @@ from lightning_gqsgd.kernels.layout import LENGTH, START
 
 #: How many blocks ahead memory is asked for, and how many coordinates of a block. With fewer blocks, coordinates would
 #: come too late.
-_AHEAD, _FETCHED = 4, 256
+_AHEAD = 4
+_FETCHED = 256
 #: Bytes that a processor fetches at once.
 _LINE_BYTES = 64
 

@@ -12,7 +12,10 @@ from lightning_gqsgd.kernels.cpu.jit import kernel, loop
 from lightning_gqsgd.kernels.cpu.loops import fetch_ahead
 from lightning_gqsgd.kernels.layout import LENGTH, START
 
-_INFINITY, _MAGNITUDE, _SIGN, _QUIET = 0x7F800000, 0x7FFFFFFF, 0x8000, 0x40
+_INFINITY = 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = 0x8000
+_QUIET = 0x40
 
 
 @intrinsic
@@ -49,8 +52,10 @@ def _round_block(values, block, key, factor, limit, out):
     n = values.size
     half = (n + 1) // 2
     second = n - half
-    values0, values1 = part(values, 0, half), part(values, half, second)
-    out0, out1 = part(out, 0, half), part(out, half, second)
+    values0 = part(values, 0, half)
+    values1 = part(values, half, second)
+    out0 = part(out, 0, half)
+    out1 = part(out, half, second)
     for p in range(second):
         h = word(p, a, b)
         out0[p] = _rounded(values0[p] * factor, uint32(h & uint32(0xFFFF)), limit)
@@ -74,7 +79,8 @@ def round_blocks(values, blocks, key, factor, limit, out):
     """
     for k in range(blocks.shape[0]):
         fetch_ahead(values, blocks, k)
-        start, length = blocks[k, START], blocks[k, LENGTH]
+        start = blocks[k, START]
+        length = blocks[k, LENGTH]
         _round_block(
             part(values, start, length), blocks[k], key, float32(factor), uint32(limit), part(out, start, length)
         )

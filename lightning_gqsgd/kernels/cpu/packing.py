@@ -27,7 +27,8 @@ def pack_planes(codes, n, bits, wire, at):
 @loop
 def _pack_plane(codes, n, used, plane, words):
     """Write one bit plane; ``used``: the number of bits in the planes before it."""
-    mask, down = uint8((1 << plane) - 1), uint8(used)
+    mask = uint8((1 << plane) - 1)
+    down = uint8(used)
     for w in range(words.size):
         words[w] = uint8(shifted_down(codes[w], down) & mask)
     for lane in range(1, 8 // plane):
@@ -50,7 +51,8 @@ def unpack_planes(wire, at, n, bits, codes):
 @loop
 def _unpack_plane(words, n, used, plane, codes):
     """Read one bit plane; ``used``: the number of bits in the planes before it."""
-    mask, up = uint8((1 << plane) - 1), uint8(used)
+    mask = uint8((1 << plane) - 1)
+    up = uint8(used)
     for lane in range(8 // plane):
         lane_codes = part(codes, lane * words.size, smaller(words.size, n - lane * words.size))
         down = uint8(lane * plane)

@@ -83,7 +83,8 @@ def _first_stages(values):
 def _butterflies(left, right):
     """Replace two arrays by their sum and their difference."""
     for j in range(left.size):
-        x, y = left[j], right[j]
+        x = left[j]
+        y = right[j]
         left[j] = x + y
         right[j] = x - y
 
@@ -91,7 +92,8 @@ def _butterflies(left, right):
 @inlined
 def hadamard(values, root):
     """Hadamard transform of a power of two of values, in place; ``root``: the factor that makes it orthonormal."""
-    n, half = values.size, 1
+    n = values.size
+    half = 1
     if n >= 8:
         _first_stages(values)
         half = 8

@@ -34,7 +34,9 @@ def moments(x, blocks, lanes, out):
     """
     for k in range(blocks.shape[0]):
         values = part(x, blocks[k, START], blocks[k, LENGTH])
-        plain, absolute, square = lanes[0], lanes[1], lanes[2]
+        plain = lanes[0]
+        absolute = lanes[1]
+        square = lanes[2]
         for lane in range(LANES):
             plain[lane] = absolute[lane] = square[lane] = 0.0
         for first in range(0, values.size, LANES):

@@ -125,7 +125,8 @@ class Constants(NamedTuple):
 @lru_cache(maxsize=16)
 def number_of(dtype: torch.dtype) -> Number:
     """The number format for gradients of a dtype."""
-    form, compute = scale_format(dtype), COMPUTE_DTYPES[dtype]
+    form = scale_format(dtype)
+    compute = COMPUTE_DTYPES[dtype]
     double = compute == torch.float64
     real, integer = (np.float64, np.int64) if double else (np.float32, np.int32)
     one, root = (int(real(value).view(integer)) for value in (1.0, 2**-0.5))
@@ -185,7 +186,8 @@ def mean_of(
         summed: whether there is one message, with the sums of all ranks' codes.
         has_own: whether one source's coordinates are given, so that its message is not decoded.
     """
-    compute, share = COMPUTE_DTYPES[dtype], Share.of(ranks)
+    compute = COMPUTE_DTYPES[dtype]
+    share = Share.of(ranks)
     straight = not encoded and not rotated and (summed or ranks == 1)
     return Mean(
         ranks=ranks,

@@ -39,7 +39,8 @@ def block_keys(t, key):
     """The words a and b of each block, uint32 [rows]."""
     parameter = column(t, _PARAMETER).to(tl.uint32)
     index = column(t, _INDEX).to(tl.uint32)
-    first, second = key.to(tl.uint32), (key.to(tl.int64) >> 32).to(tl.uint32)
+    first = key.to(tl.uint32)
+    second = (key.to(tl.int64) >> 32).to(tl.uint32)
     a = _mix(_mix(first ^ parameter) + index * _GOLDEN)
     b = _mix(_mix(second + parameter) ^ index)
     return a, b
@@ -57,10 +58,12 @@ def draws(t, key, KIND: tl.constexpr, c: tl.constexpr):
     a, b = block_keys(t, key)
     p = tl.arange(0, c.shape.half)[None, :]
     if KIND == RAGGED:
-        first, second = _draws_at(p, t.n, a, b), _draws_at(p + c.shape.half, t.n, a, b)
+        first = _draws_at(p, t.n, a, b)
+        second = _draws_at(p + c.shape.half, t.n, a, b)
     else:
         h = words(p, a, b)
-        first, second = h & 0xFFFF, h >> 16
+        first = h & 0xFFFF
+        second = h >> 16
     return first, second
 
 

@@ -80,10 +80,12 @@ def _pack_plane(code_a, code_b, n, rows, places, PLANE: tl.constexpr, KIND: tl.c
 def _pack_bytes(code_a, code_b, n, rows, places, KIND: tl.constexpr, c: tl.constexpr):
     """Write a byte of every code."""
     p = tl.arange(0, c.shape.half)[None, :]
-    mask_a, mask_b = rows[:, None], rows[:, None]
+    mask_a = rows[:, None]
+    mask_b = rows[:, None]
     if KIND == RAGGED:
         inside_a, inside_b = within(n, c)
-        mask_a, mask_b = mask_a & inside_a, mask_b & inside_b
+        mask_a = mask_a & inside_a
+        mask_b = mask_b & inside_b
     tl.store(places + p, code_a.to(tl.uint8), mask=mask_a)
     tl.store(places + c.shape.half + p, code_b.to(tl.uint8), mask=mask_b)
 
@@ -131,7 +133,8 @@ def _unpack_plane(n, rows, places, PLANE: tl.constexpr, KIND: tl.constexpr, c: t
     else:
         COUNT: tl.constexpr = c.shape.half * PLANE // 4
         word = tl.load(places + p % COUNT, mask=rows[:, None], other=0).to(tl.int32) >> (p // COUNT * PLANE)
-        code_a, code_b = word & MASK, (word >> 4) & MASK
+        code_a = word & MASK
+        code_b = (word >> 4) & MASK
     return code_a << LOW, code_b << LOW
 
 

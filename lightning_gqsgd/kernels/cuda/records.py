@@ -102,7 +102,8 @@ def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
             a, b = _with_message(a, b, source, m, t, KIND, c)
     if KIND == RAGGED:
         inside_a, inside_b = within(t.n, c)
-        a, b = tl.where(inside_a, a, 0), tl.where(inside_b, b, 0)
+        a = tl.where(inside_a, a, 0)
+        b = tl.where(inside_b, b, 0)
     return a, b, first != first
 
 
@@ -138,7 +139,8 @@ def with_own(a, b, x, t, rotation, KIND: tl.constexpr, c: tl.constexpr):
     own_b = tl.where(bad[:, None], float("nan"), own_b * c.mean.each)
     if KIND == RAGGED:
         bad &= t.raw == 0
-        own_a, own_b = tl.where(t.raw[:, None], 0, own_a), tl.where(t.raw[:, None], 0, own_b)
+        own_a = tl.where(t.raw[:, None], 0, own_a)
+        own_b = tl.where(t.raw[:, None], 0, own_b)
     return a + own_a, b + own_b, bad
 
 
@@ -147,5 +149,6 @@ def divided_by_rest(a, b, c: tl.constexpr):
     """Both halves of the mean that belongs to a sum, see `wire.Share`."""
     if c.mean.rest != 1:
         rest = tl.full((1, 1), c.mean.rest, c.number.compute)
-        a, b = divided(a, rest, c), divided(b, rest, c)
+        a = divided(a, rest, c)
+        b = divided(b, rest, c)
     return a, b

@@ -15,10 +15,12 @@ from lightning_gqsgd.kernels.cuda.tiles import RAGGED, by_kind, load_tile, store
 def rotated(a, b, t, key, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
     """Both halves after the rotation, or turned back; raw rows stay as they are."""
     draw_a, draw_b = draws(t, key, KIND, c)
-    sign_a, sign_b = tl.where(draw_a < 32768, -1.0, 1.0), tl.where(draw_b < 32768, -1.0, 1.0)
+    sign_a = tl.where(draw_a < 32768, -1.0, 1.0)
+    sign_b = tl.where(draw_b < 32768, -1.0, 1.0)
     if INVERSE:
         turned_a, turned_b = transformed(a, b, t.n, KIND, c)
-        turned_a, turned_b = turned_a * sign_a, turned_b * sign_b
+        turned_a = turned_a * sign_a
+        turned_b = turned_b * sign_b
     else:
         turned_a, turned_b = transformed(a * sign_a, b * sign_b, t.n, KIND, c)
     return tl.where(t.raw[:, None], a, turned_a), tl.where(t.raw[:, None], b, turned_b)
@@ -43,7 +45,8 @@ def transformed(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
         turned_b = tl.where(is_whole, a - b, b) * _root(_highest_bit(difference_b), c)
     else:
         root = _root(tl.full((), STAGES + 1, tl.int32), c)
-        turned_a, turned_b = (a + b) * root, (a - b) * root
+        turned_a = (a + b) * root
+        turned_b = (a - b) * root
     return turned_a, turned_b
 
 
@@ -69,11 +72,13 @@ def _butterflies(v, n, first, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.con
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     left, right = tl.split(tl.trans(tl.reshape(v, (ROWS, PAIRS, 2, DISTANCE)), 0, 1, 3, 2))
-    plus, minus = left + right, left - right
+    plus = left + right
+    minus = left - right
     if KIND == RAGGED:
         j = first + tl.arange(0, PAIRS)[:, None] * (2 * DISTANCE) + tl.arange(0, DISTANCE)[None, :]
         in_larger_part = (j[None, :, :] ^ n[:, None, None]) >= 2 * DISTANCE
-        plus, minus = tl.where(in_larger_part, plus, left), tl.where(in_larger_part, minus, right)
+        plus = tl.where(in_larger_part, plus, left)
+        minus = tl.where(in_larger_part, minus, right)
     return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (ROWS, HALF))
 
 

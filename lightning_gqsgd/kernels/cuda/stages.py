@@ -164,9 +164,11 @@ def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.con
     Without a rotation, no coordinate of a coded block is infinite: the block is NaN instead. Then raw rows have to be
     left out, and with a rotation they are within the range anyway: a mean is not larger than the largest number.
     """
-    coded_a, coded_b = in_finite_range(a, DTYPE, c.rotated, c), in_finite_range(b, DTYPE, c.rotated, c)
+    coded_a = in_finite_range(a, DTYPE, c.rotated, c)
+    coded_b = in_finite_range(b, DTYPE, c.rotated, c)
     if KIND == RAGGED and not c.rotated:
-        coded_a, coded_b = tl.where(t.raw[:, None], a, coded_a), tl.where(t.raw[:, None], b, coded_b)
+        coded_a = tl.where(t.raw[:, None], a, coded_a)
+        coded_b = tl.where(t.raw[:, None], b, coded_b)
     return coded_a, coded_b
 
 
@@ -196,11 +198,13 @@ class _Sum(NamedTuple):
 @triton.jit
 def _decode_sum_tile(s, t, KIND: tl.constexpr, c: tl.constexpr):
     bits = tl.load(s.scales + t.row, mask=t.inside, other=0)
-    bad, used = bits >= c.number.infinity, (bits > 0) & (bits < c.number.infinity)
+    bad = bits >= c.number.infinity
+    used = (bits > 0) & (bits < c.number.infinity)
     scale = tl.where(used, value_of(bits, c), 0)
     code_a, code_b = unpack(s.wire, column(t, CODES), t.n, used, KIND, c)
     a, b = s.sums_to_values(code_a, code_b, t, s.keys, s.ranks, scale, KIND, c)
-    a, b = tl.where(bad[:, None], float("nan"), a), tl.where(bad[:, None], float("nan"), b)
+    a = tl.where(bad[:, None], float("nan"), a)
+    b = tl.where(bad[:, None], float("nan"), b)
     store_tile(a, b, s.x, t, t.inside, KIND, c)
     count_rows(bad, s.counter)
 
@@ -288,7 +292,8 @@ class ScaledFamily:
         own: Own,
     ) -> None:
         """See `protocol.Kernels.reduce`."""
-        mean, turns = mean_of(len(keys), own.x.dtype, encoded=True, has_own=True), own.rotation is not None
+        mean = mean_of(len(keys), own.x.dtype, encoded=True, has_own=True)
+        turns = own.rotation is not None
         c = self._constants(q, own.x.dtype, mean, rotated=turns)
         on_device = launch.keys_on(wires.device, (*keys, out_key, *([own.rotation] if own.rotation else [])))
         arguments = (wires, wires.shape[1], len(keys), on_device, own.source, blocks, own.x, out, len(blocks))
@@ -327,7 +332,8 @@ class ScaledFamily:
 
     def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
         """See `protocol.Kernels.combine`."""
-        c, functions = self._constants(q, torch.float32), {"pairs_to_codes": self.pairs_to_codes}
+        c = self._constants(q, torch.float32)
+        functions = {"pairs_to_codes": self.pairs_to_codes}
         launch.run(combine_kernel, blocks, c, mine, theirs, blocks, len(blocks), launch.packed(key), **functions)
 
     def _constants(

@@ -145,7 +145,8 @@ def load_tile(x, start, n, KIND: tl.constexpr, c: tl.constexpr):
         a = tl.load(places, mask=inside_a, other=0)
         b = tl.load(places + c.shape.half, mask=inside_b, other=0)
     else:
-        a, b = tl.load(places), tl.load(places + c.shape.half)
+        a = tl.load(places)
+        b = tl.load(places + c.shape.half)
     return a.to(c.number.compute), b.to(c.number.compute)
 
 
@@ -153,10 +154,12 @@ def load_tile(x, start, n, KIND: tl.constexpr, c: tl.constexpr):
 def store_tile(a, b, x, t, rows, KIND: tl.constexpr, c: tl.constexpr):
     """Write both halves of the rows for which ``rows`` is true, rounded to the type of ``x``."""
     places = _coordinates(x, t.start, KIND, c)
-    mask_a, mask_b = rows[:, None], rows[:, None]
+    mask_a = rows[:, None]
+    mask_b = rows[:, None]
     if KIND == RAGGED:
         inside_a, inside_b = within(t.n, c)
-        mask_a, mask_b = mask_a & inside_a, mask_b & inside_b
+        mask_a = mask_a & inside_a
+        mask_b = mask_b & inside_b
     tl.store(places, a.to(x.dtype.element_ty), mask=mask_a)
     tl.store(places + c.shape.half, b.to(x.dtype.element_ty), mask=mask_b)
 
@@ -196,10 +199,12 @@ def store_raw(a, b, wire, at, t, c: tl.constexpr):
 @triton.jit
 def any_not_finite(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
     """Which rows have a coordinate that is NaN or infinite."""
-    bad_a, bad_b = is_finite(a) == 0, is_finite(b) == 0
+    bad_a = is_finite(a) == 0
+    bad_b = is_finite(b) == 0
     if KIND == RAGGED:
         inside_a, inside_b = within(n, c)
-        bad_a, bad_b = bad_a & inside_a, bad_b & inside_b
+        bad_a = bad_a & inside_a
+        bad_b = bad_b & inside_b
     return tl.max((bad_a | bad_b).to(tl.int32), axis=1) > 0
 
 

@@ -131,8 +131,11 @@ class PendingMean:
     """
 
     def __init__(self, requests: RuleRequests, put: Callable[[RuleRequest, int], Job]) -> None:
-        self._requests, self._put = requests, put
-        self._count, self._job, self._mean = 0, None, None  # type: tuple[int, Job | None, Tensor | None]
+        self._requests = requests
+        self._put = put
+        self._count = 0
+        self._job: Job | None = None
+        self._mean: Tensor | None = None
         self._go_on(None)
 
     def wait(self) -> Tensor:
@@ -151,7 +154,8 @@ class PendingMean:
         try:
             request = next(self._requests) if answer is None else self._requests.send(answer)
         except StopIteration as end:
-            self._job, self._mean = None, end.value
+            self._job = None
+            self._mean = end.value
             return
         self._job = self._put(request, self._count)
         self._count += 1

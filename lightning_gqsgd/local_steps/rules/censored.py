@@ -65,10 +65,13 @@ class Censored(Rule):
 
 class _CensoredAverager(Averager):
     def __init__(self, rule: Censored, bundle: Bundle, rank: int, ranks: int) -> None:
-        self._bundle, self._rank, self._ranks = bundle, rank, ranks
+        self._bundle = bundle
+        self._rank = rank
+        self._ranks = ranks
         self._threshold = rule.threshold
         anchors = bundle.flat_anchors()
-        self._sent, self._mean = torch.zeros_like(anchors), torch.zeros_like(anchors)
+        self._sent = torch.zeros_like(anchors)
+        self._mean = torch.zeros_like(anchors)
         self._anchors = anchors
 
     def state(self) -> dict[str, Tensor]:
@@ -94,9 +97,11 @@ class _CensoredAverager(Averager):
 
     def _steps(self, exchanges: Exchanges, sends: bool) -> Steps:
         """Exchange differences; ``exchanges.x``: this rank's, which becomes the sum of all."""
-        x, ranks = exchanges.x, self._ranks
+        x = exchanges.x
+        ranks = self._ranks
         flags = torch.empty(ranks, 1, dtype=torch.uint8, device=x.device)
-        exchanges.message_bytes, exchanges.sent_bytes = 1, ranks - 1
+        exchanges.message_bytes = 1
+        exchanges.sent_bytes = ranks - 1
         yield (Exchange("all_gather", flags, torch.full((1,), sends, dtype=torch.uint8, device=x.device)),)
 
         senders = flags.flatten().nonzero().flatten().tolist()

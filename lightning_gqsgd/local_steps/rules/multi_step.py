@@ -68,7 +68,8 @@ class MultiStep(Rule):
 
 class _MultiStepAverager(Averager):
     def __init__(self, bundle: Bundle, messages: int) -> None:
-        self._segments, self._messages = bundle.segments, messages
+        self._segments = bundle.segments
+        self._messages = messages
 
     def requests(self, change: Tensor) -> RuleRequests:
         """See `Averager.requests`."""

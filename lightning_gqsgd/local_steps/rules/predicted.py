@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: Mean changes that the second prediction averages.
 _LAST = 3
 #: Weights of the moving averages of changes and of their squares, and the step η of the third prediction.
-_WEIGHTS, _STEP = (0.8, 0.9), 1e-3
+_WEIGHTS = (0.8, 0.9)
+_STEP = 1e-3
 #: Number of predictions.
 _PREDICTIONS = 3
 

@@ -47,7 +47,8 @@ def _window(words, at):
 @called
 def _long_omega(window):
     """See `_omega_of`, for codes of any length."""
-    k, length = 1, 0
+    k = 1
+    length = 0
     while (window >> (_WINDOW - 1 - length)) & 1:
         size = k + 1
         if length + size >= _WINDOW:
@@ -62,7 +63,8 @@ def _omega_of(window, t):
     """The integer whose code a window starts with, and the length of the code. The integer is above `MOST` if the code
     is longer than the window."""
     head = window >> (_WINDOW - HEAD)
-    k, length = int64(t.head_value[head]), int64(t.head_length[head])
+    k = int64(t.head_value[head])
+    length = int64(t.head_length[head])
     if length == 0:
         k, length = _long_omega(window)
     return k, length

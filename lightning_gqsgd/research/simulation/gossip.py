@@ -107,7 +107,11 @@ class DPSVRG:
     def run(self, problem: Penalised, graph: Graph, epochs: float) -> GossipRecord:
         """Train until the workers have seen ``epochs`` full gradients' worth of samples; the last stage is finished."""
         x = problem.whole.start().repeat(graph.ranks, 1)
-        record, seen, rounds, step, stage = GossipRecord(x), 0.0, 0, 0, 0
+        record = GossipRecord(x)
+        seen = 0.0
+        rounds = 0
+        step = 0
+        stage = 0
         record.note(problem, graph, seen, rounds)
         while seen < epochs:
             snapshot = x
@@ -118,7 +122,8 @@ class DPSVRG:
                 times = min(1 + k, self.most_rounds)
                 y = graph.mix(x - self.lr * (fresh - stale + full), times)
                 x = soft_threshold(y, self.lr * problem.l1)
-                rounds, step = rounds + times, step + 1
+                rounds = rounds + times
+                step = step + 1
             seen += 1 + 2 * inner * problem.batch_share
             stage += 1
             record.models = x

@@ -73,7 +73,8 @@ class Graph:
         W is symmetric, its rows sum to 1 and no weight is negative, so that gossip keeps the mean and converges to it
         (Xiao, Boyd, Kim, J. Parallel Distrib. Comput. 67, 2007).
         """
-        weights, degrees = torch.zeros(self.ranks, self.ranks, dtype=torch.float64), self.degrees
+        weights = torch.zeros(self.ranks, self.ranks, dtype=torch.float64)
+        degrees = self.degrees
         for a, b in self.edges:
             weights[a, b] = weights[b, a] = 1 / (1 + max(degrees[a], degrees[b]))
         return weights + torch.diag(1 - weights.sum(1))
@@ -109,7 +110,8 @@ class Graph:
 
     def _reached(self) -> set[int]:
         """The ranks that rank 0 has a way to."""
-        reached, before = {0}, 0
+        reached = {0}
+        before = 0
         while len(reached) > before:
             before = len(reached)
             reached |= {rank for edge in self.edges if reached & set(edge) for rank in edge}

@@ -143,7 +143,10 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
                 other.bundles[0].anchors = first.bundles[0].anchors
         anchors = [anchor for fragment in self.fragments for _, anchor in fragment.entries()]
         self.outer = make_outer(options.outer, anchors)
-        self._problem, self._crowd, self._dtype, self._requested = problem, crowd, start.dtype, config
+        self._problem = problem
+        self._crowd = crowd
+        self._dtype = start.dtype
+        self._requested = config
         self._ranks: dict[tuple[Segment, ...], VirtualRanks] = {}
         self.config = self._ranks_of(tuple(problem.segments)).config
         options.averaging.check(self.config)
@@ -182,7 +185,8 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
     def train(self, step: int) -> None:
         """A step of all workers that train in it, and the averages that are due."""
         gradients = self._problem.gradients(self.points, step, self._crowd.workers)
-        done, training = self.step - self.rounds.begun_after, set(self._crowd.of_round(self.rounds.number))
+        done = self.step - self.rounds.begun_after
+        training = set(self._crowd.of_round(self.rounds.number))
         for worker, parameter in enumerate(self._parameters):
             steps = None if self._crowd.steps_of is None else self._crowd.steps_of[worker]
             trains = worker in training and (steps is None or done < steps)
@@ -192,7 +196,8 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
 
     def _start(self, number: int, delay: int) -> VirtualAverage:
         """See `AveragingLoop`. All is done at once; the mean is used when it is due."""
-        workers, replicas = self._crowd.of_round(self.rounds.number), self._replicas[number]
+        workers = self._crowd.of_round(self.rounds.number)
+        replicas = self._replicas[number]
         changes = [replicas[worker].bundles[0].change() for worker in workers]
         exact = [change.clone() for change in changes]
         requests = [self._averagers[number][rank].requests(change) for rank, change in enumerate(changes)]
@@ -218,7 +223,8 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
 
     def _answer(self, workers: Sequence[RuleRequests]) -> Tensor:
         """Lead the averagers of all workers in lock-step; returns the mean change, which is the first worker's."""
-        step, answer = self.averages * self.options.averaging.most_requests, None
+        step = self.averages * self.options.averaging.most_requests
+        answer = None
         while True:
             requests: list[RuleRequest] = []
             for worker in workers:

@@ -307,18 +307,22 @@ class DigitsMLP:
         images = torch.from_numpy(digits.data).to(self.dtype)[order] / 16
         labels = torch.from_numpy(digits.target).long()[order]
         self._test = images[self.TRAINING :], labels[self.TRAINING :]
-        images, labels = images[: self.TRAINING], labels[: self.TRAINING]
+        images = images[: self.TRAINING]
+        labels = labels[: self.TRAINING]
         if self.by_label:
             order = labels.argsort(stable=True)
-            images, labels = images[order], labels[order]
-        self._images, self._labels = images, labels
+            images = images[order]
+            labels = labels[order]
+        self._images = images
+        self._labels = labels
         self._shapes = [(64, self.hidden), (self.hidden,), (self.hidden, 10), (10,)]
         sizes = [math.prod(shape) for shape in self._shapes]
         self.segments = [Segment(number, size, raw=size < MIN_NUMEL) for number, size in enumerate(sizes)]
 
     def start(self) -> Tensor:
         """Weights and biases uniform up to the inputs' number to the power of -½, as `torch.nn.Linear` has them."""
-        generator, parts = _generator(self.seed, 1), []
+        generator = _generator(self.seed, 1)
+        parts = []
         for shape, inputs in zip(self._shapes, (64, 64, self.hidden, self.hidden), strict=True):
             uniform = torch.rand(math.prod(shape), generator=generator, dtype=self.dtype) * 2 - 1
             parts.append(uniform / math.sqrt(inputs))

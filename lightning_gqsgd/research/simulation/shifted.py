@@ -64,7 +64,8 @@ class DGDDEF:
             raise ConfigError(f"steps={steps!r} must be an integer of at least 1")
         x = problem.start().clone()
         ranks = VirtualRanks(self.workers, problem.segments, x.dtype, None, **fields)
-        rows, diverged_at = Rows(), None
+        rows = Rows()
+        diverged_at = None
         sent: dict[str, float] = {"bytes_sent": 0, "wire_bits": ranks.wire_bits}
         rows.add(problem.loss(x), problem.metrics(x), step=0, relative_error=math.nan, **sent)
         for step in range(steps):

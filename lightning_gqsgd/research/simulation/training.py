@@ -66,11 +66,13 @@ class _EveryStep:
     """Workers whose gradients are averaged in every step."""
 
     def __init__(self, problem: Problem, workers: int, config: GQSGDConfig, make_optimizer: MakeOptimizer) -> None:
-        self._problem, self._workers = problem, workers
+        self._problem = problem
+        self._workers = workers
         self._parameter = torch.nn.Parameter(problem.start().clone())
         self._ranks = VirtualRanks(workers, problem.segments, self._parameter.dtype, config)
         self._optimizer = make_optimizer([self._parameter])
-        self.config, self.error = self._ranks.config, math.nan
+        self.config = self._ranks.config
+        self.error = math.nan
 
     @property
     def x(self) -> Tensor:
@@ -171,7 +173,8 @@ def _trainer(
     if preset not in (UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS):
         names = ", ".join((UNCOMPRESSED, *PRESETS, *LOCAL_PRESETS))
         raise ConfigError(f"unknown preset {preset!r} (presets: {names})")
-    given, virtual = pop_options(fields), pop_virtual(fields)
+    given = pop_options(fields)
+    virtual = pop_virtual(fields)
     if given["every"] is None and virtual["local_steps_of"] is not None:
         given["every"] = max(virtual["local_steps_of"], default=1)
     chosen: str | GQSGDConfig | None = preset
