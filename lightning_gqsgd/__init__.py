@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from lightning_gqsgd._autoload import flavour, install
-from lightning_gqsgd.version import __version__
+from lightning_gqsgd.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig, Memory
