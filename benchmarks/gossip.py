@@ -23,9 +23,9 @@ from torch import Tensor
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from lightning_gqsgd import all_reduce
-from lightning_gqsgd.config.presets import PRESETS
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.simulation.graph import Graph

@@ -38,8 +38,8 @@ from benchmarks.report import RESULTS, Report, present
 from lightning_gqsgd.cli import local, systems
 from lightning_gqsgd.cli.facts import HEADINGS, facts_of, notes
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.config.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
 from lightning_gqsgd.research.theory import bits_at

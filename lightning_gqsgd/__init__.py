@@ -15,7 +15,6 @@ from lightning_gqsgd.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig, Memory
-    from lightning_gqsgd.config.presets import PRESETS
     from lightning_gqsgd.ddp.functional import all_reduce
     from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
     from lightning_gqsgd.errors import CollectiveError, ConfigError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.frameworks.ray import RayGQSGDStrategy
     from lightning_gqsgd.frameworks.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.local_steps.optimizer import LocalSteps
+    from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.reducers.memory import StabilityWarning
     from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
     from lightning_gqsgd.research.simulation import simulate
@@ -42,7 +42,7 @@ _HOMES = {
     "GQSGDState": "ddp.hook",
     "LocalSteps": "local_steps.optimizer",
     "Memory": "spec.memories",
-    "PRESETS": "config.presets",
+    "PRESETS": "presets",
     "RDAAdagrad": "research.optim",
     "RayGQSGDStrategy": "frameworks.ray",
     "StabilityWarning": "reducers.memory",

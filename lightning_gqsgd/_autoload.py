@@ -194,7 +194,7 @@ class _Names(list[str]):
 
         bits = bits_of_name(name)
         near = ["gqsgd"] if bits == 8 else difflib.get_close_matches(name, self, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near and bits in (None, 8) else ""
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"unknown strategy {name!r}; {hint}The presets are {', '.join((*LOCAL_PRESETS, *STRATEGY_PRESETS))}, each "
             f"also with {', '.join(suffix for suffix in _START_METHODS if suffix)}, and all but "

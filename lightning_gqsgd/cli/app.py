@@ -88,8 +88,8 @@ def presets(
 ) -> None:
     """What each preset sends, remembers and guarantees at a number of ranks; local steps, optimizers, topologies."""
     from lightning_gqsgd.cli import asking
-    from lightning_gqsgd.config.presets import PRESETS
     from lightning_gqsgd.errors import check_integer
+    from lightning_gqsgd.presets import PRESETS
 
     with _refusals_in_one_line():
         check_integer("--ranks", ranks, 2, asking.MOST_RANKS)
@@ -135,7 +135,7 @@ def warmup(
 ) -> None:
     """Compile the kernels for the CPU into the cache, so that no training has to: for images of containers."""
     from lightning_gqsgd.cli import warming
-    from lightning_gqsgd.config.presets import PRESETS
+    from lightning_gqsgd.presets import PRESETS
 
     with _refusals_in_one_line():
         try:

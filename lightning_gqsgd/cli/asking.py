@@ -6,9 +6,9 @@ import difflib
 from pathlib import Path
 
 from lightning_gqsgd._autoload import bits_of_name
-from lightning_gqsgd.config.presets import PRESETS, did_you_mean_preset
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import PRESETS, did_you_mean_preset
 from lightning_gqsgd.research.systems import SYSTEMS
 
 #: The most ranks of which facts are told: each of them is an owner of a shard, which takes memory and time.

@@ -13,10 +13,10 @@ import torch
 from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import PRESETS, Preset, make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import PRESETS, Preset, make_config
 from lightning_gqsgd.reducers import REDUCERS, Setting
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import KEPT_BY_OWNERS, StabilityWarning, kinds

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.cpu.cache import REMEDY, folders, writable_folder
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.wire.compiling import compile_kernels
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.session.nodes import with_nodes
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.adaptive.plain import PlainPath
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve_each
 from lightning_gqsgd.ddp.starting import (
     check_divisor,
@@ -44,6 +43,7 @@ from lightning_gqsgd.ddp.unaveraged import BackwardWatch
 from lightning_gqsgd.ddp.unused import UnusedParameters
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached

@@ -12,9 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import Preset, make_config
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.presets import Preset, make_config
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
 CHECKPOINT_KEY = "gqsgd"

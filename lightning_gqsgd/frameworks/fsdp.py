@@ -27,7 +27,6 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve_each
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.frameworks.fsdp_changes import ModelChanges
@@ -43,6 +42,7 @@ from lightning_gqsgd.frameworks.fsdp_modules import (
 from lightning_gqsgd.frameworks.fsdp_starting import check_groups, check_replicas, check_request
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import with_nodes

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import Preset
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.frameworks.distributed import parameter_names
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
 from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
+from lightning_gqsgd.presets import Preset
 
 
 @dataclass(eq=False)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig, Memory
-from lightning_gqsgd.config.presets import PRESETS
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
 
@@ -235,7 +235,7 @@ class TrainerMixin(_Base):
         super().on_train_end()
         if self._local is not None:
             self._local.finish()
-        elif self._gqsgd_state is not None and self._gqsgd_state.telemetry.steps and self.is_global_zero:
+        elif self.is_global_zero and self.world_size > 1 and self._gqsgd_state is not None:
             self._rank_zero_info(self._gqsgd_state.summary_line())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -274,8 +274,8 @@ class LocalAverages(AveragingLoop[Average]):
         numbers = list(range(len(self.fragments)))
         if any(self._leaves_anchor(numbers, buffers=False, tolerance=_ROUNDING)):
             raise ConfigError(
-                f"the model's weights were changed by more than {_ROUNDING:g} of their norm after local steps began "
-                "and before the first step(), and would travel quantised, as if they had been learnt. If weights were "
+                "the model's weights were changed after local steps began and before the first step(), by more than "
+                f"{_ROUNDING:g} of their norm, and would travel quantised, as if they had been learnt. If weights were "
                 "loaded since: load weights before LocalSteps is made (Fabric: by fabric.load; Trainer: before fit). "
                 "If sharpness-aware minimisation has moved them (SAM by hand): move them back before step(), in fp32, "
                 "or give LocalSteps an optimizer that makes both passes in its own step(closure). If the inner "

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gqsgd.config.presets import PRESETS, Preset
+from lightning_gqsgd.presets import PRESETS, Preset
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import PRESETS
 from lightning_gqsgd.errors import counted
+from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.parameters import Parameter
 

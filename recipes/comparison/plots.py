@@ -20,8 +20,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
-from lightning_gqsgd.config.presets import PRESETS
 from lightning_gqsgd.predict.model import Prediction
+from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.research.theory import bits_at
 from pictures.style import DPI, STYLE, colours
 from recipes.comparison.labels import place_labels

@@ -1,7 +1,7 @@
 """The choices of ``strategy=``: the files in conf/strategy, and every preset of the package.
 
 A preset has no file. `register_presets` puts an entry for each preset into Hydra's ConfigStore, beside the files, so
-that a new preset is a choice as soon as it is in `lightning_gqsgd.config.presets`.
+that a new preset is a choice as soon as it is in `lightning_gqsgd.presets`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gqsgd.config.presets import PRESETS, did_you_mean_preset
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import PRESETS, did_you_mean_preset
 from lightning_gqsgd.spec.decisions import WIDTHS
 from recipes.errors import RecipeError
 
@@ -59,7 +59,7 @@ def register_presets() -> None:
     """Make every preset a choice of ``strategy=``; to be called before Hydra composes a configuration."""
     store = ConfigStore.instance()
     for name in PRESETS:
-        store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.config.presets")
+        store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.presets")
     for name, local in LOCAL_PRESETS.items():
         node = {"name": name, "_target_": TARGET, "preset": name, "local_steps": local.options["every"]}
         store.store(group=GROUP, name=name, node=node, provider="lightning_gqsgd.local_steps.presets")
@@ -136,7 +136,7 @@ def check_settings(node: Mapping[str, Any]) -> None:
     if node["_target_"] != TARGET:
         return
     from lightning_gqsgd.config import GQSGDConfig
-    from lightning_gqsgd.config.presets import make_config
+    from lightning_gqsgd.presets import make_config
 
     plain: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     # Other entries are arguments of Lightning's strategy.

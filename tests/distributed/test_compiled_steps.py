@@ -69,7 +69,7 @@ def test_all_reduce_in_a_compiled_function(tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("module", ["functional", "hook"])
+@pytest.mark.parametrize("module", ["ddp.functional", "ddp.hook"])
 def test_importing_what_is_not_traced_does_not_import_dynamo(module: str) -> None:
     code = f"import torch, sys; before = set(sys.modules); import lightning_gqsgd.{module}; "
     code += "sys.exit('torch._dynamo' in set(sys.modules) - before)"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.config.presets import FIXED, PRESETS
+from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped

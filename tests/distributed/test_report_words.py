@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gqsgd.config.presets import FIXED
 from lightning_gqsgd.ddp.hook import GQSGDState
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.research.systems import SYSTEMS
 from lightning_gqsgd.sparse import gradients as sparse_gradients

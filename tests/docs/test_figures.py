@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_kernels import layouts_of, stage_bytes
-from lightning_gqsgd.config import presets
+from lightning_gqsgd import presets
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.reducers import Setting
 from tests.docs.checks import compare_sentence, rounded, spaced

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.config.presets import FIXED
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.research.simulation import VirtualRanks
 
 FILE = Path(__file__).parent / "golden.json"

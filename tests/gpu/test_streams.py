@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.presets import FIXED
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.wire.communicator import CollectiveError, Communicator

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gqsgd import all_reduce
-from lightning_gqsgd.config.presets import FIXED
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import batch, mlp, wrapped

@@ -105,7 +105,8 @@ def test_backbone_finetuning(tmp_path: Path) -> None:
     assert sent > 0
     assert "gqsgd: 2,048 gradient values in 1 tensor at 8 bits" in said[0]
     assert said[1].startswith("gqsgd: wrapped the model anew at step 3: 4 unfrozen parameters; gqsgd: 8,192 gradient")
-    assert len(said) == 2
+    assert said[2].startswith("gqsgd: in 9 steps, rank 0 sent ")
+    assert len(said) == 3
 
 
 class _Unfreezes(Classifier):

@@ -26,10 +26,10 @@ import lightning_gqsgd
 from lightning_gqsgd import _autoload
 from lightning_gqsgd._autoload import STRATEGY_PRESETS, strategy_names
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.presets import PRESETS
 from lightning_gqsgd.frameworks import trainer
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.spec.decisions import Decision
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
@@ -296,7 +296,7 @@ def test_remedies_for_missing_packages_are_what_the_extras_bring() -> None:
 @pytest.mark.parametrize("name", ["communicator", "pipeline"])
 def test_a_platform_without_fork_can_import_what_looks_after_forks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "register_at_fork")
-    file = Path(lightning_gqsgd.__file__).parent / "transport" / f"{name}.py"
+    file = Path(lightning_gqsgd.__file__).parent / "wire" / f"{name}.py"
     spec = importlib.util.spec_from_file_location("on_windows", file)
     assert spec is not None
     assert spec.loader is not None

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from lightning_gqsgd.config.presets import PRESETS
+from lightning_gqsgd.presets import PRESETS
 from pictures.style import COLOURS
 from recipes.comparison import plan as planning
 from recipes.comparison.embedding import dark, on_dark

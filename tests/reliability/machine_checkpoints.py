@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_gqsgd.config.presets import make_config
+from lightning_gqsgd.presets import make_config
 from tests.reliability.changes import (
     CHANGES,
     EMPTYING,

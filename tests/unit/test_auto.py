@@ -15,8 +15,8 @@ from lightning_gqsgd.adaptive.describing import describe
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.cli.facts import facts_of, notes
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.research.simulation import average
 from lightning_gqsgd.spec.decisions import LAG, Decision
 from lightning_gqsgd.wire.agreement import Agreed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import accuracy, presets, report
-from lightning_gqsgd.config.presets import FIXED
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.research.theory import bits_at
 
 

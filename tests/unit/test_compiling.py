@@ -14,9 +14,9 @@ from lightning_gqsgd.cli import warming
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.codecs.top_k import cpu as top_k
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import PRESETS, make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.cpu import cache, jit
+from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire import compiling
 from lightning_gqsgd.wire.compiling import compile_kernels

@@ -10,7 +10,7 @@ import torch
 
 from lightning_gqsgd.adaptive import announcing
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.presets import PRESETS, make_config
+from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import choose_reducer
 
 

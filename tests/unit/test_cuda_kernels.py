@@ -20,10 +20,10 @@ from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.config.presets import FIXED
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut
+from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.wire.plan import Plan
 from tests.unit import test_kernels as plain

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
-from lightning_gqsgd.config.presets import FIXED, PRESETS
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment, cut, owners, runs
+from lightning_gqsgd.presets import FIXED, PRESETS
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.research.simulation import VirtualRanks

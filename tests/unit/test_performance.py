@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import FIXED, make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
@@ -35,6 +34,7 @@ from lightning_gqsgd.predict.costs import BF16_HOOK, ESTIMATES, KINDS, at_ranks
 from lightning_gqsgd.predict.paper import tree_gains, tree_seconds
 from lightning_gqsgd.predict.probe import measure
 from lightning_gqsgd.predict.profile import bucket_profiles
+from lightning_gqsgd.presets import FIXED, make_config
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.wire.plan import Plan

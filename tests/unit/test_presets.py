@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import FIXED, PRESETS, make_config
 from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
 

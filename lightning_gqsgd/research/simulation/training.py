@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import PRESETS, make_config
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
 from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.research.simulation.local import LocalWorkers, crowd_of, pop_virtual
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.record import Record, Rows

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.sparse.options import refuse_for

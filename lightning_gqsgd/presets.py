@@ -84,7 +84,7 @@ PRESETS: dict[str, Preset] = {
         _stochastic(bits=2, clip=2.5, scale_per="parameter", scale="global", reducer="gather"),
         "Wen et al. 2017, arXiv 1705.07878",
         "three levels, shared scale per layer, clipped at 2.5 σ",
-        fixed=("codec", "bits", "levels"),
+        fixed=("codec", "bits"),
     ),
     "natural_compression": Preset(
         _exponential(norm="power_of_two", reducer="two_shot"),
