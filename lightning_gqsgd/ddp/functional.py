@@ -14,14 +14,13 @@ from lightning_gqsgd.config.presets import make_config
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.opening import Side, compile_together, facts_of, open_engines
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
+from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_gradient
@@ -70,8 +69,7 @@ class _Reductions:
         with Meeting(_PURPOSE, [self._group], patience) as meeting:
             self.engine.connect(config)
             meeting.agree([{}])
-            with meeting.preparing(COMPILE_PATIENCE_S):
-                self.engine.compile(config, x.dtype)
+            compile_together(meeting, {self.engine: [config]}, [x.dtype])
         self._prepared.add((config, x.dtype))
 
 
@@ -186,9 +184,9 @@ def all_reduce(
         with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields))
             target, flat = _copied(tensor, out)
-            (key,) = meeting.agree([_facts(tensor, config)])
-            engine = Engine(tensor.device, parent, key, messages=_MESSAGES)
-            reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
+            side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
+            with open_engines(meeting, [side], tensor.device, messages=_MESSAGES) as (engine,):
+                reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
     job = reductions.start(flat, config, number if step is None else step, number)
     reduction = Reduction(job, flat, target)
     return reduction if async_op else reduction.wait()
@@ -303,7 +301,5 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _facts(tensor: Tensor, config: GQSGDConfig) -> dict[str, Any]:
-    """What all ranks must have in common in a call: plain values by name."""
-    versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
-    kind = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
-    return {**config.to_dict(), **kind, **versions}
+    """Returns what all ranks must have in common in a call: plain values by name."""
+    return facts_of(config, {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type})

@@ -8,13 +8,12 @@ ranks beforehand.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from itertools import product
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from lightning_gqsgd.ddp.starting import (
     check_wrapped_anew,
     device_of,
     dtypes_of,
-    facts_of,
+    own_facts,
 )
 from lightning_gqsgd.ddp.trained import TrainedParameters, average, start_alike
 from lightning_gqsgd.ddp.unaveraged import BackwardWatch
@@ -48,6 +47,7 @@ from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
 from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, segments_of
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.session.summary import StepClock, in_words, summary
@@ -57,8 +57,8 @@ from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Stamp, digest_of
-from lightning_gqsgd.wire.communicator import Communicator, check_timeout, parent_group, patience_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, MAX_STEP, PLANS_KEPT, Engine, Messages, Request
+from lightning_gqsgd.wire.communicator import Communicator, parent_group, patience_of
+from lightning_gqsgd.wire.engine import MAX_STEP, PLANS_KEPT, Engine, Messages, Request
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -100,8 +100,7 @@ class GQSGDState:
         self._plain: PlainPath | None = None
         self._watch: BackwardWatch | None = None
         self._is_in_step = False  # some buckets of a backward pass have come, and not the last one
-        with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
-            check_timeout(timeout)
+        with meeting or self._meeting("register_gqsgd") as start:
             check_model(model)
             config = with_nodes(config, self._group)
             check_tables(model, config, post_local_sgd)
@@ -112,34 +111,37 @@ class GQSGDState:
             world_size = dist.get_world_size(self._group)
             steering = self._steering = Steering(config, world_size) if config.chooses_bits else None
             by_bits = resolve_each(config, world_size) if steering is None else steering.candidates
-            configs = list(by_bits.values())
-            self._config = configs[0]
-            self._others = tuple(configs[1:]) if steering is None else ()
+            self._configs = list(by_bits.values())
+            self._config = self._configs[0]
+            # Candidates take turns in steps, while configurations by name share each step.
+            self._others = tuple(self._configs[1:]) if steering is None else ()
             self._choices = {bits: number for number, bits in enumerate(by_bits)}
-            self._trained = TrainedParameters(model, self._parameters)
-            facts = facts_of(config, config if len(configs) > 1 else self.config, model, numbered)
-            self._facts = json.dumps(facts, sort_keys=True)
-            self._digest = digest_of(self._facts)
-            (key,) = start.agree([facts])
-            self._engine = Engine(self._device, self._group, key, timeout=timeout, messages=_MESSAGES)
-            undo.callback(self._engine.close)
-            self._clock = StepClock(self._engine.telemetry)
             dtypes = dtypes_of(model)
-            self._engine.connect(*configs)
-            tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
-            self._configs = configs
             self._dtype = dtypes[0]
             self._store = new_store(self.config, world_size, _sizes(numbered), self._dtype, self._device)
             self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
             self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
-            with start.preparing(COMPILE_PATIENCE_S):
-                self._sparse = SparseGradients.of(self._engine, configs, tables, dtypes[0])
-                for resolved, dtype in product(configs, dtypes):
-                    self._engine.compile(resolved, dtype)
-                if self._steering is not None:
-                    self._steering.compile(dtypes[0], self._device)
-            self._install(model)
-            undo.pop_all()
+            one_or_all = config if len(self._configs) > 1 else self.config
+            self._facts = facts_of(one_or_all, own_facts(config, model, numbered))
+            self._digest = digest_of_facts(self._facts)
+            with open_engines(
+                start,
+                [Side(self._group, self._facts, self._configs)],
+                self._device,
+                timeout=timeout,
+                messages=_MESSAGES,
+                dtypes=dtypes,
+                prepare=partial(self._prepare, model),
+            ) as (self._engine,):
+                self._clock = StepClock(self._engine.telemetry)
+                self._install(model)
+
+    def _prepare(self, model: DistributedDataParallel, engine: Engine) -> None:
+        """Make what reduces sparse gradients and measures the noise of dense ones, with its kernels compiled."""
+        tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
+        self._sparse = SparseGradients.of(engine, self._configs, tables, self._dtype)
+        if self._steering is not None:
+            self._steering.compile(self._dtype, self._device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "step":
@@ -391,9 +393,7 @@ class GQSGDState:
                 "dtypes": ", ".join(map(str, dtypes)),
             }
             meeting.agree([facts])
-            with meeting.preparing(COMPILE_PATIENCE_S):
-                for config, dtype in product(self._configs, dtypes):
-                    self._engine.compile(config, dtype)
+            compile_together(meeting, {self._engine: self._configs}, dtypes)
         average(left.values(), self._group)
         start_alike(new.values(), self._group)
         del old
@@ -430,9 +430,8 @@ class GQSGDState:
         self._remembered = {same[number] for number in self._remembered if number in same}
         if self._steering is not None:
             self._steering.sampler.drop()
-        facts = {**json.loads(self._facts), "parameters": digest(numbered)}
-        self._facts = json.dumps(facts, sort_keys=True)
-        self._digest = digest_of(self._facts)
+        self._facts = {**self._facts, "parameters": digest(numbered)}
+        self._digest = digest_of_facts(self._facts)
 
     @property
     def is_closed(self) -> bool:
@@ -502,7 +501,7 @@ class GQSGDState:
         if self.config.remembers:
             numbers = checkpoint.take_memory(self._store, state, self._engine.rank, self._engine.world_size)
             # Seed and step of states may be equal where memories are not.
-            self._digest = digest_of(f"{self._facts} {checkpoint.memory_digest(state)}")
+            self._digest = digest_of(f"{digest_of_facts(self._facts)} {checkpoint.memory_digest(state)}")
             if numbers is not None:
                 checkpoint.say_what_is_missing(self._trained.parameters, numbers)
                 self._remembered |= numbers

@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.adaptive.plain import obstacle
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted, listed
-from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.session.parameters import Parameter, digest
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Classes that average gradients, and what to do with a model that has one.
@@ -47,27 +45,23 @@ _WRAPPED = {
 }
 
 
-def facts_of(
-    requested: GQSGDConfig, config: GQSGDConfig, model: DistributedDataParallel, parameters: Sequence[Parameter]
+def own_facts(
+    requested: GQSGDConfig, model: DistributedDataParallel, parameters: Sequence[Parameter]
 ) -> dict[str, Any]:
-    """What all ranks must have in common when they register the hook: plain values by name.
+    """Returns what ranks that register the hook must have in common beside the configuration: plain values by name.
 
     Args:
         requested: the configuration as it was given.
-        config: the same with its reducer chosen.
         model: the DDP model.
         parameters: those of its module.
     """
     trained = trained_by(model)
     facts = {
-        **config.to_dict(),
         "parameters": digest(parameters),
         "parameters that require a gradient": digest(entry for entry in parameters if entry.name in trained),
         "dtypes": ", ".join(sorted({str(p.dtype) for p in trained.values()})),
         "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
         "find_unused_parameters": model.find_unused_parameters,
-        "version of lightning_gqsgd": __version__,
-        "version of the wire format": VERSION,
     }
     if requested.auto:
         facts["what keeps the hook in its place"] = obstacle(model)

@@ -12,11 +12,10 @@ same bits on all ranks at all times.
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -44,8 +43,8 @@ from lightning_gqsgd.local_steps.starting import (
     OwnBuffers,
     check_module,
     check_optimizers,
-    facts_of,
     numbered,
+    own_facts,
     take_from_first_rank,
     trained_parameters,
 )
@@ -53,12 +52,13 @@ from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
-from lightning_gqsgd.wire.communicator import check_timeout, parent_group, patience_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
+from lightning_gqsgd.wire.communicator import parent_group, patience_of
+from lightning_gqsgd.wire.engine import Messages, Request
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -167,8 +167,7 @@ class LocalAverages(AveragingLoop[Average]):
     ) -> None:
         self.group = parent_group(group)
         self.requested = config
-        with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
-            check_timeout(timeout)
+        with meeting or open_meeting(model, self.group, timeout) as start:
             check_optimizers(optimizers)
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
@@ -179,17 +178,14 @@ class LocalAverages(AveragingLoop[Average]):
             super().__init__(options, fragments_of(parameters, buffers, options))
             anchors = [anchor for part in self.fragments for entry, anchor in part.entries() if not entry.is_buffer]
             self.outer = make_outer(options.outer, anchors)
-            facts = facts_of(self.config, options, self.outer, parameters, buffers)
-            (key,) = start.agree([facts])
-            self._engine = Engine(self.device, self.group, key, timeout=timeout, messages=_MESSAGES)
-            undo.callback(self._engine.close)
             dtype = COMPUTE_DTYPES[next(iter(trained.values())).dtype]
-            self._engine.connect(self.config)
-            with start.preparing(COMPILE_PATIENCE_S):
-                self._engine.compile(self.config, dtype)
-            take_from_first_rank(model, self.group)
-            undo.pop_all()
-        self._digest = digest_of(json.dumps(facts, sort_keys=True))
+            facts = facts_of(self.config, own_facts(options, self.outer, parameters, buffers))
+            side = Side(self.group, facts, [self.config])
+            with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=[dtype]) as (
+                self._engine,
+            ):
+                take_from_first_rank(model, self.group)
+        self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
         self._inner = InnerState(optimizers)

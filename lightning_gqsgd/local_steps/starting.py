@@ -15,12 +15,10 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Rounds of a schedule that ranks compare when they start.
@@ -116,13 +114,12 @@ def numbered(
     return facts, parameters, buffers
 
 
-def facts_of(
-    config: GQSGDConfig, options: LocalOptions, outer: Optimizer, parameters: Sequence[Entry], buffers: Sequence[Entry]
+def own_facts(
+    options: LocalOptions, outer: Optimizer, parameters: Sequence[Entry], buffers: Sequence[Entry]
 ) -> dict[str, Any]:
-    """What all ranks must have in common when local steps begin: plain values by name.
+    """Returns what ranks that begin local steps must have in common beside the configuration: plain values by name.
 
     Args:
-        config: the compression, with its reducer chosen.
         options: when to average.
         outer: the outer optimizer.
         parameters: what is averaged.
@@ -131,7 +128,6 @@ def facts_of(
     every = [options.steps_of_round(number) for number in range(_COMPARED_ROUNDS if callable(options.every) else 1)]
     tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in (*parameters, *buffers)]
     return {
-        **config.to_dict(),
         "parameters and buffers": digest(tensors),
         "every": every if callable(options.every) else every[0],
         "fragments": options.fragments,
@@ -142,8 +138,6 @@ def facts_of(
         "anchor_dtype": str(options.anchor_dtype),
         "outer": describe_outer(outer),
         "outer_after": options.outer_after,
-        "version of lightning_gqsgd": __version__,
-        "version of the wire format": VERSION,
     }
 
 
