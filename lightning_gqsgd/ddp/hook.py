@@ -124,14 +124,10 @@ class GQSGDState:
             one_or_all = config if len(self._configs) > 1 else self.config
             self._facts = facts_of(one_or_all, own_facts(config, model, numbered))
             self._digest = digest_of_facts(self._facts)
+            sides = [Side(self._group, self._facts, self._configs)]
+            prepare = partial(self._prepare, model)
             with open_engines(
-                start,
-                [Side(self._group, self._facts, self._configs)],
-                self._device,
-                timeout=timeout,
-                messages=_MESSAGES,
-                dtypes=dtypes,
-                prepare=partial(self._prepare, model),
+                start, sides, self._device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes, prepare=prepare
             ) as (self._engine,):
                 self._clock = StepClock(self._engine.telemetry)
                 self._install(model)
@@ -153,22 +149,22 @@ class GQSGDState:
 
     @property
     def requested(self) -> GQSGDConfig:
-        """See the class."""
+        """The configuration as it was given."""
         return self._requested
 
     @property
     def config(self) -> GQSGDConfig:
-        """See the class."""
+        """The configuration of the latest step, with its reducer chosen."""
         return self._config
 
     @property
     def _compresses(self) -> bool:
-        """Whether some gradients are not averaged by the backend's own all-reduce."""
+        """True if some gradients are not averaged by the backend's own all-reduce."""
         return any(REDUCERS[config.reducer].compresses for config in (self._config, *self._others))
 
     @property
     def step(self) -> int:
-        """See the class. Setting it makes this rank compare it with all ranks' before its next gradient is sent."""
+        """Number of reduced backward passes. A rank that sets it compares it with others before it sends gradients."""
         return self._step + (0 if self._plain is None else self._plain.passed)
 
     @step.setter
@@ -181,12 +177,12 @@ class GQSGDState:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """See the class; empty where ``bits`` are given."""
+        """All changes of bits so far, in order; empty where ``bits`` are given."""
         return () if self._steering is None else self._steering.decisions
 
     @property
     def telemetry(self) -> Telemetry:
-        """See the class."""
+        """Counters of this process."""
         return self._engine.telemetry
 
     def __deepcopy__(self, memo: Any) -> DetachedState:
@@ -314,8 +310,8 @@ class GQSGDState:
             self._watch.before_forward(model, has_hook=plain is None or not plain.is_on)
 
     def _begin_step(self, step: int) -> Stamp | None:
-        """Choose the step's configuration; returns what ranks compare in the step. None for the reducer "native", which
-        has neither seed nor dither."""
+        """Choose the step's configuration. Returns the stamp that ranks compare in the step; None for the reducer
+        "native", which has neither seed nor dither."""
         steering = self._steering
         engine = self._engine
         # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
@@ -402,7 +398,7 @@ class GQSGDState:
         if self._watch is not None:
             self._watch.remove()
         if self._plain is not None:
-            self.step = self.step
+            self.step = self.step  # takes over the steps that plain DDP has counted
             self._plain.remove()
         try:
             model = build(module)
@@ -435,11 +431,11 @@ class GQSGDState:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model cannot be trained by this hook any more."""
+        """True if the hook cannot train the model any more."""
         return self._engine.is_closed
 
     def is_on(self, model: nn.Module) -> bool:
-        """Whether the hook is that of this very model, and not that of a model of which this one is a copy."""
+        """Returns True for the model that the hook was registered on, and False for copies of it."""
         return self._model() is model
 
     def _install(self, model: DistributedDataParallel) -> None:
@@ -470,7 +466,7 @@ class GQSGDState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to give the same bits; plain values and tensors.
+        """Returns what a resumed run needs to give the same bits: plain values and tensors.
 
         Without a memory, the state is equal on all ranks, and this is no collective. With a memory, every rank has to
         call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
@@ -530,8 +526,8 @@ class GQSGDState:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why; with
-        ``auto`` or ``bits="auto"``, what is chosen among, the average of the bits so far, and the latest decision."""
+        """Returns one line that says what is compressed, to how many bits and by which reducer, and what is not; with
+        ``auto`` or ``bits="auto"``, also the bits that are allowed, their average so far, and the latest decision."""
         ranks = self._engine.world_size
         configs = (self.config, *self._others)
         tables = frozenset() if self._sparse is None else self._sparse.numbers
@@ -543,11 +539,11 @@ class GQSGDState:
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(configs)}"
 
     def summary(self) -> dict[str, float]:
-        """What compression did since the hook was made, in numbers; see `summary.summary`."""
+        """Returns what compression did since the hook was made, in numbers (see `summary.summary`)."""
         return summary(self.telemetry, self._clock, self._engine.world_size)
 
     def summary_line(self) -> str:
-        """The same as one line: bytes against those of fp32, bits, error, and the share of a step spent waiting."""
+        """Returns the summary as one line: bytes against those of fp32, bits, error, and the share of waiting."""
         return in_words(self.summary())
 
     def announce(self, say: Callable[[str], None]) -> None:
@@ -574,7 +570,7 @@ class GQSGDState:
 
 
 def _sizes(parameters: list[Parameter]) -> dict[int, int]:
-    """Number of coordinates of each parameter that is compressed, by its number."""
+    """Returns the number of coordinates of each compressed parameter, by the parameter's number."""
     return {entry.number: entry.numel for entry in parameters if not entry.raw}
 
 
@@ -588,7 +584,7 @@ def before_forward(model: nn.Module, inputs: Any) -> None:
 
 
 def gqsgd_hook(state: GQSGDState, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
-    """DDP communication hook; see `GQSGDState.reduce`."""
+    """Reduce a bucket: the communication hook that DDP calls (see `GQSGDState.reduce`)."""
     return state.reduce(bucket)
 
 

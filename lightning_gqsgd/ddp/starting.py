@@ -82,9 +82,9 @@ def check_is_ddp(model: object) -> None:
 
 
 def wrapped_otherwise(model: object) -> str:
-    """What to do with a model of which something averages the gradients already; empty where nothing is known to.
+    """Returns a remedy for a model whose gradients something averages already; empty where nothing is known to.
 
-    Another wrapper around it would average them twice.
+    Another wrapper around the model would average them twice.
     """
     for name, module in model.named_modules() if isinstance(model, nn.Module) else []:
         # By name, because each of these is slow to import, or missing in some versions of torch.
@@ -171,7 +171,7 @@ def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedData
 
 
 def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, by name, without those that DDP was told to ignore.
+    """Returns the parameters that require a gradient, by name, without those that DDP was told to ignore.
 
     There is at least one, because DDP refuses models without any.
     """
@@ -180,10 +180,10 @@ def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:
-    """Device of the gradients."""
+    """Returns the device of the gradients."""
     return next(iter(trained_by(model).values())).device
 
 
 def dtypes_of(model: DistributedDataParallel) -> list[torch.dtype]:
-    """Dtypes of the gradients, that of the first parameter first."""
+    """Returns the dtypes of the gradients, that of the first parameter first."""
     return list(dict.fromkeys(p.dtype for p in trained_by(model).values()))

@@ -144,8 +144,7 @@ class GQSGDFSDPState:
                 self._average = None
                 self._scatter = None
                 if replicate is not None:
-                    rows = [self._sharded.rank]
-                    self._average = _Collective("all-reduce", engines[1], averaged, Plan, rows, 0)
+                    self._average = _Collective("all-reduce", engines[1], averaged, Plan, [engines[0].rank], 0)
                 if reduce_scatter:
                     before = len(self._groups) if replicate is not None else 0
                     every = range(self._sharded.world_size)
@@ -239,7 +238,7 @@ class GQSGDFSDPState:
     def _segments(
         self, collective: _Collective, group: ShardedGroup, x: Tensor, parameters: list[ShardedParameter]
     ) -> tuple[tuple[Segment, ...], bool]:
-        """The parameters in a flat tensor, and whether the tensor has all parameters that require a gradient.
+        """Returns the parameters in a flat tensor, and whether the tensor has all parameters that require a gradient.
 
         If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
         """
@@ -259,7 +258,8 @@ class GQSGDFSDPState:
         return (Segment(0, x.numel() // len(rows), raw=True),) * len(rows), False
 
     def _stamp(self, collective: _Collective, step: int) -> Stamp | None:
-        """What ranks compare in the first reduction of each step: also how often each module has been reduced."""
+        """Returns the stamp that ranks compare in the first reduction of each step. Its digest has the number of
+        reductions of each module. None if nothing is compressed."""
         if not any(REDUCERS[config.reducer].compresses for config in collective.configs):
             return None
         counts = json.dumps(self._reductions, sort_keys=True)
@@ -312,7 +312,7 @@ class GQSGDFSDPState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to give the same bits: plain values, equal on all ranks. Not a collective."""
+        """Returns what a resumed run needs for the same bits: plain values, equal on all ranks. Not a collective."""
         return {
             "schema": STATE_SCHEMA,
             "seed": self.config.seed,
@@ -349,7 +349,7 @@ class GQSGDFSDPState:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """One line that says what is compressed, to how many bits and in which collectives, and what is not."""
+        """Returns one line that says what is compressed, to how many bits and in which collectives, and what is not."""
         every = [p for group in self._groups for p in group.parameters]
         raw = [p for p in every if p.raw]
         ways = []
@@ -466,12 +466,12 @@ def register_gqsgd_fsdp(
 
 
 def _for_average(config: GQSGDConfig, replicate: dist.ProcessGroup) -> list[GQSGDConfig]:
-    """The configurations of means over replicas, in the order of their bits in ``bits``."""
+    """Returns the configurations of means over replicas, in the order of their bits in ``bits``."""
     return list(resolve_each(with_nodes(config, replicate), replicate.size()).values())
 
 
 def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
-    """The configurations of a replica's reduce-scatters, in the order of their bits in ``bits``.
+    """Returns the configurations of a replica's reduce-scatters, in the order of their bits in ``bits``.
 
     They have a seed of their own: their dither has to be independent of that of other replicas, and of the mean over
     replicas, which rounds their results.
@@ -484,5 +484,6 @@ def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
 
 
 def _divisor(group: ShardedGroup) -> float | None:
-    """What the user wants sums to be divided by, instead of the number of ranks; torch 2.7 has no such thing."""
+    """Returns the divisor of sums that the user has set instead of the number of ranks; None: there is none."""
+    # torch 2.7 has no such attribute.
     return getattr(group.inner, "gradient_divide_factor", None)

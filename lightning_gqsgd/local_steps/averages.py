@@ -121,7 +121,7 @@ class Average:
         self.works = []
 
     def is_finite(self) -> bool:
-        """Whether all means are finite, which is the same on all ranks. Waits for a GPU."""
+        """Returns True if all means are finite, which is the same on all ranks. Waits for a GPU."""
         means = self.changes if self.inner is None else [*self.changes, self.inner[1]]
         return all(bool(mean.isfinite().all()) for mean in means)
 
@@ -184,6 +184,7 @@ class LocalAverages(AveragingLoop[Average]):
             with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=[dtype]) as (
                 self._engine,
             ):
+                # Behind the last round of the meeting: no rank can refuse any more and leave others in a broadcast.
                 take_from_first_rank(model, self.group)
         self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
@@ -214,7 +215,7 @@ class LocalAverages(AveragingLoop[Average]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be averaged any more."""
+        """True if nothing can be averaged any more."""
         return self._engine.is_closed
 
     @untraced
@@ -315,7 +316,7 @@ class LocalAverages(AveragingLoop[Average]):
                     tensor.copy_(value)
 
     def report(self) -> str:
-        """One line that says what is averaged how often, and how it is compressed."""
+        """Returns one line that says what is averaged how often, and how it is compressed."""
         options = self.options
         every = "a varying number of" if callable(options.every) else options.every
         text = report(self.requested, [self.config], self._facts, self.world_size, self.averages, "value")
@@ -404,7 +405,7 @@ class LocalAverages(AveragingLoop[Average]):
             )
 
     def _leaves_anchor(self, numbers: list[int], buffers: bool = True, tolerance: float = 0.0) -> list[bool]:
-        """Whether the tensors of each of some fragments have left the anchor on some rank. A collective.
+        """Returns, for each of some fragments, True if its tensors have left the anchor on some rank. A collective.
 
         Args:
             numbers: of the fragments.
@@ -435,7 +436,7 @@ class LocalAverages(AveragingLoop[Average]):
     # --- one average -------------------------------------------------------------------------------------------------
 
     def _start(self, number: int, delay: int) -> Average:
-        """See `AveragingLoop`."""
+        """Start to average a fragment, to be used ``delay`` steps later."""
         self._check_changes()
         self._buffers.take_back()
         fragment = self.fragments[number]
@@ -480,7 +481,7 @@ class LocalAverages(AveragingLoop[Average]):
         )
 
     def _wait(self, average: Average) -> None:
-        """See `AveragingLoop`."""
+        """Wait for an average, and count the wait as exposed."""
         if average.pending_means:
             since = moment(self.device)
             average.wait()
@@ -488,7 +489,7 @@ class LocalAverages(AveragingLoop[Average]):
             self.telemetry.end_step()
 
     def _apply(self, average: Average, weight: float) -> None:
-        """See `AveragingLoop`."""
+        """Move the anchor by an average, and the parameters to it; ``weight``: the share of their own values."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
         fragment.move_anchors(average.changes, self.outer, plain=self._is_plain(average))
@@ -503,7 +504,7 @@ class LocalAverages(AveragingLoop[Average]):
             self._inner.forget(entry.tensor for entry, _ in fragment.entries())
 
     def _go_back(self, average: Average) -> None:
-        """See `AveragingLoop`."""
+        """Go back to the anchor, because an average is not finite."""
         self.start_from_anchors()
         cleared = self._inner.clear_what_is_not_finite()
         own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""

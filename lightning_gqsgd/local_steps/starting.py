@@ -1,4 +1,4 @@
-"""What is checked before local steps begin, what all ranks must share, and how all ranks get the same start."""
+"""Before local steps begin: checks, the facts that all ranks must share, and the same weights on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPARED_ROUNDS = 16
 
 
 def check_module(model: object) -> nn.Module:
-    """The model, if local steps can train it.
+    """Returns the model, if local steps can train it.
 
     Raises:
         ConfigError: the model is no module, or something else averages its gradients.
@@ -68,7 +68,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The parameters that are averaged, by name: those that require a gradient and that the optimizers have.
+    """Returns the parameters that are averaged, by name: those that require a gradient and that the optimizers have.
 
     Raises:
         ConfigError: the optimizers have parameters of another model, or none that requires a gradient.
@@ -90,14 +90,15 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
-    """All parameters of some optimizers, in order."""
+    """Returns all parameters of some optimizers, in order."""
     return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
 def numbered(
     model: nn.Module, trained: Mapping[str, nn.Parameter], config: GQSGDConfig
 ) -> tuple[list[Parameter], list[Entry], list[Entry]]:
-    """The trained parameters as a configuration sees them; and what is averaged: parameters, floating-point buffers.
+    """Returns the trained parameters as a configuration sees them, and the parameters and floating-point buffers that
+    are averaged.
 
     Parameters are numbered by their places in the model, and buffers after them. Buffers travel uncompressed.
     """
@@ -159,12 +160,12 @@ def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def place_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """Shape, dtype and device."""
+    """Returns the shape, dtype and device of a tensor."""
     return tensor.shape, tensor.dtype, tensor.device
 
 
 def in_words(place: tuple[torch.Size, torch.dtype, torch.device]) -> str:
-    """What `place_of` gave, e.g. ``(8, 3) torch.float32 on cpu``."""
+    """Returns the result of `place_of` as text, e.g. ``(8, 3) torch.float32 on cpu``."""
     shape, dtype, device = place
     return f"{tuple(shape)} {dtype} on {device}"
 
@@ -222,7 +223,8 @@ class IntegerBuffers:
         self._source = dist.get_global_rank(group, 0)
 
     def start(self) -> tuple[list[Tensor], list[dist.Work]]:
-        """Start to send the first rank's present values; returns what will hold them, and what to wait for."""
+        """Start to send the first rank's present values. Returns the tensors that will hold them, and the work to wait
+        for."""
         values = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._buffers]
         flats = [value.view(-1).view(torch.uint8) for value in values]
         works = [dist.broadcast(flat, self._source, group=self._group, async_op=True) for flat in flats]
