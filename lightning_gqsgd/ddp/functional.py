@@ -13,15 +13,14 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.opening import Side, compile_together, facts_of, open_engines
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, MAX_STEP, Engine, Messages, Request
+from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_gradient
@@ -50,7 +49,7 @@ class _Reductions:
         return self._calls - 1
 
     def is_usable(self) -> bool:
-        """False after an error, or once the process group was destroyed."""
+        """Returns False after an error, or once the process group was destroyed."""
         return not self.engine.failed and not self.engine.is_closed and is_alive(self._group)
 
     def start(self, x: Tensor, config: GQSGDConfig, step: int, number: int) -> Job:
@@ -70,8 +69,7 @@ class _Reductions:
         with Meeting(_PURPOSE, [self._group], patience) as meeting:
             self.engine.connect(config)
             meeting.agree([{}])
-            with meeting.preparing(COMPILE_PATIENCE_S):
-                self.engine.compile(config, x.dtype)
+            compile_together(meeting, {self.engine: [config]}, [x.dtype])
         self._prepared.add((config, x.dtype))
 
 
@@ -87,12 +85,15 @@ class Reduction:
         self._out = out
 
     def done(self) -> bool:
-        """True once there is a result or an error (on a GPU, once all work for the result is issued)."""
+        """Returns True once there is a result or an error (on a GPU, once all work for the result is issued)."""
         return self._job.future.done()
 
     @untraced
     def wait(self) -> Tensor:
-        """Wait for the mean, and return it; on a GPU, the current stream waits, and the host does not.
+        """Wait for the mean. On a GPU, the current stream waits, and the host does not.
+
+        Returns:
+            The mean, of the tensor's shape and dtype.
 
         Raises:
             ConfigError: the ranks do not agree.
@@ -144,7 +145,7 @@ def all_reduce(
     preset: str | GQSGDConfig | None = None,
     **fields: Any,
 ) -> Tensor | Reduction:
-    """Mean of a tensor over the ranks of a group, quantised on the wire; the same bits on every rank.
+    """Returns the mean of a tensor over the ranks of a group, quantised on the wire, with the same bits on every rank.
 
     A collective: every rank calls it with a tensor of the same shape and dtype and the same configuration. Tensors of
     fewer than ``min_numel`` elements (1024 by default) travel uncompressed.
@@ -186,9 +187,9 @@ def all_reduce(
         with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields))
             target, flat = _copied(tensor, out)
-            (key,) = meeting.agree([_facts(tensor, config)])
-            engine = Engine(tensor.device, parent, key, messages=_MESSAGES)
-            reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
+            side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
+            with open_engines(meeting, [side], tensor.device, messages=_MESSAGES) as (engine,):
+                reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
     job = reductions.start(flat, config, number if step is None else step, number)
     reduction = Reduction(job, flat, target)
     return reduction if async_op else reduction.wait()
@@ -204,9 +205,9 @@ atexit.register(close)  # Gloo groups that are still open at exit can abort the 
 
 
 def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
-    """What earlier calls on a group have made, or None if it cannot be used any more.
+    """Returns what earlier calls on a group have made for a tensor's device, or None if there is nothing to use.
 
-    Whatever cannot be used any more is closed, for all groups.
+    What cannot be used any more is closed, for all groups.
     """
     for key in [key for key, reductions in _reductions.items() if not reductions.is_usable()]:
         _reductions.pop(key).engine.close()
@@ -214,7 +215,7 @@ def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
 
 
 def _any_of(group: dist.ProcessGroup) -> _Reductions | None:
-    """What earlier calls on a group have made, on whatever device: enough to tell other ranks of an error."""
+    """Returns what earlier calls on a group have made, for any device. It can tell other ranks of an error."""
     return next((reductions for (other, _), reductions in _reductions.items() if other is group), None)
 
 
@@ -229,7 +230,7 @@ def _checked(
     step: int | None,
     config: GQSGDConfig,
 ) -> GQSGDConfig:
-    """The configuration of a call, with its reducer chosen.
+    """Returns the configuration of a call, with its reducer chosen.
 
     Raises:
         ConfigError: arguments that cannot work.
@@ -271,7 +272,7 @@ def _check_plain(tensor: Tensor, what: str) -> None:
 
 
 def _copied(tensor: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Where the mean is put, with what the tensor has, and the same as a flat tensor for kernels.
+    """Returns the tensor for the mean, which holds the values of ``tensor``, and the same values as a flat tensor.
 
     Raises:
         ConfigError: ``out`` cannot be written.
@@ -292,7 +293,7 @@ def _copied(tensor: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements of a tensor may share memory: true for all that do."""
+    """Returns False only if no two elements of a tensor share memory."""
     reach = 0
     dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     for stride, size in sorted(dimensions):
@@ -303,7 +304,5 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _facts(tensor: Tensor, config: GQSGDConfig) -> dict[str, Any]:
-    """What all ranks must have in common in a call: plain values by name."""
-    versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
-    kind = {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type}
-    return {**config.to_dict(), **kind, **versions}
+    """Returns what all ranks must have in common in a call: plain values by name."""
+    return facts_of(config, {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": tensor.device.type})

@@ -8,13 +8,12 @@ ranks beforehand.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from itertools import product
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from lightning_gqsgd.ddp.starting import (
     check_wrapped_anew,
     device_of,
     dtypes_of,
-    facts_of,
+    own_facts,
 )
 from lightning_gqsgd.ddp.trained import TrainedParameters, average, start_alike
 from lightning_gqsgd.ddp.unaveraged import BackwardWatch
@@ -48,6 +47,7 @@ from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
 from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, segments_of
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.session.summary import StepClock, in_words, summary
@@ -57,8 +57,8 @@ from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Stamp, digest_of
-from lightning_gqsgd.wire.communicator import Communicator, check_timeout, parent_group, patience_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, MAX_STEP, PLANS_KEPT, Engine, Messages, Request
+from lightning_gqsgd.wire.communicator import Communicator, parent_group, patience_of
+from lightning_gqsgd.wire.engine import MAX_STEP, PLANS_KEPT, Engine, Messages, Request
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -100,8 +100,7 @@ class GQSGDState:
         self._plain: PlainPath | None = None
         self._watch: BackwardWatch | None = None
         self._is_in_step = False  # some buckets of a backward pass have come, and not the last one
-        with meeting or self._meeting("register_gqsgd") as start, ExitStack() as undo:
-            check_timeout(timeout)
+        with meeting or self._meeting("register_gqsgd") as start:
             check_model(model)
             config = with_nodes(config, self._group)
             check_tables(model, config, post_local_sgd)
@@ -112,34 +111,33 @@ class GQSGDState:
             world_size = dist.get_world_size(self._group)
             steering = self._steering = Steering(config, world_size) if config.chooses_bits else None
             by_bits = resolve_each(config, world_size) if steering is None else steering.candidates
-            configs = list(by_bits.values())
-            self._config = configs[0]
-            self._others = tuple(configs[1:]) if steering is None else ()
+            self._configs = list(by_bits.values())
+            self._config = self._configs[0]
+            # Candidates take turns in steps, while configurations by name share each step.
+            self._others = tuple(self._configs[1:]) if steering is None else ()
             self._choices = {bits: number for number, bits in enumerate(by_bits)}
-            self._trained = TrainedParameters(model, self._parameters)
-            facts = facts_of(config, config if len(configs) > 1 else self.config, model, numbered)
-            self._facts = json.dumps(facts, sort_keys=True)
-            self._digest = digest_of(self._facts)
-            (key,) = start.agree([facts])
-            self._engine = Engine(self._device, self._group, key, timeout=timeout, messages=_MESSAGES)
-            undo.callback(self._engine.close)
-            self._clock = StepClock(self._engine.telemetry)
             dtypes = dtypes_of(model)
-            self._engine.connect(*configs)
-            tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
-            self._configs = configs
             self._dtype = dtypes[0]
             self._store = new_store(self.config, world_size, _sizes(numbered), self._dtype, self._device)
             self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
             self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
-            with start.preparing(COMPILE_PATIENCE_S):
-                self._sparse = SparseGradients.of(self._engine, configs, tables, dtypes[0])
-                for resolved, dtype in product(configs, dtypes):
-                    self._engine.compile(resolved, dtype)
-                if self._steering is not None:
-                    self._steering.compile(dtypes[0], self._device)
-            self._install(model)
-            undo.pop_all()
+            one_or_all = config if len(self._configs) > 1 else self.config
+            self._facts = facts_of(one_or_all, own_facts(config, model, numbered))
+            self._digest = digest_of_facts(self._facts)
+            sides = [Side(self._group, self._facts, self._configs)]
+            prepare = partial(self._prepare, model)
+            with open_engines(
+                start, sides, self._device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes, prepare=prepare
+            ) as (self._engine,):
+                self._clock = StepClock(self._engine.telemetry)
+                self._install(model)
+
+    def _prepare(self, model: DistributedDataParallel, engine: Engine) -> None:
+        """Make what reduces sparse gradients and measures the noise of dense ones, with its kernels compiled."""
+        tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
+        self._sparse = SparseGradients.of(engine, self._configs, tables, self._dtype)
+        if self._steering is not None:
+            self._steering.compile(self._dtype, self._device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "step":
@@ -151,22 +149,22 @@ class GQSGDState:
 
     @property
     def requested(self) -> GQSGDConfig:
-        """See the class."""
+        """The configuration as it was given."""
         return self._requested
 
     @property
     def config(self) -> GQSGDConfig:
-        """See the class."""
+        """The configuration of the latest step, with its reducer chosen."""
         return self._config
 
     @property
     def _compresses(self) -> bool:
-        """Whether some gradients are not averaged by the backend's own all-reduce."""
+        """True if some gradients are not averaged by the backend's own all-reduce."""
         return any(REDUCERS[config.reducer].compresses for config in (self._config, *self._others))
 
     @property
     def step(self) -> int:
-        """See the class. Setting it makes this rank compare it with all ranks' before its next gradient is sent."""
+        """Number of reduced backward passes. A rank that sets it compares it with others before it sends gradients."""
         return self._step + (0 if self._plain is None else self._plain.passed)
 
     @step.setter
@@ -179,12 +177,12 @@ class GQSGDState:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """See the class; empty where ``bits`` are given."""
+        """All changes of bits so far, in order; empty where ``bits`` are given."""
         return () if self._steering is None else self._steering.decisions
 
     @property
     def telemetry(self) -> Telemetry:
-        """See the class."""
+        """Counters of this process."""
         return self._engine.telemetry
 
     def __deepcopy__(self, memo: Any) -> DetachedState:
@@ -312,8 +310,8 @@ class GQSGDState:
             self._watch.before_forward(model, has_hook=plain is None or not plain.is_on)
 
     def _begin_step(self, step: int) -> Stamp | None:
-        """Choose the step's configuration; returns what ranks compare in the step. None for the reducer "native", which
-        has neither seed nor dither."""
+        """Choose the step's configuration. Returns the stamp that ranks compare in the step; None for the reducer
+        "native", which has neither seed nor dither."""
         steering = self._steering
         engine = self._engine
         # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
@@ -391,9 +389,7 @@ class GQSGDState:
                 "dtypes": ", ".join(map(str, dtypes)),
             }
             meeting.agree([facts])
-            with meeting.preparing(COMPILE_PATIENCE_S):
-                for config, dtype in product(self._configs, dtypes):
-                    self._engine.compile(config, dtype)
+            compile_together(meeting, {self._engine: self._configs}, dtypes)
         average(left.values(), self._group)
         start_alike(new.values(), self._group)
         del old
@@ -402,7 +398,7 @@ class GQSGDState:
         if self._watch is not None:
             self._watch.remove()
         if self._plain is not None:
-            self.step = self.step
+            self.step = self.step  # takes over the steps that plain DDP has counted
             self._plain.remove()
         try:
             model = build(module)
@@ -430,17 +426,16 @@ class GQSGDState:
         self._remembered = {same[number] for number in self._remembered if number in same}
         if self._steering is not None:
             self._steering.sampler.drop()
-        facts = {**json.loads(self._facts), "parameters": digest(numbered)}
-        self._facts = json.dumps(facts, sort_keys=True)
-        self._digest = digest_of(self._facts)
+        self._facts = {**self._facts, "parameters": digest(numbered)}
+        self._digest = digest_of_facts(self._facts)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model cannot be trained by this hook any more."""
+        """True if the hook cannot train the model any more."""
         return self._engine.is_closed
 
     def is_on(self, model: nn.Module) -> bool:
-        """Whether the hook is that of this very model, and not that of a model of which this one is a copy."""
+        """Returns True for the model that the hook was registered on, and False for copies of it."""
         return self._model() is model
 
     def _install(self, model: DistributedDataParallel) -> None:
@@ -471,7 +466,7 @@ class GQSGDState:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to give the same bits; plain values and tensors.
+        """Returns what a resumed run needs to give the same bits: plain values and tensors.
 
         Without a memory, the state is equal on all ranks, and this is no collective. With a memory, every rank has to
         call this. Rank 0 alone gets all ranks' memory, tensors [ranks, numel] by kind and parameter number: save its
@@ -502,7 +497,7 @@ class GQSGDState:
         if self.config.remembers:
             numbers = checkpoint.take_memory(self._store, state, self._engine.rank, self._engine.world_size)
             # Seed and step of states may be equal where memories are not.
-            self._digest = digest_of(f"{self._facts} {checkpoint.memory_digest(state)}")
+            self._digest = digest_of(f"{digest_of_facts(self._facts)} {checkpoint.memory_digest(state)}")
             if numbers is not None:
                 checkpoint.say_what_is_missing(self._trained.parameters, numbers)
                 self._remembered |= numbers
@@ -531,8 +526,8 @@ class GQSGDState:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """One line that says what is compressed, to how many bits and by which reducer, and what is not, and why; with
-        ``auto`` or ``bits="auto"``, what is chosen among, the average of the bits so far, and the latest decision."""
+        """Returns one line that says what is compressed, to how many bits and by which reducer, and what is not; with
+        ``auto`` or ``bits="auto"``, also the bits that are allowed, their average so far, and the latest decision."""
         ranks = self._engine.world_size
         configs = (self.config, *self._others)
         tables = frozenset() if self._sparse is None else self._sparse.numbers
@@ -544,11 +539,11 @@ class GQSGDState:
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(configs)}"
 
     def summary(self) -> dict[str, float]:
-        """What compression did since the hook was made, in numbers; see `summary.summary`."""
+        """Returns what compression did since the hook was made, in numbers (see `summary.summary`)."""
         return summary(self.telemetry, self._clock, self._engine.world_size)
 
     def summary_line(self) -> str:
-        """The same as one line: bytes against those of fp32, bits, error, and the share of a step spent waiting."""
+        """Returns the summary as one line: bytes against those of fp32, bits, error, and the share of waiting."""
         return in_words(self.summary())
 
     def announce(self, say: Callable[[str], None]) -> None:
@@ -575,7 +570,7 @@ class GQSGDState:
 
 
 def _sizes(parameters: list[Parameter]) -> dict[int, int]:
-    """Number of coordinates of each parameter that is compressed, by its number."""
+    """Returns the number of coordinates of each compressed parameter, by the parameter's number."""
     return {entry.number: entry.numel for entry in parameters if not entry.raw}
 
 
@@ -589,7 +584,7 @@ def before_forward(model: nn.Module, inputs: Any) -> None:
 
 
 def gqsgd_hook(state: GQSGDState, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
-    """DDP communication hook; see `GQSGDState.reduce`."""
+    """Reduce a bucket: the communication hook that DDP calls (see `GQSGDState.reduce`)."""
     return state.reduce(bucket)
 
 

@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.adaptive.plain import obstacle
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, counted, listed
-from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.session.parameters import Parameter, digest
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Classes that average gradients, and what to do with a model that has one.
@@ -47,27 +45,23 @@ _WRAPPED = {
 }
 
 
-def facts_of(
-    requested: GQSGDConfig, config: GQSGDConfig, model: DistributedDataParallel, parameters: Sequence[Parameter]
+def own_facts(
+    requested: GQSGDConfig, model: DistributedDataParallel, parameters: Sequence[Parameter]
 ) -> dict[str, Any]:
-    """What all ranks must have in common when they register the hook: plain values by name.
+    """Returns what ranks that register the hook must have in common beside the configuration: plain values by name.
 
     Args:
         requested: the configuration as it was given.
-        config: the same with its reducer chosen.
         model: the DDP model.
         parameters: those of its module.
     """
     trained = trained_by(model)
     facts = {
-        **config.to_dict(),
         "parameters": digest(parameters),
         "parameters that require a gradient": digest(entry for entry in parameters if entry.name in trained),
         "dtypes": ", ".join(sorted({str(p.dtype) for p in trained.values()})),
         "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
         "find_unused_parameters": model.find_unused_parameters,
-        "version of lightning_gqsgd": __version__,
-        "version of the wire format": VERSION,
     }
     if requested.auto:
         facts["what keeps the hook in its place"] = obstacle(model)
@@ -88,9 +82,9 @@ def check_is_ddp(model: object) -> None:
 
 
 def wrapped_otherwise(model: object) -> str:
-    """What to do with a model of which something averages the gradients already; empty where nothing is known to.
+    """Returns a remedy for a model whose gradients something averages already; empty where nothing is known to.
 
-    Another wrapper around it would average them twice.
+    Another wrapper around the model would average them twice.
     """
     for name, module in model.named_modules() if isinstance(model, nn.Module) else []:
         # By name, because each of these is slow to import, or missing in some versions of torch.
@@ -177,7 +171,7 @@ def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedData
 
 
 def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, by name, without those that DDP was told to ignore.
+    """Returns the parameters that require a gradient, by name, without those that DDP was told to ignore.
 
     There is at least one, because DDP refuses models without any.
     """
@@ -186,10 +180,10 @@ def trained_by(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:
-    """Device of the gradients."""
+    """Returns the device of the gradients."""
     return next(iter(trained_by(model).values())).device
 
 
 def dtypes_of(model: DistributedDataParallel) -> list[torch.dtype]:
-    """Dtypes of the gradients, that of the first parameter first."""
+    """Returns the dtypes of the gradients, that of the first parameter first."""
     return list(dict.fromkeys(p.dtype for p in trained_by(model).values()))

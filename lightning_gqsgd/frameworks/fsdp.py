@@ -14,7 +14,6 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -41,18 +40,17 @@ from lightning_gqsgd.frameworks.fsdp_modules import (
 )
 from lightning_gqsgd.frameworks.fsdp_starting import check_groups, check_replicas, check_request
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
 from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.agreement import Stamp, digest_of
-from lightning_gqsgd.wire.communicator import check_timeout, patience_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
+from lightning_gqsgd.wire.communicator import patience_of
+from lightning_gqsgd.wire.engine import Engine, Messages, Request
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import Plan, ScatterPlan
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -116,52 +114,43 @@ class GQSGDFSDPState:
         self._shards = shards
         self._replicas = replicate
         self._timeout = patience_of(timeout, shards, device)
-        with meeting or self._meeting("register_gqsgd_fsdp") as start, ExitStack() as undo:
-            check_timeout(timeout)
+        with meeting or self._meeting("register_gqsgd_fsdp") as start:
             check_replicas(shards, replicate)
             check_request(config, replicate, reduce_scatter)
             check_groups(self._groups, replicate)
-            facts = {
-                **config.to_dict(),
-                "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
-                "reduce_scatter": reduce_scatter,
-            }
-            facts |= {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
             scattered = _for_scatter(config, self._replica) if reduce_scatter else []
             averaged = _for_average(config, replicate) if replicate is not None else []
-            facts["reducers over replicas"] = [[average.reducer, average.node_size] for average in averaged]
-            self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
-            keys = self._agree(start, {**facts, "place among replicas": self._replica}, facts)
-            engine = Engine(device, shards, keys[0], timeout=timeout, streams=1, messages=_MESSAGES)
-            undo.callback(engine.close)
-            self._sharded = engine
-            self._average = None
-            self._scatter = None
+            own = {
+                "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
+                "reduce_scatter": reduce_scatter,
+                "reducers over replicas": [[average.reducer, average.node_size] for average in averaged],
+            }
+            facts = facts_of(config, own)
+            # The dither of reduce-scatters depends on the replica, so the shards of one must agree on its place.
+            sides = [Side(shards, {**facts, "place among replicas": self._replica}, scattered)]
             if replicate is not None:
-                second = Engine(
-                    device, replicate, keys[1], timeout=timeout, shares_runner_of=engine, messages=_MESSAGES
-                )
-                undo.callback(second.close)
-                for one_width in averaged:
-                    second.connect(one_width)
-                self._average = _Collective("all-reduce", second, averaged, Plan, [engine.rank], 0)
-            if reduce_scatter:
-                for one_width in scattered:
-                    engine.connect(one_width)
-                before = len(self._groups) if replicate is not None else 0
-                ways = range(engine.world_size)
-                self._scatter = _Collective("reduce-scatter", engine, scattered, ScatterPlan, ways, before)
-            self.telemetry: Telemetry = engine.telemetry
-            self._digest = digest_of(json.dumps(facts, sort_keys=True))
+                sides.append(Side(replicate, facts, averaged))
+            self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
+            self._digest = digest_of_facts(facts)
             self._reductions: defaultdict[str, int] = defaultdict(int)
             self._has_met: set[torch.dtype] = set()
             self._first_of_step: ShardedGroup | None = None
             self._is_checked = False  # whether the forward pass of this step has looked for changes of the model
             self._trained = ""  # which parameters required a gradient in the latest step
             self._changes = ModelChanges(model, self._groups, replicate is not None)
-            self._agree(start, {}, {})
-            self._install(model)
-            undo.pop_all()
+            # Kernels are compiled in `_meet`: FSDP's mixed precision decides on the dtype of gradients.
+            with open_engines(start, sides, device, timeout=timeout, messages=_MESSAGES, streams=1) as engines:
+                self._sharded = engines[0]
+                self._average = None
+                self._scatter = None
+                if replicate is not None:
+                    self._average = _Collective("all-reduce", engines[1], averaged, Plan, [engines[0].rank], 0)
+                if reduce_scatter:
+                    before = len(self._groups) if replicate is not None else 0
+                    every = range(self._sharded.world_size)
+                    self._scatter = _Collective("reduce-scatter", self._sharded, scattered, ScatterPlan, every, before)
+                self.telemetry: Telemetry = self._sharded.telemetry
+                self._install(model)
 
     @property
     def step(self) -> int:
@@ -249,7 +238,7 @@ class GQSGDFSDPState:
     def _segments(
         self, collective: _Collective, group: ShardedGroup, x: Tensor, parameters: list[ShardedParameter]
     ) -> tuple[tuple[Segment, ...], bool]:
-        """The parameters in a flat tensor, and whether the tensor has all parameters that require a gradient.
+        """Returns the parameters in a flat tensor, and whether the tensor has all parameters that require a gradient.
 
         If it has not, FSDP does not tell which are in it, and the tensor is one uncompressed segment for each row.
         """
@@ -269,7 +258,8 @@ class GQSGDFSDPState:
         return (Segment(0, x.numel() // len(rows), raw=True),) * len(rows), False
 
     def _stamp(self, collective: _Collective, step: int) -> Stamp | None:
-        """What ranks compare in the first reduction of each step: also how often each module has been reduced."""
+        """Returns the stamp that ranks compare in the first reduction of each step. Its digest has the number of
+        reductions of each module. None if nothing is compressed."""
         if not any(REDUCERS[config.reducer].compresses for config in collective.configs):
             return None
         counts = json.dumps(self._reductions, sort_keys=True)
@@ -310,27 +300,19 @@ class GQSGDFSDPState:
             replicas = dict(facts)
             if self._average is not None and not self._has_met:
                 replicas["values of parameters (replicas have to start alike)"] = parameter_bits(self._groups)
-            self._agree(meeting, facts, replicas)
-            with meeting.preparing(COMPILE_PATIENCE_S):
-                for collective in (self._average, self._scatter):
-                    if collective is not None:
-                        for config in collective.configs:
-                            collective.engine.compile(config, x.dtype)
+            meeting.agree([facts, *([replicas] if self._replicas is not None else [])])
+            both = [collective for collective in (self._average, self._scatter) if collective is not None]
+            compile_together(meeting, {collective.engine: collective.configs for collective in both}, [x.dtype])
         self._has_met.add(x.dtype)
 
     def _meeting(self, purpose: str) -> Meeting:
         groups = [self._shards, *([self._replicas] if self._replicas is not None else [])]
         return Meeting(purpose, groups, self._timeout)
 
-    def _agree(self, meeting: Meeting, shards: dict[str, Any], replicas: dict[str, Any]) -> list[str]:
-        """Compare facts among the ranks that share a replica, and among those that hold the same shards."""
-        facts = [shards, *([replicas] if self._replicas is not None else [])]
-        return meeting.agree(facts)
-
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to give the same bits: plain values, equal on all ranks. Not a collective."""
+        """Returns what a resumed run needs for the same bits: plain values, equal on all ranks. Not a collective."""
         return {
             "schema": STATE_SCHEMA,
             "seed": self.config.seed,
@@ -367,7 +349,7 @@ class GQSGDFSDPState:
     # --- what the user sees ------------------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """One line that says what is compressed, to how many bits and in which collectives, and what is not."""
+        """Returns one line that says what is compressed, to how many bits and in which collectives, and what is not."""
         every = [p for group in self._groups for p in group.parameters]
         raw = [p for p in every if p.raw]
         ways = []
@@ -484,12 +466,12 @@ def register_gqsgd_fsdp(
 
 
 def _for_average(config: GQSGDConfig, replicate: dist.ProcessGroup) -> list[GQSGDConfig]:
-    """The configurations of means over replicas, in the order of their bits in ``bits``."""
+    """Returns the configurations of means over replicas, in the order of their bits in ``bits``."""
     return list(resolve_each(with_nodes(config, replicate), replicate.size()).values())
 
 
 def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
-    """The configurations of a replica's reduce-scatters, in the order of their bits in ``bits``.
+    """Returns the configurations of a replica's reduce-scatters, in the order of their bits in ``bits``.
 
     They have a seed of their own: their dither has to be independent of that of other replicas, and of the mean over
     replicas, which rounds their results.
@@ -502,5 +484,6 @@ def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:
 
 
 def _divisor(group: ShardedGroup) -> float | None:
-    """What the user wants sums to be divided by, instead of the number of ranks; torch 2.7 has no such thing."""
+    """Returns the divisor of sums that the user has set instead of the number of ranks; None: there is none."""
+    # torch 2.7 has no such attribute.
     return getattr(group.inner, "gradient_divide_factor", None)

@@ -94,7 +94,8 @@ class ModelChanges:
 
 
 def _has_changed(every: Sequence[_Seen]) -> bool:
-    """Whether a module is not as it was. One loop without calls, because large models have thousands of modules."""
+    """Returns True if a module is not as it was."""
+    # One loop without calls, because large models have thousands of modules.
     for reference, kind, children, parameters in every:
         module = reference()
         if module is None or type(module) is not kind or len(module._parameters) != parameters:

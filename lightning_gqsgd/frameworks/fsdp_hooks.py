@@ -1,4 +1,4 @@
-"""What FSDP2 calls for each module: the hooks of `fsdp`, how they are set, and whether they are still there."""
+"""The hooks that FSDP2 calls for each module: they are set here, and checked to be still there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_gqsgd.frameworks.fsdp_modules import ShardedGroup
 
 
 class Reduces(Protocol):
-    """What the hooks call: `fsdp.GQSGDFSDPState`."""
+    """The object that the hooks call: `fsdp.GQSGDFSDPState`."""
 
     def average(self, group: ShardedGroup, reduced: Tensor) -> None:
         """Replace a module's gradient by its mean over replicas."""
@@ -25,20 +25,20 @@ class Reduces(Protocol):
 
 
 class _ReduceScatter:
-    """What FSDP calls instead of the backend's reduce-scatter: torch's `ReduceScatter` interface."""
+    """Stands in for the backend's reduce-scatter, behind torch's `ReduceScatter` interface."""
 
     def __init__(self, state: Reduces, group: ShardedGroup) -> None:
         self.state = state
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a flat tensor."""
+        """Returns memory for a flat tensor."""
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """See `GQSGDFSDPState.scatter`. FSDP never asks for ``async_op``."""
+        """Reduce by `GQSGDFSDPState.scatter`. FSDP never asks for ``async_op``."""
         assert not async_op
         self.state.scatter(self._group, output_tensor, input_tensor, op)
 

@@ -85,7 +85,7 @@ class ShardedGroup:
 
     @property
     def has_hook(self) -> bool:
-        """Whether somebody has set an all-reduce hook or a reduce-scatter already."""
+        """True if an all-reduce hook or a reduce-scatter is set already."""
         all_reduce, reduce_scatter = self.hooks
         return all_reduce is not None or type(reduce_scatter).__name__ not in ("DefaultReduceScatter", "NoneType")
 
@@ -107,12 +107,12 @@ class ShardedGroup:
         return [self.parameters[i] for i in order if inner.fsdp_params[i].sharded_param.requires_grad]
 
     def bit_sums(self) -> list[int]:
-        """Sum of the bits of this rank's shard of each parameter. Waits for the device."""
+        """Returns the sum of the bits of this rank's shard of each parameter. Waits for the device."""
         return torch.stack([_bit_sum(param.sharded_param.to_local()) for param in self.inner.fsdp_params]).tolist()
 
 
 def shard_group(model: nn.Module) -> dist.ProcessGroup:
-    """The process group that the parameters of a model are divided among.
+    """Returns the process group that the parameters of a model are divided among.
 
     Raises:
         ConfigError: see `sharded_groups`.
@@ -122,7 +122,7 @@ def shard_group(model: nn.Module) -> dist.ProcessGroup:
 
 
 def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
-    """The groups of a model, in order.
+    """Returns the groups of a model, in order.
 
     Raises:
         ConfigError: no module is sharded; hooks cannot be installed for the way in which modules are sharded; or an
@@ -144,7 +144,7 @@ def sharded_groups(model: nn.Module, config: GQSGDConfig) -> list[ShardedGroup]:
 
 
 def later_groups(model: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
-    """Names of the modules that were sharded since the groups were listed."""
+    """Returns the names of the modules that were sharded since the groups were listed."""
     known = {id(group._inner()) for group in groups}
     return [name or "the root" for name, _, inner in _param_groups(model) if id(inner) not in known]
 
@@ -166,7 +166,7 @@ def unreduced_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Mapping[int, int]) -> list[Segment]:
-    """The flat tensor of one rank's shards.
+    """Returns the segments of the flat tensor of one rank's shards.
 
     Shards of a parameter are numbered apart, so that no two coordinates of a model have the same dither.
 
@@ -182,7 +182,7 @@ def row(parameters: list[ShardedParameter], shard: int, shards: int, choices: Ma
 
 
 def parameter_bits(groups: list[ShardedGroup]) -> str:
-    """A digest of the values of this rank's shards of all parameters. Waits for the device."""
+    """Returns a digest of the values of this rank's shards of all parameters. Waits for the device."""
     sums = [group.bit_sums() for group in groups]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
 

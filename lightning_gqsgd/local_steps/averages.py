@@ -12,11 +12,10 @@ same bits on all ranks at all times.
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -44,8 +43,8 @@ from lightning_gqsgd.local_steps.starting import (
     OwnBuffers,
     check_module,
     check_optimizers,
-    facts_of,
     numbered,
+    own_facts,
     take_from_first_rank,
     trained_parameters,
 )
@@ -53,12 +52,13 @@ from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
-from lightning_gqsgd.wire.communicator import check_timeout, parent_group, patience_of
-from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages, Request
+from lightning_gqsgd.wire.communicator import parent_group, patience_of
+from lightning_gqsgd.wire.engine import Messages, Request
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
@@ -121,7 +121,7 @@ class Average:
         self.works = []
 
     def is_finite(self) -> bool:
-        """Whether all means are finite, which is the same on all ranks. Waits for a GPU."""
+        """Returns True if all means are finite, which is the same on all ranks. Waits for a GPU."""
         means = self.changes if self.inner is None else [*self.changes, self.inner[1]]
         return all(bool(mean.isfinite().all()) for mean in means)
 
@@ -167,8 +167,7 @@ class LocalAverages(AveragingLoop[Average]):
     ) -> None:
         self.group = parent_group(group)
         self.requested = config
-        with meeting or open_meeting(model, self.group, timeout) as start, ExitStack() as undo:
-            check_timeout(timeout)
+        with meeting or open_meeting(model, self.group, timeout) as start:
             check_optimizers(optimizers)
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
@@ -179,17 +178,15 @@ class LocalAverages(AveragingLoop[Average]):
             super().__init__(options, fragments_of(parameters, buffers, options))
             anchors = [anchor for part in self.fragments for entry, anchor in part.entries() if not entry.is_buffer]
             self.outer = make_outer(options.outer, anchors)
-            facts = facts_of(self.config, options, self.outer, parameters, buffers)
-            (key,) = start.agree([facts])
-            self._engine = Engine(self.device, self.group, key, timeout=timeout, messages=_MESSAGES)
-            undo.callback(self._engine.close)
             dtype = COMPUTE_DTYPES[next(iter(trained.values())).dtype]
-            self._engine.connect(self.config)
-            with start.preparing(COMPILE_PATIENCE_S):
-                self._engine.compile(self.config, dtype)
-            take_from_first_rank(model, self.group)
-            undo.pop_all()
-        self._digest = digest_of(json.dumps(facts, sort_keys=True))
+            facts = facts_of(self.config, own_facts(options, self.outer, parameters, buffers))
+            side = Side(self.group, facts, [self.config])
+            with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=[dtype]) as (
+                self._engine,
+            ):
+                # Behind the last round of the meeting: no rank can refuse any more and leave others in a broadcast.
+                take_from_first_rank(model, self.group)
+        self._digest = digest_of_facts(facts)
         self._sizes = {entry.segment.parameter: entry.segment.numel for entry in parameters if not entry.segment.raw}
         self._dtype, self.compressed_numbers = dtype, tuple(self._sizes)
         self._inner = InnerState(optimizers)
@@ -218,7 +215,7 @@ class LocalAverages(AveragingLoop[Average]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be averaged any more."""
+        """True if nothing can be averaged any more."""
         return self._engine.is_closed
 
     @untraced
@@ -319,7 +316,7 @@ class LocalAverages(AveragingLoop[Average]):
                     tensor.copy_(value)
 
     def report(self) -> str:
-        """One line that says what is averaged how often, and how it is compressed."""
+        """Returns one line that says what is averaged how often, and how it is compressed."""
         options = self.options
         every = "a varying number of" if callable(options.every) else options.every
         text = report(self.requested, [self.config], self._facts, self.world_size, self.averages, "value")
@@ -408,7 +405,7 @@ class LocalAverages(AveragingLoop[Average]):
             )
 
     def _leaves_anchor(self, numbers: list[int], buffers: bool = True, tolerance: float = 0.0) -> list[bool]:
-        """Whether the tensors of each of some fragments have left the anchor on some rank. A collective.
+        """Returns, for each of some fragments, True if its tensors have left the anchor on some rank. A collective.
 
         Args:
             numbers: of the fragments.
@@ -439,7 +436,7 @@ class LocalAverages(AveragingLoop[Average]):
     # --- one average -------------------------------------------------------------------------------------------------
 
     def _start(self, number: int, delay: int) -> Average:
-        """See `AveragingLoop`."""
+        """Start to average a fragment, to be used ``delay`` steps later."""
         self._check_changes()
         self._buffers.take_back()
         fragment = self.fragments[number]
@@ -484,7 +481,7 @@ class LocalAverages(AveragingLoop[Average]):
         )
 
     def _wait(self, average: Average) -> None:
-        """See `AveragingLoop`."""
+        """Wait for an average, and count the wait as exposed."""
         if average.pending_means:
             since = moment(self.device)
             average.wait()
@@ -492,7 +489,7 @@ class LocalAverages(AveragingLoop[Average]):
             self.telemetry.end_step()
 
     def _apply(self, average: Average, weight: float) -> None:
-        """See `AveragingLoop`."""
+        """Move the anchor by an average, and the parameters to it; ``weight``: the share of their own values."""
         fragment = self.fragments[average.fragment]
         self._buffers.take_back()
         fragment.move_anchors(average.changes, self.outer, plain=self._is_plain(average))
@@ -507,7 +504,7 @@ class LocalAverages(AveragingLoop[Average]):
             self._inner.forget(entry.tensor for entry, _ in fragment.entries())
 
     def _go_back(self, average: Average) -> None:
-        """See `AveragingLoop`."""
+        """Go back to the anchor, because an average is not finite."""
         self.start_from_anchors()
         cleared = self._inner.clear_what_is_not_finite()
         own = f" and cleared its optimizer's state of {cleared} parameters" if cleared else ""

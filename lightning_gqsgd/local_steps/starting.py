@@ -1,4 +1,4 @@
-"""What is checked before local steps begin, what all ranks must share, and how all ranks get the same start."""
+"""Before local steps begin: checks, the facts that all ranks must share, and the same weights on all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.local_steps.fragments import Entry
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
-from lightning_gqsgd.version import __version__
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Rounds of a schedule that ranks compare when they start.
@@ -28,7 +26,7 @@ _COMPARED_ROUNDS = 16
 
 
 def check_module(model: object) -> nn.Module:
-    """The model, if local steps can train it.
+    """Returns the model, if local steps can train it.
 
     Raises:
         ConfigError: the model is no module, or something else averages its gradients.
@@ -70,7 +68,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The parameters that are averaged, by name: those that require a gradient and that the optimizers have.
+    """Returns the parameters that are averaged, by name: those that require a gradient and that the optimizers have.
 
     Raises:
         ConfigError: the optimizers have parameters of another model, or none that requires a gradient.
@@ -92,14 +90,15 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dic
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
-    """All parameters of some optimizers, in order."""
+    """Returns all parameters of some optimizers, in order."""
     return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
 def numbered(
     model: nn.Module, trained: Mapping[str, nn.Parameter], config: GQSGDConfig
 ) -> tuple[list[Parameter], list[Entry], list[Entry]]:
-    """The trained parameters as a configuration sees them; and what is averaged: parameters, floating-point buffers.
+    """Returns the trained parameters as a configuration sees them, and the parameters and floating-point buffers that
+    are averaged.
 
     Parameters are numbered by their places in the model, and buffers after them. Buffers travel uncompressed.
     """
@@ -116,13 +115,12 @@ def numbered(
     return facts, parameters, buffers
 
 
-def facts_of(
-    config: GQSGDConfig, options: LocalOptions, outer: Optimizer, parameters: Sequence[Entry], buffers: Sequence[Entry]
+def own_facts(
+    options: LocalOptions, outer: Optimizer, parameters: Sequence[Entry], buffers: Sequence[Entry]
 ) -> dict[str, Any]:
-    """What all ranks must have in common when local steps begin: plain values by name.
+    """Returns what ranks that begin local steps must have in common beside the configuration: plain values by name.
 
     Args:
-        config: the compression, with its reducer chosen.
         options: when to average.
         outer: the outer optimizer.
         parameters: what is averaged.
@@ -131,7 +129,6 @@ def facts_of(
     every = [options.steps_of_round(number) for number in range(_COMPARED_ROUNDS if callable(options.every) else 1)]
     tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in (*parameters, *buffers)]
     return {
-        **config.to_dict(),
         "parameters and buffers": digest(tensors),
         "every": every if callable(options.every) else every[0],
         "fragments": options.fragments,
@@ -142,8 +139,6 @@ def facts_of(
         "anchor_dtype": str(options.anchor_dtype),
         "outer": describe_outer(outer),
         "outer_after": options.outer_after,
-        "version of lightning_gqsgd": __version__,
-        "version of the wire format": VERSION,
     }
 
 
@@ -165,12 +160,12 @@ def take_from_first_rank(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def place_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """Shape, dtype and device."""
+    """Returns the shape, dtype and device of a tensor."""
     return tensor.shape, tensor.dtype, tensor.device
 
 
 def in_words(place: tuple[torch.Size, torch.dtype, torch.device]) -> str:
-    """What `place_of` gave, e.g. ``(8, 3) torch.float32 on cpu``."""
+    """Returns the result of `place_of` as text, e.g. ``(8, 3) torch.float32 on cpu``."""
     shape, dtype, device = place
     return f"{tuple(shape)} {dtype} on {device}"
 
@@ -228,7 +223,8 @@ class IntegerBuffers:
         self._source = dist.get_global_rank(group, 0)
 
     def start(self) -> tuple[list[Tensor], list[dist.Work]]:
-        """Start to send the first rank's present values; returns what will hold them, and what to wait for."""
+        """Start to send the first rank's present values. Returns the tensors that will hold them, and the work to wait
+        for."""
         values = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._buffers]
         flats = [value.view(-1).view(torch.uint8) for value in values]
         works = [dist.broadcast(flat, self._source, group=self._group, async_op=True) for flat in flats]

@@ -1,1 +1,1 @@
-"""How any way to reduce starts and reports, and what its checkpoints hold."""
+"""The start, the reports and the checkpoints that all ways to reduce have in common."""

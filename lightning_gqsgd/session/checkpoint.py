@@ -65,7 +65,7 @@ def check_state(state: Any, now: GQSGDConfig, entries: Mapping[str, type] | None
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is an integer from 0 to `_LARGEST`."""
+    """Returns True for an integer from 0 to `_LARGEST`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
@@ -100,8 +100,8 @@ def _log_difference(written: Mapping[str, Any], now: GQSGDConfig) -> None:
 def gathered_memory(
     communicator: Communicator, store: MemoryStore, parameters: Iterable[int]
 ) -> dict[str, dict[int, Tensor]] | None:
-    """The memory of all ranks, on the CPU: tensors [ranks, numel] by kind and parameter number; None on all ranks but
-    the first.
+    """Returns the memory of all ranks, on the CPU: tensors [ranks, numel] by kind and parameter number; None on all
+    ranks but the first.
 
     A collective. Parameters are gathered one at a time, so that no rank but the first holds more than one of them.
     """
@@ -116,7 +116,7 @@ def gathered_memory(
 
 
 def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_size: int) -> set[int] | None:
-    """Take the memories from a hook's state; returns the numbers of the parameters in it.
+    """Take the memories from a hook's state. Returns the numbers of the parameters in it.
 
     A state of another number of ranks, or without memory, leaves the memory empty. A warning says so, and the result is
     None.
@@ -149,18 +149,18 @@ def take_memory(store: MemoryStore, state: Mapping[str, Any], rank: int, world_s
 
 
 def memory_of(saved: Mapping[str, Mapping[int, Tensor]]) -> tuple[str, str]:
-    """Of how many ranks a memory is, and of which kinds; empty texts for an empty memory."""
+    """Returns the number of ranks and the kinds of a memory, as texts; empty texts for an empty memory."""
     counts = {rows.shape[0] for tensors in saved.values() for rows in tensors.values()}
     return ", ".join(map(str, sorted(counts))), ", ".join(map(str, saved))
 
 
 def fits(store: MemoryStore, saved: Mapping[str, Mapping[int, Tensor]], world_size: int) -> bool:
-    """Whether a memory is of as many ranks, and of the kinds that are kept here."""
+    """Returns True if a memory is that of ``world_size`` ranks, with the kinds that are kept here."""
     return bool(saved) and set(saved) == {kind.value for kind in store.kinds} and memory_of(saved)[0] == str(world_size)
 
 
 def memory_digest(state: Mapping[str, Any]) -> str:
-    """A digest of all ranks' memory in a state that `take_memory` has taken; the same for a state without memory."""
+    """Returns a digest of all ranks' memory in a state that `take_memory` has taken, also of a state without memory."""
     if MEMORY_NAME in state:
         return str(state[MEMORY_NAME])
     hashed = hashlib.blake2b(digest_size=8)
@@ -194,7 +194,7 @@ def check_memory(saved: object) -> None:
 
 
 def _is_table(rows: object) -> bool:
-    """Whether a value is a floating-point matrix whose numbers can be read: neither sparse nor on the meta device."""
+    """Returns True for a floating-point matrix whose numbers can be read: neither sparse nor on the meta device."""
     if not isinstance(rows, Tensor) or rows.ndim != 2 or not rows.is_floating_point():
         return False
     return rows.layout == torch.strided and not rows.is_meta

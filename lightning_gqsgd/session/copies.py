@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class DetachedState:
-    """What a copy of a model has in place of a `hook.GQSGDState`.
+    """Stands in a copy of a model where the original has its `hook.GQSGDState`.
 
     Attributes:
         config: the configuration of the hook on the original, as plain values.
@@ -30,7 +30,7 @@ class DetachedState:
         self.step = step
 
     def is_on(self, model: nn.Module) -> bool:
-        """False: a copy has no hook."""
+        """Returns False: a copy has no hook."""
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +72,7 @@ def _no_hook() -> Callable[..., None]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """What a copy of a model has in place of an `OwnHook`."""
+    """Stands in a copy of a model where the original has an `OwnHook`."""
 
 
 def say_if_detached(model: nn.Module, inputs: Any) -> None:

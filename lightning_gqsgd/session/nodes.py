@@ -1,4 +1,4 @@
-"""How many ranks of a process group each node has, for the reducer "hierarchical"."""
+"""The number of a process group's ranks on each node, for the reducer "hierarchical"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIABLE = "LOCAL_WORLD_SIZE"
 
 
 def with_nodes(config: GQSGDConfig, group: dist.ProcessGroup) -> GQSGDConfig:
-    """The configuration with the size of its nodes, if its reducer needs one and the user gives none.
+    """Returns the configuration with the size of its nodes, if its reducer needs one and the user gives none.
 
     Args:
         config: any configuration.
@@ -38,7 +38,7 @@ def with_nodes(config: GQSGDConfig, group: dist.ProcessGroup) -> GQSGDConfig:
 
 
 def node_size_of(ranks: Sequence[int], per_node: str | None) -> int:
-    """Number of consecutive ranks of a process group that each node has.
+    """Returns the number of consecutive ranks of a process group that each node has.
 
     Torchrun numbers processes node by node. So ranks of all processes are on the same node if they are the same number
     of whole nodes away from 0.

@@ -33,7 +33,7 @@ class Parameter(NamedTuple):
 
 
 def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> list[Parameter]:
-    """The parameters of a model, by name and in order, as a configuration sees them.
+    """Returns the parameters of a model, in order, as a configuration sees them.
 
     Raises:
         ConfigError: a pattern of ``exclude`` matches no parameter; see also `spec.bits_by_name.BitsByName.check`.
@@ -51,7 +51,7 @@ def number_parameters(parameters: Mapping[str, Tensor], config: GQSGDConfig) -> 
 
 
 def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> tuple[Segment, ...]:
-    """The parameters of a flat tensor, in order; ``choices``: number of the configuration by its bits.
+    """Returns the segments of a flat tensor's parameters; ``choices``: number of the configuration by its bits.
 
     A parameter without bits of its own has those of the configuration, or needs none.
     """
@@ -59,7 +59,7 @@ def segments_of(parameters: Iterable[Parameter], choices: Mapping[int, int]) -> 
 
 
 def digest(parameters: Iterable[object]) -> str:
-    """A digest of parameters, the same on ranks whose models have the same ones."""
+    """Returns a digest of parameters, the same on ranks whose models have the same ones."""
     text = "\n".join(map(str, parameters))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

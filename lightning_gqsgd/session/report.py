@@ -21,7 +21,7 @@ def report(
     *,
     has_tables: bool = False,
 ) -> str:
-    """The line for a DDP model.
+    """Returns the line for a DDP model.
 
     Args:
         requested: the configuration as the user gave it.
@@ -70,7 +70,7 @@ def report(
 
 
 def _other_codec(config: GQSGDConfig) -> str:
-    """A clause that says that the preset of the same number of bits is another codec; empty where it is not.
+    """Returns a clause that says that the preset of the same number of bits is another codec; empty where it is not.
 
     ``bits=2`` replaces the bits of the preset ``gqsgd``, whose codes are companded, while ``gqsgd_2bit`` is EDEN.
     """
@@ -82,7 +82,7 @@ def _other_codec(config: GQSGDConfig) -> str:
 
 
 def _raw(raw: Sequence[Parameter], config: GQSGDConfig) -> str:
-    """What travels uncompressed, and why."""
+    """Returns what travels uncompressed, and why, in words."""
     small = [parameter for parameter in raw if parameter.numel < config.min_numel]
     why = [f"{len(small)} smaller than {config.min_numel}"] if small else []
     why += [f"{len(raw) - len(small)} excluded by name"] if len(raw) > len(small) else []

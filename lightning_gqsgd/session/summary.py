@@ -1,4 +1,4 @@
-"""What compression did in a training, as numbers and as one line: bytes, error, and how long steps waited."""
+"""A summary of compression in a training, as numbers and as one line: bytes, error, and how long steps waited."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StepClock:
 
 
 def summary(telemetry: Telemetry, clock: StepClock, ranks: int) -> dict[str, float]:
-    """What compression did since the hook was made, as this rank has counted it. Waits for a GPU.
+    """Returns what compression did since the hook was made, as this rank has counted it. Waits for a GPU.
 
     Args:
         telemetry: counters of this process.

@@ -16,10 +16,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.ddp import hook
 from lightning_gqsgd.ddp.functional import all_reduce, close
 from lightning_gqsgd.ddp.hook import register_gqsgd
 from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.session.opening import Side, facts_of, open_engines
+from lightning_gqsgd.wire.engine import Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
 from tests.distributed.models import batch, fingerprint, mlp, train, wrapped
 from tests.distributed.ranks import run
@@ -429,3 +432,36 @@ def test_a_state_that_one_rank_asks_for_is_an_error_that_names_the_others(tmp_pa
     assert "for rank 1. Every rank" in first
     assert "CollectiveError: gqsgd: bucket 0 of step 6" in second
     assert "failed on rank 1 of 2" in second
+
+
+# --- what all of them have in common ----------------------------------------------------------------------------------
+
+
+def _fails_when_engines_are_open(rank: int) -> tuple[str, list[bool], list[bool]]:
+    group = dist.distributed_c10d._get_default_group()
+    config = resolve(GQSGDConfig(bits=4), dist.get_world_size())
+    seen: list[Engine] = []
+
+    def start(last_step: str) -> None:
+        with Meeting("a start", [group], timedelta(seconds=60)) as meeting:
+            sides = [Side(group, facts_of(config, {"parameters": "two"}), [config])]
+            with open_engines(
+                meeting, sides, torch.device("cpu"), messages=Messages(), dtypes=[torch.float32], prepare=seen.append
+            ) as engines:
+                assert engines == seen[-1:]
+                if last_step:
+                    raise ConfigError(last_step)
+
+    error, _ = _error(lambda: start("there is no room for a hook"))
+    failed = [engine.is_closed for engine in seen]
+    start("")
+    later = [engine.is_closed for engine in seen]
+    seen[-1].close()
+    return error, failed, later
+
+
+def test_engines_are_closed_where_the_last_step_of_a_start_fails_and_ranks_can_start_again(tmp_path: Path) -> None:
+    for error, failed, later in run(_fails_when_engines_are_open, 2, tmp_path):
+        assert "there is no room for a hook" in error
+        assert failed == [True]
+        assert later == [True, False]

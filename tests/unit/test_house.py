@@ -86,6 +86,16 @@ def test_a_room_imports_rooms_below_it_only(room: str) -> None:
     assert upwards == set()
 
 
+def test_one_function_makes_all_engines() -> None:
+    calls = {
+        name_of(file, ROOT)
+        for file in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Engine"
+    }
+    assert calls == {"session.opening", "predict.bench"}  # the second times reductions, and has no model
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     faces = {module for module in ARROWS if module == "" or any(name.startswith(f"{module}.") for name in ARROWS)}
     arrows = {module: targets - faces for module, targets in ARROWS.items() if module not in faces}

@@ -1,0 +1,124 @@
+"""The start of everything that reduces: DDP's hook, local steps, FSDP's hooks and `all_reduce`.
+
+Each of them opens a `Meeting`, in which the error of one rank is raised on all. There it checks what it was given,
+chooses its reducers for the number of ranks (`nodes.with_nodes`, `config.resolving`), and calls `open_engines`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.kernels.wire import VERSION
+from lightning_gqsgd.version import __version__
+from lightning_gqsgd.wire.agreement import digest_of
+from lightning_gqsgd.wire.communicator import check_timeout
+from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
+from lightning_gqsgd.wire.meeting import Meeting
+
+
+class Side(NamedTuple):
+    """The ranks of a process group, the facts that they must share, and the configurations that they reduce with.
+
+    Configurations have their reducers chosen. There are none where each call brings its own.
+    """
+
+    group: dist.ProcessGroup
+    facts: Mapping[str, Any]
+    configs: Sequence[GQSGDConfig]
+
+
+@contextmanager
+def open_engines(
+    meeting: Meeting,
+    sides: Sequence[Side],
+    device: torch.device,
+    *,
+    timeout: timedelta | None = None,
+    messages: Messages,
+    dtypes: Sequence[torch.dtype] = (),
+    prepare: Callable[[Engine], None] | None = None,
+    streams: int = 2,
+) -> Iterator[list[Engine]]:
+    """Start to reduce over process groups, on all of their ranks or on none. A collective.
+
+    The context is for the caller's last steps. Where one of them fails, the engines are closed again.
+
+    Args:
+        meeting: the ranks of all sides.
+        sides: the process groups, in the meeting's order. All engines share the runner of the first.
+        device: device of the tensors.
+        timeout: of collectives; None takes that of each group.
+        messages: what errors say of the caller.
+        dtypes: dtypes of the tensors; empty where kernels are compiled later, by `compile_together`.
+        prepare: makes what the first engine needs beside its configurations.
+        streams: see `Engine`; 1 if there are several sides.
+
+    Yields:
+        The engine of each side.
+
+    Raises:
+        ConfigError: ranks differ, or one refuses; raised on every rank.
+        CollectiveError: a rank did not come in time, or gave no sign of life.
+    """
+    check_timeout(timeout)
+    keys = meeting.agree([side.facts for side in sides])
+    engines: list[Engine] = []
+    with ExitStack() as undo:
+        for side, key in zip(sides, keys, strict=True):
+            first = engines[0] if engines else None
+            engine = Engine(
+                device, side.group, key, timeout=timeout, streams=streams, shares_runner_of=first, messages=messages
+            )
+            undo.callback(engine.close)
+            engines.append(engine)
+        # Process groups come before kernels: here ranks wait for each other no longer than the timeout.
+        for engine, side in zip(engines, sides, strict=True):
+            engine.connect(*side.configs)
+        if dtypes:
+            configs = {engine: side.configs for engine, side in zip(engines, sides, strict=True)}
+            compile_together(meeting, configs, dtypes, None if prepare is None else partial(prepare, engines[0]))
+        elif any(side.configs for side in sides):
+            # There is nothing to prepare yet. A rank that could not connect tells the others in this round.
+            meeting.agree([{}] * len(sides))
+        yield engines
+        undo.pop_all()
+
+
+def compile_together(
+    meeting: Meeting,
+    configs: Mapping[Engine, Sequence[GQSGDConfig]],
+    dtypes: Sequence[torch.dtype],
+    before: Callable[[], None] | None = None,
+) -> None:
+    """Compile the kernels of each engine's configurations, and wait for slower ranks while they live (see
+    `Meeting.preparing`). A collective, after the meeting has agreed.
+
+    ``before`` is called first. It may take as long.
+    """
+    with meeting.preparing(COMPILE_PATIENCE_S):
+        if before is not None:
+            before()
+        for engine, own in configs.items():
+            for config, dtype in product(own, dtypes):
+                engine.compile(config, dtype)
+
+
+def facts_of(config: GQSGDConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what ranks must share before they send anything, plain values by name; ``own``: what the caller adds."""
+    versions = {"version of lightning_gqsgd": __version__, "version of the wire format": VERSION}
+    return {**config.to_dict(), **own, **versions}
+
+
+def digest_of_facts(facts: Mapping[str, Any]) -> int:
+    """Returns a digest of facts, which ranks compare in each step (see `wire.agreement.Stamp`)."""
+    return digest_of(json.dumps(facts, sort_keys=True))
