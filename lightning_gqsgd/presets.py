@@ -174,7 +174,7 @@ FIXED = {name: preset for name, preset in PRESETS.items() if not preset.fields.g
 
 
 def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any) -> GQSGDConfig:
-    """A preset, or a configuration, with some fields replaced.
+    """Returns a preset, or a configuration, with some fields replaced.
 
     Args:
         preset: a preset or its name, or a configuration; None: the preset ``gqsgd``.
@@ -214,7 +214,8 @@ def make_config(preset: str | GQSGDConfig | Preset | None = None, **fields: Any)
 
 
 def did_you_mean_preset(name: str, choices: Iterable[str]) -> str:
-    """The preset that an unknown name was perhaps meant for, as the end of a sentence; empty where none is near.
+    """Returns the preset that an unknown name was perhaps meant for, as the end of a sentence; empty where none is
+    near.
 
     A name such as ``gqsgd_8bit`` is not spelled wrong: it asks for a number of bits that has no preset of that name.
     """
@@ -238,7 +239,7 @@ def _check_fixed(name: str, config: GQSGDConfig, fields: Mapping[str, Any]) -> N
 
 
 def _as_fields(value: object) -> str:
-    """How a value in the place of a preset was perhaps meant."""
+    """Returns a hint at what a value in the place of a preset was perhaps meant to be."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={field!r}" for name, field in value.items()) or "bits=4"
     return f"bits={value}" if isinstance(value, int) and not isinstance(value, bool) else "bits=4"

@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""The interface of codecs: families of codes at a number of bits."""
 
 from __future__ import annotations
 
@@ -67,26 +67,26 @@ class Codec(ABC):
 
     @property
     def adds_in_pairs(self) -> bool:
-        """Whether codes can be added two at a time, under a shared scale."""
+        """Returns whether codes can be added two at a time, under a shared scale."""
         return False
 
     @property
     def has_odd_levels(self) -> bool:
-        """Whether all codes are numbers of an odd number of levels, which Elias codes need."""
+        """Returns whether all codes are numbers of an odd number of levels, which Elias codes need."""
         return False
 
     @property
     def leaves_room_for_sums(self) -> bool:
-        """Whether a code has bits enough for the sum of two ranks' codes."""
+        """Returns whether a code has bits enough for the sum of two ranks' codes."""
         return True
 
     @abstractmethod
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate as text, and words that say what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
 
     @abstractmethod
     def quantiser(self, block_size: int, summed: int | None = None) -> Quantiser:
-        """What the kernels need.
+        """Returns the quantiser: the codec at one block size, as kernels see it.
 
         Args:
             block_size: the largest number of coordinates in a block.
@@ -98,7 +98,8 @@ class Codec(ABC):
 
     @abstractmethod
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of one rank's coordinate, in units of the squared scale; NaN if it is not predicted.
+        """Returns the mean square error of one rank's coordinate, in units of the squared scale; NaN if it is not
+        predicted.
 
         Args:
             summed: number of ranks whose codes are added before they are decoded.
@@ -109,8 +110,8 @@ class Codec(ABC):
 
     @abstractmethod
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec is
-        biased.
+        """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec
+        is biased.
 
         Args:
             dimension: number of coordinates that share a scale.
@@ -122,7 +123,7 @@ class Codec(ABC):
 
     @abstractmethod
     def delta(self, dimension: int) -> float:
-        """δ with E|C(x) - x|² <= (1-δ) |x|², for a biased codec C, or for C = Q/(1+ω)."""
+        """Returns δ with E|C(x) - x|² <= (1-δ) |x|², for a biased codec C, or for C = Q/(1+ω)."""
 
 
 def check_code_bits(codec: str, bits: int, widths: range) -> None:

@@ -21,7 +21,7 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_fo
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """Which number the scale of a block is, for codecs that take a norm.
+    """The rule for the scale of a block, for codecs that take a norm.
 
     Attributes:
         norm: a name in `NORMS`.
@@ -35,14 +35,14 @@ class ScaleRule:
 
 
 def kernels_find_scales(codec: Codec, rule: ScaleRule) -> bool:
-    """Whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from the
-    block's codes, or there are no scales."""
+    """Returns whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from
+    the block's codes, or there are no scales."""
     own_maximum = rule.norm == "max" and not rule.clip and not rule.per_parameter
     return not codec.has_scale or codec.quantiser_finds_scale or (codec.takes_norm and own_maximum)
 
 
 def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tensor:
-    """The scale of every block, as bits of the compute dtype that are ordered like it: int32 or int64 [B].
+    """Returns the scale of every block, as bits of the compute dtype that are ordered like it: int32 or int64 [B].
 
     Args:
         x: flat tensor, which the block table ``blocks`` counts from.

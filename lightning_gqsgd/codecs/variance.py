@@ -149,7 +149,7 @@ def omega_companded(dimension: int, levels: int, slope: float) -> float:
 
 
 def smallest_level(levels: int, mantissa: int = 0) -> float:
-    """The smallest of S = ``levels`` magnitudes 2^-k (1 + j/2^m) that go down from 1, in units of the scale.
+    """Returns the smallest of S = ``levels`` magnitudes 2^-k (1 + j/2^m) that go down from 1, in units of the scale.
 
     Code c, 1 to S, stands for 2^e (1 + r/2^m), with e and r quotient and remainder of (c - S)/2^m. That of c = 1 is
     2^(1-S) for m = 0. 0.0 where it is below the smallest float.
@@ -211,7 +211,7 @@ def stability(alpha: float, beta: float, omega: float) -> float:
 
 
 def best_alpha(beta: float, omega: float) -> float:
-    """The α with the smallest `stability`: β/(1+ω), where αω = β - α. λ is β²ω/(1+ω) there, below 1 for β <= 1.
+    """Returns the α with the smallest `stability`: β/(1+ω), where αω = β - α. λ is β²ω/(1+ω) there, below 1 for β <= 1.
 
     Args:
         beta: β, share of the memory that is kept.
@@ -225,7 +225,8 @@ def best_alpha(beta: float, omega: float) -> float:
 
 
 def relative_variance(mantissa: int) -> float:
-    """Largest variance of a rounding to 2^k (1 + j/2^m), over the rounded number's square; see `omega_exponential`."""
+    """Returns the largest variance of a rounding to 2^k (1 + j/2^m), over the rounded number's square; see
+    `omega_exponential`."""
     h = 2.0**-mantissa
     return h * h / (4 * (1 + h))
 

@@ -1,4 +1,4 @@
-"""Whether a configuration can work.
+"""Configurations, and the checks that one can work.
 
 `GQSGDConfig` checks its fields when it is built, each by itself and in `combinations`. `resolving` gives it the reducer
 and the numbers that depend on the number of ranks.

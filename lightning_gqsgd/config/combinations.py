@@ -1,4 +1,4 @@
-"""Which values of several fields go together: those of scales, reducers, memories and sparse gradients."""
+"""Checks that values of several fields go together: scales, reducers, memories and sparse gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to compress and how: one frozen value, whose fields can work together."""
+"""The configuration: one frozen value that says what to compress and how, whose fields can work together."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ class GQSGDConfig(Fields):
         return {bits: self._with_bits(bits, **fixed) for bits in self.allow}
 
     def by_bits(self) -> dict[int, GQSGDConfig]:
-        """The configurations of all parameters, by their bits: this one alone, unless ``bits`` are given by name.
+        """Returns the configurations of all parameters, by their bits: this one alone, unless ``bits`` are given by
+        name.
 
         The first one is that of the first pattern. 16 and 32 bits keep the fields that are not about codes.
         """
@@ -168,8 +169,8 @@ class GQSGDConfig(Fields):
 
     @property
     def biased(self) -> bool:
-        """Whether the mean of what the codec decodes differs from its input, so that training needs a memory. (Clipping
-        is a bias as well, but one that is asked for.)"""
+        """Returns whether the mean of what the codec decodes differs from its input, so that training needs a memory.
+        (Clipping is a bias as well, but one that is asked for.)"""
         return bool(codec_of(self).biased_by)
 
     def describe(self) -> str:
@@ -197,7 +198,7 @@ class GQSGDConfig(Fields):
         return f"{bits} bits ({', '.join(what)})"
 
     def describe_rows(self, *, raw: bool = False) -> str:
-        """What the touched rows of a table with sparse gradients are sent as.
+        """Returns the form in which the touched rows of a table with sparse gradients are sent.
 
         Args:
             raw: whether the table's gradient travels uncompressed, as ``exclude`` and ``min_numel`` say.
@@ -227,7 +228,7 @@ class GQSGDConfig(Fields):
         return {**asdict(self), **memory, "bits": bits, "exclude": list(self.exclude), "allow": list(self.allow)}
 
     def replaced(self, **fields: Any) -> GQSGDConfig:
-        """The configuration with some fields replaced.
+        """Returns the configuration with some fields replaced.
 
         With 16 or 32 bits, which are no codes, it keeps of its own fields those that are not about codes.
 
@@ -242,8 +243,8 @@ class GQSGDConfig(Fields):
         return replace(self, **fields)
 
     def _with_bits(self, bits: int, **fields: Any) -> GQSGDConfig:
-        """The configuration at a number of bits, with some fields replaced. Of 16 and 32 bits, which are no codes, it
-        has the fields that are not about codes."""
+        """Returns the configuration at a number of bits, with some fields replaced. Of 16 and 32 bits, which are no
+        codes, it has the fields that are not about codes."""
         if bits in REDUCER_OF_BITS:
             return GQSGDConfig(bits=bits, **{name: getattr(self, name) for name in _ALIKE})
         return replace(self, bits=bits, **fields)
@@ -410,13 +411,13 @@ class GQSGDConfig(Fields):
             )
 
     def _automatic_codec(self) -> str:
-        """The name of the codec that "auto" stands for."""
+        """Returns the name of the codec that "auto" stands for."""
         if self.bits in REDUCER_OF_BITS or (self.bits is None and self.reducer in REDUCER_OF_BITS.values()):
             return "float"
         return "linear" if self._needs_linear_codes() else "companded"
 
     def _needs_linear_codes(self) -> bool:
-        """Whether a field asks for what companded codes do not have, and linear ones do."""
+        """Returns whether a field asks for what companded codes do not have, and linear ones do."""
         sums = self.reducer != "auto" and REDUCERS[self.reducer].adds_codes
         rounds = self.levels is not None or self.dither not in COMPANDED_DITHERS
         return sums or rounds or self.scale == "global" or self.coder == "elias" or self.bits == 1

@@ -12,7 +12,7 @@ from lightning_gqsgd.reducers.memory import resolve_memory
 
 
 def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
-    """The configuration with the reducer chosen and all numbers of its memories given.
+    """Returns the configuration with the reducer chosen and all numbers of its memories given.
 
     A field ``scale`` that only repeats what the reducer always has becomes "auto".
 

@@ -16,7 +16,7 @@ MIN_TRITON = (3, 4)
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """The fastest module whose functions take tensors on ``device``.
+    """Returns the fastest module whose functions take tensors on ``device``.
 
     Raises:
         ConfigError: the device is a GPU, and Triton is missing or too old; or a CPU, and Numba must not compile.

@@ -16,7 +16,9 @@ _MASK = 0xFFFFFFFF
 
 
 def uniform(blocks: Tensor, key: Key, width: int) -> Tensor:
-    """The dither v of the first ``width`` coordinates of each block, uniform on (0, 1): fp32 [B, width]."""
+    """Returns the dither v of the first ``width`` coordinates of each block, uniform on (0, 1): fp32 [B, width]."""
+    # One hash gives two coordinates their dither, 16 bits each. The two lie half a block apart, so that vectorised
+    # kernels read both halves in a row.
     half = (blocks[:, LENGTH] + 1) // 2
     j = torch.arange(width, device=blocks.device)
     in_second_half = j >= half[:, None]
@@ -26,13 +28,14 @@ def uniform(blocks: Tensor, key: Key, width: int) -> Tensor:
 
 
 def words(blocks: Tensor, key: Key, places: Tensor) -> Tensor:
-    """Uniform 32-bit integers: int64 [B, width].
+    """Returns uniform 32-bit integers, int64 [B, width].
 
     Args:
         places: numbers that are hashed with the block, int64 [width] or [B, width].
     """
     parameter = blocks[:, PARAMETER]
     index = blocks[:, INDEX]
+    # PyTorch has hardly any arithmetic on uint32, so 64-bit integers are masked after each operation.
     a = _mix((_mix(key[0] ^ parameter) + GOLDEN * index) & _MASK)
     b = _mix(_mix((key[1] + parameter) & _MASK) ^ index)
     return _finish(_start((a[:, None] + places) & _MASK) ^ b[:, None])

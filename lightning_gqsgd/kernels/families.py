@@ -1,4 +1,4 @@
-"""Where a family of codes has its fast kernels.
+"""The table of fast kernels by family of codes.
 
 A family is a package that registers itself when it is imported, so that nothing here depends on it. It has up to two
 modules beside its codec:
@@ -27,12 +27,12 @@ def register(kind: Kind, package: str) -> None:
 
 
 def cpu_family(kind: Kind) -> ModuleType | None:
-    """The parts of a family's kernels for CPUs; None: the family has none."""
+    """Returns the parts of a family's kernels for CPUs; None: the family has none."""
     package = _PACKAGES.get(kind)
     return None if package is None else import_module(f"{package}.cpu")
 
 
 def cuda_family(kind: Kind) -> CodecKernels | None:
-    """A family's kernels for GPUs; None: the family has none."""
+    """Returns a family's kernels for GPUs; None: the family has none."""
     package = _PACKAGES.get(kind)
     return None if package is None else import_module(f"{package}.cuda").FAMILY

@@ -47,7 +47,7 @@ MAX_STRIPE = 8
 
 
 class PieceSize(NamedTuple):
-    """How many coordinates pieces have, about.
+    """The approximate number of coordinates of a piece.
 
     Attributes:
         least: where there are enough coordinates.
@@ -59,11 +59,12 @@ class PieceSize(NamedTuple):
 
     @classmethod
     def of_bits(cls, bits: int) -> PieceSize:
-        """The size over Gloo, by the bits of a code: with fewer bits, it takes more coordinates to fill a message."""
+        """Returns the size over Gloo, by the bits of a code: with fewer bits, it takes more coordinates to fill a
+        message."""
         return cls(PIECE_NUMEL, PIECE_NUMEL * max(1, min(_MOST_GROWTH, 8 // bits)))
 
     def within(self, numel: int) -> int:
-        """The most coordinates of a piece, about, of a flat tensor with so many."""
+        """Returns the most coordinates of a piece, about, of a flat tensor with so many."""
         return min(self.most, max(self.least, -(-numel // _SEVERAL)))
 
 
@@ -115,7 +116,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the blocks of one piece lie, in the flat tensor and in the messages.
+    """The positions of the blocks of one piece, in the flat tensor and in the messages.
 
     Attributes:
         table: int64 [number of blocks, COLUMNS], on the host, in the order of coordinates. Processors fetch memory
@@ -136,15 +137,15 @@ class Layout:
     device: torch.device = torch.device("cpu")
 
     def on(self, device: torch.device) -> Layout:
-        """The layout for tensors on a device. The table is copied to the device once; reducers call this in every
-        step."""
+        """Returns the layout for tensors on a device. The table is copied to the device once; reducers call this in
+        every step."""
         if device == self.device:
             return self
         return self._copies.setdefault(device, replace(self, device=device))
 
     @property
     def blocks(self) -> Tensor:
-        """Those of `whole`."""
+        """The block table of `whole`, on the device."""
         return self.whole.blocks
 
     @cached_property
@@ -171,7 +172,7 @@ class Layout:
         return self._part((), lambda: self.table)
 
     def others(self, index: int) -> Part:
-        """The blocks that owners of other shards decode, and all uncompressed ones, with their positions in the
+        """Returns the blocks that owners of other shards decode, and all uncompressed ones, with their positions in the
         message of all shards.
 
         The owner of the shard ``index`` has its coordinates already, and reads of its own message uncompressed blocks
@@ -180,17 +181,20 @@ class Layout:
 
         def table() -> np.ndarray:
             encoded = np.ones(len(self.table), dtype=bool)
+            # A rank has its own coordinates exactly, so its own coded blocks need no message. Raw blocks are added in
+            # rank order, from messages alone.
             encoded[self.order[self.first[index] : self.first[index + 1]]] = False
             return self.table[encoded | (self.table[:, RAW] == 1)]
 
         return self._part((index,), table)
 
     def shard(self, index: int) -> Part:
-        """The blocks of one shard, with their positions in that shard's own message."""
+        """Returns the blocks of one shard, with their positions in that shard's own message."""
         return self.shards_from(index, index + 1)
 
     def shards_from(self, low: int, high: int) -> Part:
-        """The blocks of the shards ``low`` to ``high - 1``, with their positions in the message of these shards."""
+        """Returns the blocks of the shards ``low`` to ``high - 1``, with their positions in the message of these
+        shards."""
 
         def table() -> np.ndarray:
             table = self.table[self.order[self.first[low] : self.first[high]]]
@@ -201,8 +205,10 @@ class Layout:
         return self._part((low, high), table)
 
     def _part(self, key: tuple[int, ...], make: Callable[[], np.ndarray]) -> Part:
-        """The part of a key, whose table is made, and copied to the device, once. The host waits for the copy, so that
-        every stream finds it done."""
+        """Returns the part of a key. Its table is made, and copied to the device, once.
+
+        The host waits for the copy, so that every stream finds it done.
+        """
         if key not in self._parts:
             table = make()
             self._parts[key] = Part(torch.from_numpy(table).to(self.device), table, self.block_size)
@@ -212,7 +218,7 @@ class Layout:
 
 
 def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
-    """Block table of consecutive segments; positions in messages are not set yet."""
+    """Returns the block table of consecutive segments. Positions in messages are not set yet."""
     tables = []
     start = 0
     for segment in segments:
@@ -230,13 +236,14 @@ def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
 
 
 def runs(table: np.ndarray, block_size: int) -> list[Run]:
-    """The longest runs of blocks that are not raw, whatever the order of the blocks."""
+    """Returns the longest runs of blocks that are not raw, whatever the order of the blocks."""
     table = table[table[:, RAW] == 0]
     table = table[np.argsort(table[:, START], kind="stable")]
     start = table[:, START]
     parameter = table[:, PARAMETER]
     numel = table[:, LENGTH]
     offset = table[:, INDEX] * block_size
+    # A run has to be contiguous in the flat tensor and in the parameter.
     goes_on = parameter[1:] == parameter[:-1]
     for at in (start, offset):
         goes_on = goes_on & (at[1:] == at[:-1] + numel[:-1])
@@ -247,7 +254,7 @@ def runs(table: np.ndarray, block_size: int) -> list[Run]:
 
 
 def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:
-    """The table cut into runs of at most ``piece_numel`` coordinates, of nearly equal size.
+    """Returns the table cut into runs of at most ``piece_numel`` coordinates, of nearly equal size.
 
     ``whole_parameters``: not within a parameter, so that pieces may be larger.
     """
@@ -255,9 +262,11 @@ def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameter
         return []
     ends = np.cumsum(table[:, LENGTH])
     count = max(1, -(-int(ends[-1]) // piece_numel))
+    # Bounds go by coordinates and not by blocks, because short blocks of small parameters would make small pieces.
     bounds = np.searchsorted(ends, [int(ends[-1]) * k / count for k in range(1, count)], side="left") + 1
     if whole_parameters:
         starts = np.append(np.flatnonzero(table[:, INDEX] == 0), len(table))
+        # A scale that belongs to a whole parameter needs all of its blocks in one piece.
         bounds = starts[np.searchsorted(starts, bounds)]
     return [piece for piece in np.split(table, bounds) if len(piece)]
 
@@ -300,13 +309,14 @@ def place_by_owner(
         striped: see `owners`.
     """
     owner = owners(table, shards, striped=striped)
+    # Stable, so that the blocks of an owner stay in the order of coordinates.
     order = np.argsort(owner, kind="stable")
     first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
     return _placed(table, order, first, _records(table, q, raw_bytes), scale_bytes, q.block_size)
 
 
 def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
-    """The shard of each block, int64 [blocks].
+    """Returns the shard of each block, int64 [blocks].
 
     The shards take turns at a parameter's blocks. The first one follows from a multiple of the golden ratio, so that
     small parameters spread evenly.
@@ -317,13 +327,14 @@ def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
         striped: whether a turn is a stripe of blocks (see `stripe`), for owners that remember. Turns of one block make
             shards of more equal size.
     """
+    # 40503/65536 is about the golden ratio less 1, whose multiples spread evenly between 0 and 1.
     first = table[:, PARAMETER] * 40503 % 65536 * shards // 65536
     turn = table[:, INDEX] // stripe(table[:, BLOCKS], shards) if striped else table[:, INDEX]
     return (turn + first) % shards
 
 
 def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:
-    """How many consecutive blocks of a parameter have the same owner; ``blocks``: how many blocks the parameter has.
+    """Returns the number of consecutive blocks with the same owner, for parameters of ``blocks`` blocks.
 
     The number is small, so that owners have equal parts. It is above 1 for large parameters, so that their blocks need
     not be handled one by one.
@@ -339,7 +350,7 @@ def _keep_for_this_stream(blocks: Tensor) -> None:
 
 
 def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
-    """Bytes of each block's record, aligned."""
+    """Returns the bytes of each block's record, aligned."""
     length = table[:, LENGTH]
     return _align(np.where(table[:, RAW] == 1, length * raw_bytes, q.record_bytes(length, raw_bytes)))
 
@@ -347,7 +358,7 @@ def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
 def _placed(
     table: np.ndarray, order: np.ndarray, first: list[int], record: np.ndarray, scale_bytes: int, block_size: int
 ) -> Layout:
-    """The table with positions: shard k has the blocks ``order[first[k]:first[k + 1]]``.
+    """Returns the table with positions: shard k has the blocks ``order[first[k]:first[k + 1]]``.
 
     A shard's message has the scales, the codes and the uncompressed blocks, in this order.
     """
@@ -359,6 +370,7 @@ def _placed(
     codes, codes_bytes = _positions(np.where(raw, 0, record), first, shard)
     raws, raws_bytes = _positions(np.where(raw, record, 0), first, shard)
     before_codes = _align(scales_bytes)
+    # All shards have the length of the longest, because an all-to-all of equal parts and an all-gather need that.
     shard_bytes = int((before_codes + codes_bytes + raws_bytes).max())
     start = shard_bytes * shard
     table[order, SCALE] = np.where(raw | (scale_bytes == 0), -1, start + scales)
@@ -367,7 +379,7 @@ def _placed(
 
 
 def _positions(sizes: np.ndarray, first: list[int], shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each block's ``sizes`` bytes lie behind those before it in its shard, and all bytes of each shard."""
+    """Returns the position of each block's ``sizes`` bytes in its shard, and the bytes of each shard."""
     ends = np.concatenate([[0], np.cumsum(sizes)])
     starts = ends[first[:-1]]
     return ends[:-1] - starts[shard], ends[first[1:]] - starts

@@ -18,7 +18,7 @@ from lightning_gqsgd.kernels.protocol import Kind, Quantiser
 
 
 class Work(NamedTuple):
-    """What one call computes.
+    """The work of one call of a kernel.
 
     Attributes:
         kind: name of the kernel, or ``"torch"`` for an operation of PyTorch.
@@ -40,7 +40,7 @@ _notes: ContextVar[list[Work] | None] = ContextVar("notes", default=None)
 
 @contextmanager
 def noting() -> Iterator[list[Work]]:
-    """The list of what the kernels of this module are asked for inside ``with``, in order."""
+    """Returns the list of what the kernels of this module are asked for inside ``with``, in order."""
     works: list[Work] = []
     token = _notes.set(works)
     try:
@@ -57,56 +57,56 @@ def note(work: Work) -> None:
 
 
 def codec_name(kind: Kind, bits: int) -> str:
-    """The name that costs of a codec have, e.g. ``"companded/4"``."""
+    """Returns the name that costs of a codec have, e.g. ``"companded/4"``."""
     return f"{Kind(kind).name.lower()}/{bits}"
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels`."""
+    """Note that the largest magnitudes of blocks are asked for; see `protocol.Kernels.block_maxima`."""
     note(Work("maxima", numel=x.numel()))
     return torch.empty(len(blocks), dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels`."""
+    """Note that the sums of blocks are asked for; see `protocol.Kernels.block_moments`."""
     note(Work("maxima", numel=x.numel()))
     return torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
 
 
 def rotate(x: Tensor, blocks: Tensor, *_: Any, **__: Any) -> None:
-    """See `protocol.Kernels`."""
+    """Note that blocks are to be turned; see `protocol.Kernels.rotate`."""
     note(Work("rotate", numel=x.numel()))
 
 
 def narrow(x: Tensor, *_: Any, **__: Any) -> None:
-    """See `protocol.Kernels`."""
+    """Note that coordinates are to be rounded to bf16; see `protocol.Kernels.narrow`."""
     note(Work("narrow", numel=x.numel()))
 
 
 def encode(x: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, *_: Any, **__: Any) -> None:
-    """See `protocol.CodecKernels`."""
+    """Note that blocks are to be encoded; see `protocol.CodecKernels.encode`."""
     _note("encode", q, blocks, x.numel())
 
 
 def reduce(wires: Tensor, blocks: Tensor, out: Tensor, q: Quantiser, *_: Any, **__: Any) -> None:
-    """See `protocol.CodecKernels`."""
+    """Note that messages are to be averaged and the mean encoded; see `protocol.CodecKernels.reduce`."""
     _note("reduce", q, blocks, sources=wires.shape[0])
 
 
 def decode(wires: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, *_: Any, **__: Any) -> int:
-    """See `protocol.CodecKernels`; no block is infinite."""
+    """Note that messages are to be decoded; see `protocol.CodecKernels.decode`. Returns 0: no block is infinite."""
     _note("decode", q, blocks, x.numel(), wires.shape[0])
     return 0
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Any) -> int:
-    """See `protocol.Kernels`; no block is infinite."""
+    """Note that a sum of codes is to be decoded; see `protocol.Kernels.decode_sum`. Returns 0: no block is infinite."""
     _note("decode_sum", q, blocks, x.numel(), len(keys))
     return 0
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Any) -> None:
-    """See `protocol.Kernels`."""
+    """Note that codes are to be added in pairs; see `protocol.Kernels.combine`."""
     _note("combine", q, blocks)
 
 

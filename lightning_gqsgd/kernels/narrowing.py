@@ -16,7 +16,7 @@ _QUIET = 0x40
 
 
 def rounded(values: Tensor, random: Tensor, limit: int) -> Tensor:
-    """The bf16 numbers that fp32 numbers are rounded to.
+    """Returns the bf16 numbers that fp32 numbers are rounded to.
 
     Args:
         values: fp32, any shape.

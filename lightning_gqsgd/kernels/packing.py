@@ -1,4 +1,4 @@
-"""How scales, codes and uncompressed coordinates lie in a message, in readable PyTorch, and how many bytes they take.
+"""The layout of scales, codes and uncompressed coordinates in a message, in readable PyTorch, and their sizes in bytes.
 
 Codes lie in *bit planes*: a plane of 8, 4, 2 or 1 bits for each power of two in the number of bits. Codes that are to
 be added up lie in *lanes* of one width instead: whole lanes per byte, or per 64-bit word where 8 is no multiple of the
@@ -24,12 +24,12 @@ PLANES = (8, 4, 2, 1)
 
 
 def code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes of ``length`` codes of ``bits`` bits in bit planes."""
+    """Returns the bytes of ``length`` codes of ``bits`` bits in bit planes."""
     return np.sum([-(-length * plane // 8) for plane in PLANES if bits & plane], axis=0)
 
 
 def summable_code_bytes(length: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes of ``length`` codes of ``bits`` bits in lanes that can be added up."""
+    """Returns the bytes of ``length`` codes of ``bits`` bits in lanes that can be added up."""
     if 8 % bits == 0:
         return -(-length // (8 // bits))
     return 8 * -(-length // (64 // bits))
@@ -42,6 +42,7 @@ def pack(codes: Tensor, blocks: Tensor, wire: Tensor, bits: int, *, summable: bo
         word = j % run.words[:, None]
         lane = j // run.words[:, None]
         part = torch.where(inside, ((codes >> run.low) & ((1 << run.width) - 1)) << (run.width * lane), 0)
+        # Lanes of a word do not overlap, so that adding them sets their bits.
         packed = torch.zeros_like(codes).scatter_add_(1, word, part)
         filled = j < run.words[:, None]
         for byte in range(run.nbytes):
@@ -50,7 +51,7 @@ def pack(codes: Tensor, blocks: Tensor, wire: Tensor, bits: int, *, summable: bo
 
 
 def unpack(wire: Tensor, blocks: Tensor, bits: int, width: int, *, summable: bool) -> Tensor:
-    """Codes of ``bits`` bits each, int64 [B, width]; 0 beyond the end of a block."""
+    """Returns the codes of ``bits`` bits each, int64 [B, width]; 0 beyond the end of a block."""
     j, inside = positions(blocks, width)
     codes = torch.zeros(inside.shape, dtype=torch.int64, device=wire.device)
     for run in _runs(blocks, bits, summable=summable):
@@ -69,7 +70,7 @@ def pack_raw(values: Tensor, blocks: Tensor, wire: Tensor) -> None:
 
 
 def unpack_raw(wire: Tensor, blocks: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Uncompressed coordinates, [B, width]; 0 beyond the end of a block."""
+    """Returns the uncompressed coordinates, [B, width]; 0 beyond the end of a block."""
     places, inside = _raw_places(blocks, width, dtype.itemsize)
     values = torch.zeros(inside.shape, dtype=dtype, device=wire.device)
     values[inside] = wire[places].contiguous().view(dtype).flatten()
@@ -77,25 +78,26 @@ def unpack_raw(wire: Tensor, blocks: Tensor, dtype: torch.dtype, width: int) -> 
 
 
 def positions(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Number of each coordinate in its block, [1, width], and whether the block is that long, [B, width]."""
+    """Returns the number of each coordinate in its block, [1, width], and whether the block is that long, [B,
+    width]."""
     j = torch.arange(width, device=blocks.device)[None]
     return j, j < blocks[:, LENGTH, None]
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The bytes of each number: uint8 [..., itemsize]."""
+    """Returns the bytes of each number: uint8 [..., itemsize]."""
     return x.contiguous().view(torch.uint8).reshape(*x.shape, x.element_size())
 
 
 def write_scales(scale_codes: Tensor, blocks: Tensor, wire: Tensor, form: ScaleFormat) -> None:
-    """Write what travels for scales, int64 [B], of the blocks whose table has a place for one."""
+    """Write the codes of scales, int64 [B], for the blocks whose table has a place for one."""
     sent = blocks[:, SCALE] >= 0
     for byte in range(form.nbytes):
         wire[blocks[sent, SCALE] + byte] = (scale_codes[sent] >> 8 * byte & 0xFF).to(torch.uint8)
 
 
 def read_scales(wire: Tensor, blocks: Tensor, form: ScaleFormat) -> Tensor:
-    """What travels for scales, int64 [B]."""
+    """Returns the codes of scales on the wire, int64 [B]."""
     scale_codes = torch.zeros_like(blocks[:, SCALE])
     for byte in range(form.nbytes):
         scale_codes |= wire[blocks[:, SCALE] + byte].long() << 8 * byte
@@ -121,8 +123,11 @@ class _Run(NamedTuple):
 def _runs(blocks: Tensor, bits: int, *, summable: bool) -> list[_Run]:
     length = blocks[:, LENGTH]
     zero = torch.zeros_like(blocks[:, LENGTH])
+    # Lanes of 3 bits, for example, do not fill a byte. In a 64-bit word few bits are left over, and a sum cannot carry
+    # from one word into the next.
     if summable and 8 % bits:
         return [_Run(0, bits, 8, zero, -(-length // (64 // bits)))]
+    # A width of 5 bits, for example, is a plane of 4 bits and one of 1: each plane fills whole bytes.
     runs: list[_Run] = []
     first = zero
     low = 0

@@ -1,9 +1,9 @@
-"""What every set of kernels offers, and what the kernels need to know of a codec.
+"""The interfaces of kernels and of quantisers: the functions of a set of kernels, and what they need of a codec.
 
 `reference` (PyTorch on any device, the truth), `cpu` (Numba) and `cuda` (Triton) are modules with the functions of
 `Kernels`. The three give the same codes, and decode them to the same bits.
 
-What the arguments have in common:
+Common arguments:
 
 * ``x``: flat gradient of dtype fp32, fp16, bf16 or fp64, [numel].
 * ``blocks``: block table, int64 [number of blocks, `layout.COLUMNS`]. Its first column counts coordinates of ``x``, and
@@ -80,7 +80,8 @@ class Quantiser(Protocol):
     def summable(self) -> bool: ...
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """Bytes of the codes of blocks with these lengths; ``raw_bytes``: of one uncompressed coordinate."""
+        """Returns the bytes of the codes of blocks with these lengths; ``raw_bytes``: of one uncompressed
+        coordinate."""
         ...
 
     def __hash__(self) -> int: ...
@@ -90,7 +91,8 @@ class ScaledQuantiser(Quantiser, Protocol):
     """A quantiser whose records are a scale and codes of a fixed width."""
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of blocks, int64 [B, width], and a flag of each block that travels with its scale, bool [B].
+        """Returns the codes of blocks, int64 [B, width], and a flag of each block that travels with its scale, bool
+        [B].
 
         Args:
             values: coordinates in the compute dtype, [B, width], zero beyond the end of a block.
@@ -101,7 +103,8 @@ class ScaledQuantiser(Quantiser, Protocol):
         ...
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """Coordinates that codes stand for, [B, width]; the arguments are those of `encode` and what it returned."""
+        """Returns the coordinates that codes stand for, [B, width]; the arguments are those of `encode` and what it
+        returned."""
         ...
 
 
@@ -109,7 +112,8 @@ class SummableQuantiser(ScaledQuantiser, Protocol):
     """A quantiser whose codes can be added."""
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """The mean that the sums of all ranks' codes stand for, [B, width]; ``uniforms``: the dither of each rank."""
+        """Returns the mean that the sums of all ranks' codes stand for, [B, width]; ``uniforms``: the dither of each
+        rank."""
         ...
 
 
@@ -117,7 +121,7 @@ class PairwiseQuantiser(SummableQuantiser, Protocol):
     """A quantiser whose codes can be added in pairs."""
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
-        """Codes of the sums of two codes' numbers, without bias; all arguments are int64 [B, width].
+        """Returns the codes of the sums of two codes' numbers, without bias; all arguments are int64 [B, width].
 
         Args:
             codes: codes of one side.
@@ -142,7 +146,7 @@ class WholeQuantiser(Quantiser, Protocol):
         ...
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """The coordinates of blocks times ``factor``, [B, block_size], in the compute dtype ``dtype``."""
+        """Returns the coordinates of blocks times ``factor``, [B, block_size], in the compute dtype ``dtype``."""
         ...
 
 
@@ -234,14 +238,14 @@ class Kernels(CodecKernels, Protocol):
     """The functions of a set of kernels."""
 
     def block_maxima(self, x: Tensor, blocks: Tensor) -> Tensor:
-        """Largest magnitude of each block, as ``scales`` are: int32 or int64 [B].
+        """Returns the largest magnitude of each block, as ``scales`` are: int32 or int64 [B].
 
         NaN and infinity come out larger than every finite number, so that an integer MAX over ranks keeps them.
         """
         ...
 
     def block_moments(self, x: Tensor, blocks: Tensor) -> Tensor:
-        """The sums Σ x, Σ |x| and Σ x² of each block, fp64 [B, 3].
+        """Returns the sums Σ x, Σ |x| and Σ x² of each block, fp64 [B, 3].
 
         Coordinates l, l + 16, l + 32, ... are added up in lane l, and then the 16 lanes in order. All kernels add in
         this order, so they give the same bits.

@@ -40,18 +40,19 @@ LANES = 16
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels.block_maxima`."""
+    """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`."""
     values = _gather(x, blocks, int(blocks[:, LENGTH].max()) if len(blocks) else 1)
     return magnitudes(values).amax(dim=1) if len(blocks) else magnitudes(values)[:, 0]
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels.block_moments`."""
+    """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     width = int(blocks[:, LENGTH].max()) if len(blocks) else 1
     values = _gather(x, blocks, -(-width // LANES) * LANES).double()
     terms = torch.stack([values, values.abs(), values.square()], dim=1).unflatten(2, (-1, LANES))
     total = torch.zeros(len(blocks), 3, dtype=torch.float64, device=x.device)
     lanes = torch.zeros(len(blocks), 3, LANES, dtype=torch.float64, device=x.device)
+    # One addition at a time: `sum` may add in another order, and the fast kernels have to give the same bits.
     for row in terms.unbind(2):
         lanes += row
     for lane in lanes.unbind(2):
@@ -60,7 +61,7 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """See `protocol.Kernels.rotate`."""
+    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     coded = blocks[blocks[:, RAW] == 0]
     _scatter(turned(_gather(x, coded, block_size), coded, key, inverse=inverse), coded, x)
 
@@ -74,7 +75,7 @@ def encode(
     scales: Tensor | None = None,
     rotation: Key | None = None,
 ) -> None:
-    """See `protocol.Kernels.encode`."""
+    """Encode blocks into a message; see `protocol.Kernels.encode`."""
     values = _gather(x, blocks, q.block_size)
     if rotation is not None:
         coded = blocks[:, RAW] == 0
@@ -91,7 +92,7 @@ def reduce(
     out_key: Key,
     own: Own,
 ) -> None:
-    """See `protocol.Kernels.reduce`."""
+    """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
     coded = blocks[:, RAW] == 0
     total = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[own.x.dtype], own.source)
     mine = _gather(own.x, blocks[coded], q.block_size)
@@ -110,9 +111,10 @@ def decode(
     rotation: Key | None = None,
     own: int | None = None,
 ) -> int:
-    """See `protocol.Kernels.decode`."""
+    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
     coded = blocks[:, RAW] == 0
     mean = _sum(wires, blocks, q, keys, COMPUTE_DTYPES[x.dtype], own)
+    # With coordinates of its own, the sum is divided once those are added, below.
     if own is None:
         mean = _divided(mean, len(keys))
     if rotation is not None:
@@ -120,12 +122,13 @@ def decode(
     if own is not None:
         mean[coded] = _with_own(mean[coded], _gather(x, blocks[coded], q.block_size), len(keys))
         mean = _divided(mean, len(keys))
+    # Only coded blocks are clamped: raw ones may overflow, as averages of DDP may.
     mean[coded] = in_finite_range(mean[coded], x.dtype)
     return _scatter(mean, blocks, x)
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
-    """See `protocol.Kernels.decode_sum`."""
+    """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
     values, finite = SCALE_FORMATS[COMPUTE_DTYPES[x.dtype]].scales(scales)
     codes = unpack(wire, blocks, q.bits, q.block_size, summable=q.summable)
     uniforms = [uniform(blocks, key, q.block_size) for key in keys]
@@ -135,7 +138,7 @@ def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quant
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
-    """See `protocol.Kernels.narrow`."""
+    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     width = int(blocks[:, LENGTH].max()) if len(blocks) else 1
     values = _gather(x, blocks, width) * torch.tensor(factor, dtype=torch.float32, device=x.device)
     random = (uniform(blocks, key, width) * 2**16).long()
@@ -143,7 +146,7 @@ def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limi
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
-    """See `protocol.Kernels.combine`."""
+    """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
     codes, others = (unpack(wire, blocks, q.bits, q.block_size, summable=False) for wire in (mine, theirs))
     random = words(blocks, key, torch.arange(q.block_size, device=blocks.device))
     pack(cast(PairwiseQuantiser, q).combine(codes, others, random), blocks, mine, q.bits, summable=False)
@@ -165,6 +168,7 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
     used, finite = form.scales(bits)
     random = uniform(coded, key, q.block_size)
     codes, flags = cast(ScaledQuantiser, q).encode(values, coded[:, LENGTH], used, random)
+    # Such blocks decode to NaN or to zeros whatever their codes are, and zeros keep messages equal on all devices.
     codes[~finite | (used == 0)] = 0
     write_scales(form.sent(bits, flags), coded, wire, form)
     pack(codes, coded, wire, q.bits, summable=q.summable)
@@ -173,7 +177,7 @@ def _write(values: Tensor, blocks: Tensor, wire: Tensor, q: Quantiser, key: Key,
 def _sum(
     wires: Tensor, blocks: Tensor, q: Quantiser, keys: Sequence[Key], compute: torch.dtype, own: int | None
 ) -> Tensor:
-    """Sum of the decoded messages times ``Share.each``, added up in order, in the compute dtype: [B, block_size].
+    """Returns the sum of the decoded messages times ``Share.each``, in order and in the compute dtype: [B, block_size].
 
     The message of source ``own`` counts in raw blocks only.
     """
@@ -182,6 +186,7 @@ def _sum(
     coded = blocks[~raw]
     total = torch.zeros(len(blocks), q.block_size, dtype=compute, device=wires.device)
     for source, (wire, key) in enumerate(zip(wires, keys, strict=True)):
+        # The own message counts here as well: raw blocks are added up in the same order on every rank.
         total[raw] += unpack_raw(wire, blocks[raw], compute, q.block_size) * each
         if source == own or not len(coded):
             continue
@@ -189,25 +194,27 @@ def _sum(
             total[~raw] += cast(WholeQuantiser, q).read(wire, coded, compute, key, each)
         else:
             total[~raw] += _read_scaled(wire, coded, cast(ScaledQuantiser, q), key, compute, each)
+    # Dither is decoded beyond the end of a short block, too.
     total[~positions(blocks, q.block_size)[1]] = 0
     return total
 
 
 def _with_own(total: Tensor, mine: Tensor, sources: int) -> Tensor:
-    """What `_sum` returned for coded blocks, and one more source's coordinates; NaN where a block is not finite."""
+    """Add one more source's coordinates to what `_sum` returned for coded blocks; NaN where a block is not finite."""
     finite = mine.isfinite().all(dim=1, keepdim=True)
     return torch.where(finite, total + mine * Share.of(sources).each, torch.nan)
 
 
 def _divided(total: Tensor, sources: int) -> Tensor:
-    """The mean that belongs to a sum over so many sources."""
+    """Returns the mean that belongs to a sum over so many sources."""
     return total / torch.full_like(total, Share.of(sources).rest)
 
 
 def _read_scaled(
     wire: Tensor, blocks: Tensor, q: ScaledQuantiser, key: Key, compute: torch.dtype, factor: float
 ) -> Tensor:
-    """Coordinates of one message's coded blocks, under scales times a factor; NaN where the scale is not finite."""
+    """Returns the coordinates of one message's coded blocks, under scales times a factor; NaN where the scale is not
+    finite."""
     form = SCALE_FORMATS[compute]
     bits, flags = form.received(read_scales(wire, blocks, form))
     scales, finite = form.scales(bits)
@@ -220,7 +227,7 @@ def _read_scaled(
 
 
 def _gather(x: Tensor, blocks: Tensor, width: int) -> Tensor:
-    """Coordinates of the blocks in the compute dtype, padded with zeros: [B, width]."""
+    """Returns the coordinates of the blocks in the compute dtype, padded with zeros: [B, width]."""
     j, inside = positions(blocks, width)
     values = torch.zeros(inside.shape, dtype=COMPUTE_DTYPES[x.dtype], device=x.device)
     values[inside] = x[(blocks[:, START, None] + j)[inside]].to(values.dtype)

@@ -16,14 +16,15 @@ SHORTEST = 128
 
 
 def padded(length: Lengths, block_size: int) -> Lengths:
-    """The next power of two of the lengths of blocks, and at least `SHORTEST`: the lengths of blocks that are turned
-    whole, with zeros at their ends.
+    """Returns the next power of two of the lengths of blocks, and at least `SHORTEST`: the lengths of blocks that are
+    turned whole, with zeros at their ends.
 
     Args:
         length: number of coordinates of blocks, 1 to ``block_size``.
         block_size: the largest number, a power of two of at least `SHORTEST`.
     """
     whole = length * 0 + SHORTEST
+    # Only arithmetic, and no branch on the length, because the lengths may be an array or a tensor.
     while block_size > SHORTEST:
         whole += whole * (whole < length)
         block_size //= 2
@@ -31,7 +32,8 @@ def padded(length: Lengths, block_size: int) -> Lengths:
 
 
 def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -> Tensor:
-    """What `Kernels.rotate` makes of the coordinates of blocks, [B, width]; zeros beyond the end of a block stay."""
+    """Returns the coordinates of blocks turned as by `Kernels.rotate`, [B, width]; zeros beyond a block's end stay
+    zero."""
     width = values.shape[1]
     signs = torch.where(uniform(blocks, key, width) < 0.5, -1, 1).to(values.dtype)
     if inverse:
@@ -40,10 +42,13 @@ def turned(values: Tensor, blocks: Tensor, key: Key, *, inverse: bool = False) -
 
 
 def transformed(values: Tensor, blocks: Tensor) -> Tensor:
-    """The orthonormal Hadamard transforms of the coordinates of blocks, [B, width], in parts of powers of two."""
+    """Returns the orthonormal Hadamard transforms of the coordinates of blocks, [B, width], in parts of powers of
+    two."""
     width = values.shape[1]
     values = values.clone()
     start = torch.zeros_like(blocks[:, LENGTH])
+    # A Hadamard matrix of this kind has a power of two as its size. The binary digits of the length say which parts
+    # fill the block, the largest first.
     for power in (1 << k for k in reversed(range(width.bit_length()))):
         has_part = (blocks[:, LENGTH] & power) != 0
         places = (
@@ -58,7 +63,7 @@ def transformed(values: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _hadamard(values: Tensor) -> Tensor:
-    """Products with the Hadamard matrix, [rows, power of two]; not normalised."""
+    """Returns the products of rows with the Hadamard matrix, [rows, power of two]; not normalised."""
     half = 1
     while half < values.shape[1]:
         first, second = values.unflatten(1, (-1, 2, half)).unbind(2)

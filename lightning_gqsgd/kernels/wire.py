@@ -1,4 +1,4 @@
-"""What all kernels agree on: the number formats of scales, and the hash that gives the dither.
+"""The rules that all kernels share: the number formats of scales, and the hash that gives the dither.
 
 A block's scale travels as an unsigned float with the exponent of the compute type and a short mantissa, rounded up so
 that no coordinate exceeds it, and one more bit: 1 if the block was rounded stochastically, 0 if by subtractive dither.
@@ -40,7 +40,7 @@ DITHER_FIRST = 2.0**-17
 
 
 class ScaleFormat(NamedTuple):
-    """How a block's largest magnitude, as the bits of the compute type, becomes the scale on the wire.
+    """The number format of scales on the wire, made from the bits of the largest magnitude in the compute type.
 
     Attributes:
         shift: bits of the mantissa that are dropped (the rest then moves up by one, to make room for the flag).
@@ -61,14 +61,17 @@ class ScaleFormat(NamedTuple):
     integer: torch.dtype
 
     def rounded_up(self, bits: Tensor) -> Tensor:
-        """Bits of the scales for largest magnitudes with these bits, int64; of infinity, where they are not finite."""
+        """Returns the bits of scales for the bits of largest magnitudes, int64; those of infinity where they are not
+        finite."""
+        # Bits of non-negative floats are ordered like the floats. Adding all ones below the cut therefore rounds up,
+        # and carries into the exponent where it has to.
         up = (bits.clamp(min=self.tiny) + (1 << self.shift) - 1) >> self.shift << self.shift
         up = torch.where(bits > 0, up, 0)
         up = torch.where(up == self.infinity, self.infinity - 1, up)  # rounded up to it: the largest finite number
         return torch.where(bits >= self.infinity, self.infinity, up)
 
     def rounded_at_random(self, values: Tensor, random: Tensor) -> Tensor:
-        """Bits of scales near these values, int64: of the format's number above or below, such that the mean is right.
+        """Round values to the format's number above or below at random, without bias, and return the bits, int64.
 
         A value below the smallest scale becomes that scale or zero. A value that would become infinite becomes the
         largest finite number.
@@ -80,6 +83,7 @@ class ScaleFormat(NamedTuple):
         bits = magnitudes(values).long()
         rounded = (bits + (random >> (32 - self.shift))) >> self.shift << self.shift
         rounded = torch.where(rounded >= self.infinity, self.infinity - 1, rounded)
+        # 24 of the 32 random bits, because fp32 holds no more exactly.
         small = values * values.new_tensor(self.tiny_inverse) > (random >> 8).to(values.dtype) * 2.0**-24
         return torch.where(bits < self.tiny, small * self.tiny, rounded)
 
@@ -89,22 +93,23 @@ class ScaleFormat(NamedTuple):
         return 2.0 ** ((self.infinity >> self.mantissa) // 2 - (self.tiny >> self.mantissa))
 
     def scales(self, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales with these bits, in the compute type, and whether each is finite; 0 where it is not."""
+        """Returns the scales with these bits, in the compute type, and whether each is finite; 0 where it is not."""
         bits = bits.long()
         finite = bits < self.infinity
+        # Scales that were shared between ranks have not been rounded, so they may lie below the smallest one.
         bits = torch.where((bits > 0) & (bits < self.tiny), self.tiny, bits)
         return self.floats(torch.where(finite, bits, 0)), finite
 
     def floats(self, bits: Tensor) -> Tensor:
-        """The numbers of the compute type that have these bits."""
+        """Returns the numbers of the compute type that have these bits."""
         return bits.to(self.integer).view(torch.float64 if self.integer == torch.int64 else torch.float32)
 
     def sent(self, bits: Tensor, flags: Tensor) -> Tensor:
-        """What travels for scales with these bits and for the blocks' flags: the codes of the scales, int64."""
+        """Returns the codes on the wire for the bits of scales and for the blocks' flags, int64."""
         return torch.where(bits < self.infinity, (((bits + 1) >> self.shift) << 1) | flags, -1)
 
     def received(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Bits of the scales, and the blocks' flags, that codes on the wire stand for."""
+        """Returns the bits of the scales, and the blocks' flags, that codes on the wire stand for."""
         bits = (codes >> 1) << self.shift
         bits = torch.where(bits == self.infinity, self.infinity - 1, bits)  # it was rounded up to infinity
         return bits.clamp(max=self.infinity), (codes & 1) == 1
@@ -129,7 +134,7 @@ COMPUTE_DTYPES = {
 
 
 class Share(NamedTuple):
-    """How a mean over n messages is scaled: every message by ``each`` = 2^-c, the sum by 1/``rest``, with rest = n/2^c.
+    """The factors of a mean over n messages: ``each`` = 2^-c for every message, 1/``rest`` for the sum, rest = n/2^c.
 
     2^c is the smallest power of two from n on: nothing overflows, and the mean of n equal numbers is exact.
     """
@@ -139,7 +144,8 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, ranks: int) -> Share:
-        """For a mean over ``ranks`` messages."""
+        """Returns the factors for a mean over ``ranks`` messages."""
+        # Powers of two scale exactly, so only the division by `rest` rounds.
         power = 1 << (ranks - 1).bit_length()
         return cls(1.0 / power, ranks / power)
 
@@ -152,15 +158,18 @@ Key = tuple[int, int]
 
 
 def magnitudes(values: Tensor) -> Tensor:
-    """Magnitudes as integers, which are ordered like them, with NaN above infinity above everything finite."""
+    """Returns magnitudes as integers of the same order, with infinity above all finite numbers, and NaN above
+    infinity."""
     return values.abs().view(SCALE_FORMATS[values.dtype].integer)
 
 
 def in_finite_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values, those that are finite clamped to the finite numbers of a dtype that they are to be rounded to.
+    """Returns the values, those that are finite clamped to the finite numbers of a dtype that they are to be rounded
+    to.
 
     An average of decoded numbers can lie a little beyond the largest one that was encoded, and would become infinite.
     """
+    # Nothing is rounded then, so nothing can pass the largest number.
     if dtype == values.dtype:
         return values
     limit = torch.finfo(dtype).max
@@ -168,5 +177,5 @@ def in_finite_range(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_format(dtype: torch.dtype) -> ScaleFormat:
-    """Scale format for gradients of ``dtype``."""
+    """Returns the scale format for gradients of ``dtype``."""
     return SCALE_FORMATS[COMPUTE_DTYPES[dtype]]

@@ -49,12 +49,12 @@ __all__ = [
 
 
 def stages(config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
-    """Which ranks exchange in each stage of a piece; the configuration has its reducer chosen."""
+    """Returns which ranks exchange in each stage of a piece; the configuration has its reducer chosen."""
     return REDUCERS[config.reducer].scopes(config, ranks)
 
 
 def setting_for(setting: Setting, *, compressed: bool) -> Setting:
-    """The setting to plan with: the given one, or that for parameters all of which travel uncompressed."""
+    """Returns the setting to plan with: the given one, or that for parameters all of which travel uncompressed."""
     stays = compressed or REDUCERS[setting.config.reducer].stays_when_uncompressed
     return setting if stays else uncompressed(setting)
 
@@ -62,6 +62,6 @@ def setting_for(setting: Setting, *, compressed: bool) -> Setting:
 def new_store(
     config: Fields, ranks: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
 ) -> MemoryStore:
-    """The empty memory of one rank, for a configuration with its reducer chosen; see `memory.MemoryStore`."""
+    """Returns the empty memory of one rank, for a configuration with its reducer chosen; see `memory.MemoryStore`."""
     owners = ranks if REDUCERS[config.reducer].owns_shards else 1
     return MemoryStore(kinds(config), config.block_size, owners, sizes, dtype, device)

@@ -1,9 +1,9 @@
-"""What a reducer is: a description of one piece's way through encoding, exchanges and decoding.
+"""The interface of reducers. A reducer describes how one piece is encoded, exchanged and decoded.
 
-A reducer issues no collective itself. Its `steps` yield the exchanges that they need and are resumed when those are
-done, so that the same objects run over process groups (`pipeline`) and over virtual ranks in one process
-(`run_virtual`). Stage k of a piece is what it yields k-th, and on every rank the pieces take a stage in the same order.
-On a GPU, `steps` issue work and wait for none of it: they read no number from the GPU.
+A reducer issues no collective itself. Its `steps` are a generator: it yields the exchanges that it needs, and is
+resumed when they are done. The same reducer therefore runs over process groups (`pipeline`) and over virtual ranks in
+one process (`run_virtual`). The k-th time that a piece yields is its stage k. The pieces take each stage in the same
+order on every rank. On a GPU, `steps` issue work and never wait for it: they read no number from the GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 
 
 class Scope(NamedTuple):
-    """Which ranks an exchange is between: ``"all"``, those of one ``"node"``, or ``"peers"``, which have the same place
-    on each node. Nodes have ``node_size`` consecutive ranks each."""
+    """The ranks that take part in an exchange.
+
+    The kind is ``"all"`` for all ranks, ``"node"`` for the ranks of one node, or ``"peers"`` for the ranks that have
+    the same place on each node. A node has ``node_size`` consecutive ranks.
+    """
 
     kind: str
     node_size: int = 1
 
     def members(self, rank: int, ranks: int) -> range:
-        """The ranks, of ``ranks``, that ``rank`` exchanges with, itself among them."""
+        """Returns the ranks out of ``ranks`` that ``rank`` exchanges with, including itself."""
         first = rank - rank % self.node_size
         return {
             "all": range(ranks),
@@ -66,7 +69,7 @@ class Exchange(NamedTuple):
 
     @classmethod
     def in_place(cls, kind: str, tensor: Tensor) -> Exchange:
-        """A ``sum`` or ``max`` over all ranks."""
+        """Returns a ``sum`` or ``max`` over all ranks."""
         return cls(kind, tensor, tensor)
 
 
@@ -76,7 +79,7 @@ Steps = Generator[Sequence[Exchange], None, Count]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a reducer is built for.
+    """The configuration, the world size and the dtype that a reducer is built for.
 
     Attributes:
         config: the configuration; its reducer is not "auto" any more.
@@ -102,16 +105,16 @@ class Setting:
 
     @property
     def scale_rule(self) -> ScaleRule:
-        """What the scales of blocks are."""
+        """The rule that gives each block its scale."""
         return ScaleRule(self.config.norm, self.config.clip, self.config.scale_per == "parameter")
 
     @property
     def shares_scales(self) -> bool:
-        """Whether a scale is the maximum over ranks."""
+        """Returns whether a scale is the maximum over ranks."""
         return self.config.scale == "global"
 
     def memory_of(self, direction: Direction) -> Memory | None:
-        """The memory of a direction; None: nothing is remembered there."""
+        """Returns the memory of a direction; None: nothing is remembered there."""
         return self.config.up if direction is UP else self.config.down
 
     @property
@@ -126,8 +129,8 @@ class Setting:
 
 
 def uncompressed(setting: Setting) -> Setting:
-    """The setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the buckets.
-    Where parameters would be rounded to bf16, the setting of `native`.
+    """Returns the setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the
+    buckets. Where parameters would be rounded to bf16, the setting of `native`.
 
     No coordinate is quantised, so the fields about the codec are left at their defaults. The codec itself stays, so
     that no other kernel has to be compiled; companded codes take the place of a biased one, which would need a memory.
@@ -165,7 +168,9 @@ class StepKeys:
     @classmethod
     @lru_cache(maxsize=8)  # all buckets of a step have the same
     def of(cls, config: Fields, step: int, ranks: int) -> StepKeys:
-        """Keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
+        """Returns the keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
+        # Each rank draws from a stream of its own, so that the roundings of ranks are independent and average out.
+        # Every rank knows all keys: a receiver needs the sender's dither to decode.
         up = tuple(config.dither_key(step, rank + 1) for rank in range(ranks))
         return cls(config, step, up, config.dither_key(step, 0), config.dither_key(step, 2**64 - 1))
 
@@ -222,11 +227,11 @@ class Reducer(ABC):
     @staticmethod
     @abstractmethod
     def stages(config: Fields, ranks: int) -> int:
-        """How often `steps` yields at most, which is the number of stages."""
+        """Returns the number of stages: the most times that `steps` yields."""
 
     @classmethod
     def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
-        """Between whom the exchanges are, stage by stage; at least two stages, for what travels uncompressed."""
+        """Returns the scopes of the exchanges, stage by stage: at least two stages, for what travels uncompressed."""
         return [(ALL,)] * max(2, cls.stages(config, ranks))
 
     @staticmethod
@@ -254,33 +259,39 @@ class Reducer(ABC):
 
 
 class HasSteps(Protocol):
-    """A reducer, or what stands in its place."""
+    """A `Reducer`, or another object with the same `steps`."""
 
     needs_copy: bool
     sent_bytes: int
     message_bytes: int
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `Reducer.steps`."""
         ...
 
 
 def reduced(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-    """The steps of a reducer on ``x``, by way of a copy in the compute dtype if the reducer needs one."""
+    """Returns the steps of a reducer on ``x``, by way of a copy in the compute dtype if the reducer needs one."""
     if not reducer.needs_copy:
         return (yield from reducer.steps(x, rank, keys, store))
+    # A memory or a rotation changes the input, in fp32 or fp64. In a 16-bit dtype each of these steps would round once
+    # more.
     work = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
     bad = yield from reducer.steps(work, rank, keys, store)
+    # The mean of finite gradients has to stay finite: a cast to fp16 alone would make infinity of what is just too
+    # large.
     x.copy_(in_finite_range(work, x.dtype))
     return bad
 
 
 def side_by_side(*several: Steps) -> Steps:
-    """Several parts of a piece at once, stage by stage; returns the sum of what they return."""
+    """Run the steps of several parts of a piece together, stage by stage; return the sum of their results."""
     result: Count = 0
     going = list(several)
     while going:
         exchanges: list[Exchange] = []
+        # The parts share a stage, so their exchanges start together, in the order of the parts on every rank. A part
+        # that has fewer stages than the others leaves early.
         for steps in list(going):
             try:
                 exchanges += next(steps)
@@ -293,7 +304,7 @@ def side_by_side(*several: Steps) -> Steps:
 
 
 def ring_bytes(message_bytes: int, ranks: int) -> int:
-    """Bytes that each rank sends in a reduce-scatter and an all-gather of a message."""
+    """Returns the bytes that each rank sends in a reduce-scatter and an all-gather of a message."""
     return 2 * (ranks - 1) * message_bytes // ranks
 
 
@@ -314,6 +325,7 @@ def run_virtual(steps: Sequence[Steps], *, only_first: bool = False) -> list[Cou
             except StopIteration as end:
                 results.append(end.value)
         for first, exchanges in enumerate(pending):
+            # An exchange is carried out once, at the first of its members; the others are served with it.
             for scope in dict.fromkeys(exchange.scope for exchange in exchanges):
                 members = scope.members(first, len(pending))
                 if members[0] == first:

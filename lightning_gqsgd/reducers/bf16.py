@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class Bf16(Reducer):
-    """See the module; `reducers.base.Reducer`."""
+    """Reduces with the backend's own all-reduce, in bf16.
+
+    See `reducers.base.Reducer` for the arguments.
+    """
 
     scales: ClassVar[tuple[str, ...]] = ()
     needs_copy = False
@@ -38,29 +41,35 @@ class Bf16(Reducer):
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """See `reducers.base.Reducer.check`: the reducer adds no codes."""
+        """Raise ConfigError for a codec whose codes the reducer cannot work with; see `reducers.base.Reducer.check`.
+        The reducer adds no codes."""
         if not isinstance(codec, FloatCodec):
             raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`; without that of the sums within the all-reduce."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. The rounding
+        of sums within the all-reduce is not counted."""
         return codec.error_variance() / ranks
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
+        # fp16 and bf16 gradients have 16 bits already: there is nothing to narrow. They are divided before the sum,
+        # which might overflow otherwise.
         if x.dtype.itemsize == torch.bfloat16.itemsize:
             x.mul_(1.0 / self.ranks)
             yield (Exchange.in_place("sum", x),)
             return 0
+        # The kernels narrow fp32 only. Clamping keeps fp64 numbers finite that are too large for fp32.
         wide = x if x.dtype == torch.float32 else in_finite_range(x, torch.float32).float()
         small = torch.empty_like(wide, dtype=torch.bfloat16)
         blocks = self.layout.on(x.device).blocks
+        # Ranks divide before they round, and clamp to `largest`, so that no sum within the all-reduce overflows.
         kernels_for(x.device).narrow(wide, blocks, small, keys.up[rank], 1.0 / self.ranks, largest(self.ranks))
         yield (Exchange.in_place("sum", small),)
         x.copy_(small)

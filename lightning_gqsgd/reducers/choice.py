@@ -28,8 +28,8 @@ FLAT: dict[str, type[Reducer]] = {
 
 
 def choose_reducer(config: Fields, ranks: int) -> str:
-    """The reducer for ``ranks``: the configured one, or for "auto" the one with the least predicted error on the same
-    wire.
+    """Returns the reducer for ``ranks``: the configured one, or for "auto" the one with the least predicted error on
+    the same wire.
 
     Raises:
         ConfigError: the configured reducer (or the only one with the configured scales) cannot add the codes of so many
@@ -37,6 +37,7 @@ def choose_reducer(config: Fields, ranks: int) -> str:
     """
     codec = codec_of(config)
     name = _automatic(config, codec, ranks) if config.reducer == "auto" else config.reducer
+    # The quantiser is built for its check only: it refuses a world size whose sums do not fit the bits.
     if FLAT[name].adds_codes:
         codec.quantiser(config.block_size, summed=ranks)
     return name
@@ -50,9 +51,11 @@ def _automatic(config: Fields, codec: Codec, ranks: int) -> str:
 
 
 def _candidates(config: Fields, codec: Codec, ranks: int) -> list[str]:
-    """The reducers that "auto" chooses among, all of which send about the same number of bytes."""
+    """Returns the reducers that "auto" chooses among, all of which send about the same number of bytes."""
     if config.down is not None:  # only two_shot has a way back with a memory
         return ["two_shot"]
+    # A sum of codes needs shared scales. Integers are added by the backend, powers of two hop by hop. All other codes
+    # can only be gathered.
     if config.scale == "global":
         return ["sum"] if codec.adds_as_integers else ["tree"] if codec.adds_in_pairs else ["gather"]
     if codec.biased_by:  # two_shot would need a memory on the way back

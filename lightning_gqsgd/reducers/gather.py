@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Gather(Reducer):
-    """See the module; `reducers.base.Reducer`."""
+    """Gathers the messages of all ranks, which every rank decodes and averages.
+
+    See `reducers.base.Reducer` for the arguments.
+    """
 
     scales: ClassVar[tuple[str, ...]] = ("local", "global")
     memories: ClassVar[tuple[str, ...]] = ("memory",)
@@ -44,7 +47,8 @@ class Gather(Reducer):
 
     @staticmethod
     def check_device(config: Fields, device: torch.device) -> None:
-        """See `reducers.base.Reducer.check_device`: Elias codes have no fixed length, so a GPU cannot write them."""
+        """Raise ConfigError for a device that the configuration is not for; see `reducers.base.Reducer.check_device`.
+        Elias codes have no fixed length, so a GPU cannot write them."""
         if config.coder == "elias" and device.type != "cpu":
             raise ConfigError(
                 f"coder='elias' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
@@ -53,16 +57,17 @@ class Gather(Reducer):
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1 + (config.scale == "global") + (config.coder == "elias")
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`: one rounding of each rank, averaged."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank
+        rounds once, and the roundings average out."""
         return codec.error_variance() / ranks
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
@@ -81,7 +86,7 @@ class Gather(Reducer):
         return received
 
     def _gather_compressed(self, sent: Tensor) -> Generator[Sequence[Exchange], None, Tensor]:
-        """The same through Elias codes, which are as long as the longest rank's on the wire."""
+        """Gather messages as Elias codes. On the wire, each message is as long as the longest rank's."""
         from lightning_gqsgd.reducers.elias import streams as elias  # Numba takes a second to import
 
         blocks = self.layout.blocks
@@ -90,6 +95,8 @@ class Gather(Reducer):
         lengths = torch.empty(self.ranks, 1, dtype=torch.int64, device="cpu")
         yield (Exchange("all_gather", lengths, torch.tensor([len(stream)], device="cpu")),)
 
+        # An all-gather needs messages of equal length. The lengths were gathered first, so that each rank can cut off
+        # the padding of the others.
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device="cpu")
         padded[: len(stream)] = stream
         streams = yield from self._gather(padded)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
-    """The configuration with a reducer of one level, where one level is enough.
+    """Returns the configuration with a reducer of one level, where one level is enough.
 
     It is enough where each node has one rank, and where there is one node only. A configuration with another reducer is
     returned as it is.
@@ -47,6 +47,7 @@ def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
             f"{ranks} ranks do not make nodes of {size}; reducer='hierarchical' needs nodes of equal size: "
             "correct node_size, or take another reducer"
         )
+    # With one node there are no links to save bytes on; with one rank per node there is nothing to average inside.
     if size == ranks:
         return replace(config, reducer="native", node_size=0, scale="auto")
     if size == 1:
@@ -56,13 +57,17 @@ def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
 
 
 def between_nodes(config: AnyFields, ranks: int) -> AnyFields:
-    """The configuration for the ranks that have the same place on each node."""
+    """Returns the configuration for the ranks that have the same place on each node."""
     flat = replace(config, reducer="auto", node_size=0)
     return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
 
 
 class Hierarchical(Reducer):
-    """See the module; `reducers.base.Reducer`. ``message_bytes`` are those between nodes, ``sent_bytes`` all."""
+    """Reduces in full precision within each node, and quantised between nodes.
+
+    ``message_bytes`` counts the bytes between nodes only, ``sent_bytes`` all bytes. See `reducers.base.Reducer` for the
+    arguments.
+    """
 
     scales: ClassVar[tuple[str, ...]] = ("local", "global")
     divides_parameters: ClassVar[bool] = True
@@ -82,30 +87,33 @@ class Hierarchical(Reducer):
         self.between = [FLAT[config.reducer](part, between) if len(part) else None for part in tables]
         not_empty = [reducer for reducer in self.between if reducer is not None]
         self.message_bytes = sum(reducer.message_bytes for reducer in not_empty)
+        # Within a node each coordinate travels twice, uncompressed: to the owner of its shard, and back.
         inside = 2 * (size - 1) * max(self.numels) * setting.dtype.itemsize
         self.sent_bytes = inside + max(reducer.sent_bytes for reducer in not_empty)
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         between = between_nodes(config, ranks)
         nodes = ranks // config.node_size
         return 2 + FLAT[between.reducer].stages(between, nodes)
 
     @classmethod
     def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
-        """See `reducers.base.Reducer.scopes`. The first stage also has what telemetry samples, between all ranks."""
+        """Returns the scopes of the exchanges, stage by stage; see `reducers.base.Reducer.scopes`. The first stage also
+        has what telemetry samples, between all ranks."""
         node = Scope("node", config.node_size)
         peers = Scope("peers", config.node_size)
         return [(ALL, node), *[(peers,)] * (cls.stages(config, ranks) - 2), (node,)]
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`: at most that of two shots over all ranks."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. It is at
+        most that of two shots over all ranks."""
         return FLAT["two_shot"].mean_error(codec, ranks)
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         size = self.node.node_size
         nodes = len(keys.up) // self.node.node_size
         place = rank % size
@@ -117,6 +125,7 @@ class Hierarchical(Reducer):
         shard = _mean(parts)
         bad = yield from self._between_nodes(shard, place, node, replace(keys, up=keys.up[:nodes]), store)
 
+        # Shards end where blocks end, so their lengths differ, and an all-gather needs equal ones.
         padded = torch.zeros(max(self.numels), dtype=x.dtype, device=x.device)
         padded[:mine] = shard
         everyone = torch.empty(size, len(padded), dtype=x.dtype, device=x.device)

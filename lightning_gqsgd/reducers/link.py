@@ -36,14 +36,14 @@ class Recursion(NamedTuple):
 
     @classmethod
     def of(cls, memory: Memory) -> Recursion:
-        """Those of a memory whose numbers are all given, as `memory.resolve_memory` leaves it."""
+        """Returns the numbers of a memory. All of them must be given, as `memory.resolve_memory` leaves them."""
         if memory.alpha is None or memory.rho is None:
             raise RuntimeError(f"the numbers of {memory} have to be resolved first")
         return cls(memory.alpha, memory.beta, memory.rho, memory.shared)
 
 
 class Link:
-    """A direction of a reducer: to where messages are averaged, or from there.
+    """One direction of a reducer: up, to where messages are averaged, or down, from there.
 
     Args:
         setting: codec, scales, rotation and memories, with the numbers of the latter.
@@ -69,36 +69,36 @@ class Link:
 
     @property
     def plain(self) -> bool:
-        """Whether codes and scales are all there is to do, apart from a rotation."""
+        """Returns whether the link only computes scales and codes, apart from a rotation, and the kernels do both."""
         return self.recursion is None and self.kernels_find_scales
 
     @property
     def remembers(self) -> bool:
-        """Whether a sender remembers what its messages lose."""
+        """Returns whether a sender remembers what its messages lose."""
         return self.recursion is not None
 
     @property
     def shares(self) -> bool:
-        """Whether the reference is one that all ranks share, so that no message leaves anything to be remembered."""
+        """Returns whether all ranks share one reference. No rank then remembers what its own message has lost."""
         return self.recursion is not None and self.recursion.shared
 
     @property
     def fuses(self) -> bool:
-        """Whether a rotation is part of encoding and decoding: where nothing else needs the turned coordinates."""
+        """Returns whether the kernels rotate in encoding and decoding: nothing else needs the turned coordinates."""
         return self.rotates and self.plain and self.scales_travel and not self.shares_scales
 
     @property
     def turns(self) -> bool:
-        """Whether a rotation is a step of its own."""
+        """Returns whether the rotation is a pass of its own over the coordinates."""
         return self.rotates and not self.fuses
 
     @property
     def needs_copy(self) -> bool:
-        """Whether a sender changes its input, in the compute dtype."""
+        """Returns whether a sender changes its input in place, so that it needs a copy in the compute dtype."""
         return self.remembers or self.turns
 
     def part_for_owners(self, layout: Layout, rank: int) -> Part:
-        """The blocks that a rank encodes for the owners of shards, of which it is one itself.
+        """Returns the blocks that a rank encodes for the owners of shards, of which it is one itself.
 
         An owner has its own coordinates exactly, so what it would send itself need not be encoded. Where more is done
         than that, all blocks count: for scales of whole parameters, for a rotation in place, and for a memory.
@@ -106,7 +106,7 @@ class Link:
         return layout.others(rank) if self.plain and not self.turns else layout.whole
 
     def outgoing(self, x: Tensor, part: Part, rotation: Key, store: MemoryStore) -> Outgoing:
-        """What one sender sends in one step.
+        """Returns the message of one sender in one step, ready to be encoded.
 
         Args:
             x: flat input; it is turned in place if the link turns and remembers nothing.
@@ -141,6 +141,8 @@ class Link:
                 the message has lost. None: no source's.
         """
         turn = rotation if self.fuses else None
+        # The memory of this sender holds what its message has lost. If its exact coordinates were averaged instead of
+        # the message, the loss would be made up for twice.
         if self.remembers and not self.shares:
             own = None
         if own is not None and self.shares:  # messages stand for differences, and so has what is exact
@@ -151,7 +153,7 @@ class Link:
         return bad
 
     def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore) -> None:
-        """Finish what the kernels decoded: turn it back, and add, and move, the mean of the references."""
+        """Finish what the kernels decoded: turn it back, add the mean of the references, and move that mean."""
         self.turn_back(decoded, part.blocks, rotation)
         recursion = self.recursion
         if recursion is None or not recursion.rho:
@@ -160,8 +162,10 @@ class Link:
         if recursion.shared:
             decoded += reference
             return
+        # The reference moves by the decoded difference alone, so this comes before `decoded` becomes the sum.
         moved = torch.add(reference, decoded, alpha=recursion.rho)
         decoded += reference
+        # One overflow must not stay in the memory for ever, so coordinates that are not finite leave it as it was.
         store.store(self.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
 
     def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
@@ -171,7 +175,7 @@ class Link:
 
 
 class Trace(Protocol):
-    """What a sender may have to remember of a step."""
+    """A change of a sender's memory that is made once the result of the step is known."""
 
     def commit(self, result: Tensor) -> None:
         """Remember the trace where the reduced gradient is finite; ``result``: a flat tensor, as long as the input."""
@@ -182,14 +186,14 @@ class _NoTrace:
     """The trace of a sender that remembers nothing."""
 
     def commit(self, result: Tensor) -> None:
-        """See `Trace.commit`."""
+        """Remember the trace where the reduced gradient is finite; see `Trace.commit`."""
 
 
 NO_TRACE = _NoTrace()
 
 
 class Outgoing:
-    """What one sender sends in one step; see `Link.outgoing`."""
+    """The message of one sender in one step, before it is encoded; see `Link.outgoing`."""
 
     def __init__(self, link: Link, x: Tensor, part: Part, rotation: Key) -> None:
         self._link = link
@@ -201,7 +205,8 @@ class Outgoing:
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
-        """The scales of the blocks, as bits that are not rounded for the wire; also those that kernels would find.
+        """Returns the scales of the blocks, as bits that are not rounded for the wire; also those that kernels would
+        find.
 
         Changes to the tensor count: a maximum over ranks may replace it in place before `encode`.
         """
@@ -213,6 +218,8 @@ class Outgoing:
         """Write the message, uint8 [bytes], with dither from ``key``."""
         link = self._link
         scales = self._scales
+        # The sender has to encode with the scale that receivers will read, which has fewer bits. It is rounded up, so
+        # that no coordinate exceeds it.
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
@@ -221,7 +228,10 @@ class Outgoing:
 
 
 class _Remembering(Outgoing):
-    """What a sender with a memory sends: u = x + α e - h, in a tensor of its own, since the result overwrites ``x``."""
+    """The message of a sender with a memory: u = x + α e - h.
+
+    It has a tensor of its own, because the result of the step overwrites ``x``.
+    """
 
     def __init__(
         self, link: Link, recursion: Recursion, x: Tensor, part: Part, rotation: Key, store: MemoryStore
@@ -240,7 +250,10 @@ class _Remembering(Outgoing):
         super().__init__(link, u, part, rotation)
 
     def encode(self, wire: Tensor, key: Key) -> Trace:
-        """See `Outgoing.encode`. It decodes the message as well: what it lost is what there is to remember."""
+        """Write the message; see `Outgoing.encode`.
+
+        A sender with an error memory or a reference of its own also decodes the message, to know what it has lost.
+        """
         super().encode(wire, key)
         if self.recursion.shared:
             return _Result(self) if self._link.direction is UP else NO_TRACE
@@ -248,6 +261,8 @@ class _Remembering(Outgoing):
         blocks = self._part.blocks
         decoded = torch.zeros_like(self._input)
         kernels = kernels_for(wire.device)
+        # Messages whose codes are added have no scales in them: the scales, already the maxima over ranks, are passed
+        # beside them.
         if link.quantiser.summable:
             kernels.decode_sum(wire, self.find_scales(), blocks, decoded, link.quantiser, (key,))
         else:
@@ -257,7 +272,9 @@ class _Remembering(Outgoing):
 
 
 class _Result:
-    """The reduced gradient, by which a shared reference moves; the way back has the same reference, and moves nothing.
+    """The trace of a shared reference, which moves by the reduced gradient.
+
+    The way back has the same reference and does not move it again.
 
     Args:
         sender: who sent the message on the way up.
@@ -267,7 +284,7 @@ class _Result:
         self._sender = sender
 
     def commit(self, result: Tensor) -> None:
-        """See `Trace.commit`."""
+        """Remember the trace where the reduced gradient is finite; see `Trace.commit`."""
         sender, (_, beta, rho, _) = self._sender, self._sender.recursion
         if sender.reference is None:
             return
@@ -276,7 +293,7 @@ class _Result:
 
 
 class _Lost:
-    """What a message has lost.
+    """The trace of what a message has lost to quantisation.
 
     Args:
         sender: who sent it.
@@ -290,7 +307,7 @@ class _Lost:
         self._decoded = decoded
 
     def commit(self, result: Tensor) -> None:
-        """See `Trace.commit`."""
+        """Remember the trace where the reduced gradient is finite; see `Trace.commit`."""
         sender = self._sender
         kinds = self._direction
         finite = result.isfinite()

@@ -1,6 +1,6 @@
-"""What a rank remembers between steps, by parameter, and the numbers with which that is stable.
+"""Memories: the tensors that a rank keeps between steps, by parameter, and the numbers with which they are stable.
 
-Nothing is keyed by bucket or piece: DDP rebuilds its buckets after the first step.
+No tensor is keyed by bucket or piece, because DDP rebuilds its buckets after the first step.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Direction(NamedTuple):
     received: Keeps
 
     def references(self, memory: Memory | None) -> tuple[Keeps, Keeps]:
-        """Which reference a sender has, and which one is kept where messages arrive."""
+        """Returns the kind of the sender's reference, and the kind of the one that is kept where messages arrive."""
         return (Keeps.SHARED, Keeps.SHARED) if memory is not None and memory.shared else (self.sent, self.received)
 
     def kinds(self, memory: Memory | None) -> list[Keeps]:
-        """What is kept for a memory of this direction, in a fixed order."""
+        """Returns the kinds of tensors that a memory of this direction needs, in a fixed order."""
         if memory is None:
             return []
         kept = [self.error] if memory.keeps_error else []
@@ -81,12 +81,12 @@ DOWN = Direction(Keeps.DOWN_ERROR, Keeps.DOWN_REFERENCE, Keeps.DOWN_REFERENCE)
 
 
 def kinds(config: Fields) -> list[Keeps]:
-    """What a configuration keeps, in a fixed order."""
+    """Returns the kinds of tensors that a configuration keeps, in a fixed order."""
     return list(dict.fromkeys([*UP.kinds(config.up), *DOWN.kinds(config.down)]))
 
 
 class MemoryStore:
-    """What one rank keeps: a flat tensor of each kind for each parameter, zero at first; none without a memory.
+    """The memory of one rank: a flat tensor of each kind for each parameter, zero at first. It may be empty.
 
     Args:
         kinds: what is kept.
@@ -113,6 +113,7 @@ class MemoryStore:
         self._dtype = COMPUTE_DTYPES[dtype]
         self._device = device
         #: Consecutive coordinates of each parameter with the same owner.
+        # Ownership must not depend on buckets, so stripes follow from the parameter's size and the number of owners.
         self._stripes = {
             parameter: int(stripe(np.array(-(-size // block_size)), owners)) * block_size
             for parameter, size in sizes.items()
@@ -120,30 +121,32 @@ class MemoryStore:
         self._tensors: dict[tuple[Keeps, int], Tensor] = {}
 
     def load(self, kind: Keeps, runs: Sequence[Run], like: Tensor) -> Tensor:
-        """What is kept of some runs, at their places in a tensor like ``like``; zero elsewhere."""
+        """Returns the kept values of some runs, at their places in a tensor like ``like``; zero elsewhere."""
         values = torch.zeros_like(like)
         for run in runs:
             values[run.start : run.start + run.numel] = self._part(kind, run)
         return values
 
     def store(self, kind: Keeps, runs: Sequence[Run], values: Tensor) -> None:
-        """Keep what a tensor has at the places of some runs."""
+        """Keep the values that a tensor has at the places of some runs."""
         for run in runs:
             self._part(kind, run).copy_(values[run.start : run.start + run.numel])
 
     def row(self, kind: Keeps, parameter: int) -> Tensor:
-        """What this rank keeps of a parameter: zeros if there is nothing yet; of the same length on every rank."""
+        """Returns the tensor that this rank keeps for a parameter. It is zero at first, and as long on every rank."""
         key = (kind, parameter)
         if key not in self._tensors:
             size = self._sizes[parameter]
             owned = self._stripes[parameter]
+            # Each owner keeps the stripes that it averages only. The last stripe may be short, but all ranks keep
+            # tensors of equal length, so that a checkpoint can gather them.
             share = -(-size // (owned * self._owners_of(kind))) * owned
             with torch.inference_mode(False):  # a state may be saved there, and training changes the tensor later
                 self._tensors[key] = torch.zeros(min(size, share), dtype=self._dtype, device=self._device)
         return self._tensors[key]
 
     def rows(self, parameter: int) -> dict[Keeps, Tensor]:
-        """A copy of all that this rank keeps of a parameter, by kind."""
+        """Returns a copy of all that this rank keeps of a parameter, by kind."""
         return {kind: self.row(kind, parameter).clone() for kind in self.kinds}
 
     def forget(self) -> None:
@@ -160,6 +163,7 @@ class MemoryStore:
         Raises:
             ConfigError: of other parameters, or of other sizes; nothing has been taken.
         """
+        # All is checked before anything changes: a checkpoint that does not fit must not leave half of itself behind.
         self.check(saved)
         for row in self._tensors.values():
             row.zero_()
@@ -192,11 +196,11 @@ class MemoryStore:
                     )
 
     def _owners_of(self, kind: Keeps) -> int:
-        """Number of ranks among which a kind is divided."""
+        """Returns the number of ranks among which a kind is divided."""
         return self._owners if kind in KEPT_BY_OWNERS else 1
 
     def _part(self, kind: Keeps, run: Run) -> Tensor:
-        """Where a run is kept: the stripes of an owner lie side by side, and its runs within one stripe."""
+        """Returns a view of the kept values of a run. An owner's stripes lie side by side; a run is in one."""
         length = self._stripes[run.parameter]
         number, rest = divmod(run.offset, length)
         start = number // self._owners_of(kind) * length + rest
@@ -204,7 +208,8 @@ class MemoryStore:
 
 
 def resolve_memory(config: AnyFields) -> AnyFields:
-    """The configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are None.
+    """Returns the configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are
+    None.
 
     Raises:
         ConfigError: the codec has no ω to compute them from.
@@ -223,6 +228,7 @@ def resolve_memory(config: AnyFields) -> AnyFields:
 def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
     codec = codec_of(config)
     has_omega = not codec.biased_by and config.scale_per == "block"
+    # A biased codec has no ω. Where a scale is that of a whole parameter, ω depends on the size of the parameter.
     if not has_omega:
         if memory.alpha is None or memory.rho is None:
             sizes = "with scale_per='parameter' it depends on the parameter"

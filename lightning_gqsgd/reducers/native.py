@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class Native(Reducer):
-    """See the module; `reducers.base.Reducer`."""
+    """Reduces with the backend's own all-reduce, without quantisation.
+
+    See `reducers.base.Reducer` for the arguments.
+    """
 
     scales: ClassVar[tuple[str, ...]] = ()
     compresses: ClassVar[bool] = False
@@ -31,16 +34,16 @@ class Native(Reducer):
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`: none."""
+        """Returns 0: nothing is quantised. See `reducers.base.Reducer.mean_error`."""
         return 0.0
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         x.mul_(1.0 / self.ranks)  # before the sum, as DDP does: sums of fp16 numbers overflow otherwise
         yield (Exchange.in_place("sum", x),)
         return 0

@@ -18,7 +18,7 @@ from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
 
 class Scatter:
-    """See the module. As `reducers.base.Reducer`, but each rank gets the mean of its own shard only.
+    """Reduces as a `reducers.base.Reducer` does, but each rank gets the mean of its own shard only.
 
     The table has as many alike runs of blocks as there are ranks: the shards, in rank order.
     """
@@ -32,6 +32,7 @@ class Scatter:
             table, q, shards=self.ranks, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes
         )
         self.message_bytes = self.layout.message_bytes
+        # A rank keeps its own shard.
         self.sent_bytes = self.message_bytes - self.layout.shard_bytes
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:

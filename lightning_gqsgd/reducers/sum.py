@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 class Sum(Reducer):
-    """See the module; `reducers.base.Reducer`."""
+    """Reduces with an integer all-reduce of codes under shared scales.
+
+    See `reducers.base.Reducer` for the arguments.
+    """
 
     scales: ClassVar[tuple[str, ...]] = ("global",)
     memories: ClassVar[tuple[str, ...]] = ("memory",)
@@ -47,17 +50,20 @@ class Sum(Reducer):
         q = setting.codec.quantiser(setting.block_size, summed=ranks)
         self.link = Link(setting, q, UP, scales_travel=False)
         self.needs_copy = self.link.needs_copy
+        # Uncompressed coordinates cannot be added as integers, so they are a part of their own.
         raw = table[:, RAW] == 1
         self.layout = place(table[~raw], q, shards=1, scale_bytes=0, raw_bytes=0)
         self.raw = TwoShot(table[raw], uncompressed(setting))
         self.lane = torch.uint8 if 8 % q.bits == 0 else torch.int64
+        # Maxima travel in the compute dtype: 8 bytes for fp64 gradients, 4 for all others.
         maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
         self.message_bytes = self.layout.message_bytes + maxima_bytes + self.raw.message_bytes
         self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """See `reducers.base.Reducer.check`: codes have to be numbers of equidistant levels."""
+        """Raise ConfigError for a codec whose codes the reducer cannot work with; see `reducers.base.Reducer.check`.
+        Codes have to be numbers of equidistant levels."""
         if not codec.adds_as_integers:
             others = "'tree' or 'two_shot'" if codec.adds_in_pairs else "'two_shot' or 'gather'"
             raise ConfigError(
@@ -70,16 +76,17 @@ class Sum(Reducer):
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 2
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`: one rounding of each rank to fewer levels, averaged."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank
+        rounds once, to fewer levels, and the roundings average out."""
         return codec.error_variance(ranks) / ranks
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
 
     def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -88,8 +95,10 @@ class Sum(Reducer):
         q = self.link.quantiser
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         maxima = outgoing.find_scales()
+        # Codes can be added only under equal scales, so the maxima have to be there before anything is encoded.
         yield (Exchange.in_place("max", maxima),)
 
+        # Zeros and not `torch.empty`: the padding between records takes part in the sum.
         codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
         lost = outgoing.encode(codes, keys.up[rank])
         yield (Exchange.in_place("sum", codes.view(self.lane)),)

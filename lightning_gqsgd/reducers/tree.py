@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class Hop(NamedTuple):
-    """What a rank does at one hop: shards ``gives[0]`` to ``gives[1]`` go to ``partner``, ``takes`` come from it."""
+    """One hop of a rank, which sends the shards in ``gives`` to ``partner`` and receives those in ``takes`` from it.
+
+    Both are ranges of numbers of shards, without their ends.
+    """
 
     partner: int | None
     gives: tuple[int, int]
@@ -53,7 +56,7 @@ _IDLE = Hop(None, _NOTHING, _NOTHING, adds=False)
 
 
 def hops_of(rank: int, ranks: int) -> list[Hop]:
-    """All hops of a rank, as many on every rank: fold, halve, double, unfold."""
+    """Returns all hops of a rank, in the order fold, halve, double, unfold. Every rank has the same number of hops."""
     depth = ranks.bit_length() - 1
     inner = 1 << depth
     beyond = ranks - (1 << depth)
@@ -69,12 +72,14 @@ def hops_of(rank: int, ranks: int) -> list[Hop]:
     doubling = []
     low = 0
     high = inner
+    # The highest bit comes first, so that rank r has the sum of shard r after the last halving.
     for bit in (inner >> level for level in range(1, depth + 1)):
         half = (low + high) // 2
         keeps, gives = ((low, half), (half, high)) if rank & bit == 0 else ((half, high), (low, half))
         halving.append(Hop(rank ^ bit, gives, keeps, adds=True))
         doubling.append(Hop(rank ^ bit, keeps, gives, adds=False))
         low, high = keeps
+    # Folded ranks still take part in all stages, with idle hops: every rank has to start the same collectives.
     if rank >= inner:
         halving = [_IDLE] * depth
         doubling = [_IDLE] * depth
@@ -83,7 +88,10 @@ def hops_of(rank: int, ranks: int) -> list[Hop]:
 
 
 class Tree(Reducer):
-    """See the module; `reducers.base.Reducer`."""
+    """Reduces by recursive halving and doubling, adding the codes of two ranks at every hop.
+
+    See `reducers.base.Reducer` for the arguments.
+    """
 
     scales: ClassVar[tuple[str, ...]] = ("global",)
     adds_codes: ClassVar[bool] = True
@@ -98,30 +106,35 @@ class Tree(Reducer):
         # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
         self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0, striped=True)
         self.raw = TwoShot(table[raw], uncompressed(setting))
+        # Maxima travel in the compute dtype: 8 bytes for fp64 gradients, 4 for all others.
         maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
         codes_bytes = self.layout.message_bytes
         self.message_bytes = codes_bytes + maxima_bytes + self.raw.message_bytes
         self.sent_bytes = ring_bytes(maxima_bytes, self.ranks) + self.raw.sent_bytes + ring_bytes(codes_bytes, inner)
+        # A rank beyond the power of two hands its whole message to its partner, and gets as much back; each rank sends
+        # at most one such message.
         self.sent_bytes += codes_bytes if self.ranks > inner else 0
 
     @staticmethod
     def check(codec: Codec) -> None:
-        """See `reducers.base.Reducer.check`: codes have to be powers of two."""
+        """Raise ConfigError for a codec whose codes the reducer cannot work with; see `reducers.base.Reducer.check`.
+        Codes have to be powers of two."""
         if not codec.adds_in_pairs:
             raise ConfigError("reducer='tree' adds powers of two: it needs codec='exponential' with mantissa=0")
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1 + len(hops_of(0, ranks))
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`: one rounding at each level, which does not average out."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each level
+        of the tree rounds once, and these roundings do not average out."""
         return codec.error_variance(ranks) * ranks.bit_length()
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
 
     def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
@@ -143,13 +156,15 @@ class Tree(Reducer):
     def _run(
         self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys
     ) -> Generator[Sequence[Exchange], None, None]:
-        """The exchanges of all hops, and what is done with what they bring."""
+        """Run all hops: yield their exchanges, and add or copy the codes that they bring."""
         kernels = kernels_for(codes.device)
         size = layout.shard_bytes
         for number, hop in enumerate(hops_of(rank, self.ranks) if size else []):
             sent = codes[hop.gives[0] * size : hop.gives[1] * size]
             mine = codes[hop.takes[0] * size : hop.takes[1] * size]
             received = torch.empty_like(mine)
+            # A hop is a send and a receive between two ranks. It is issued as an all-to-all of the whole group, because
+            # exchanges are collectives that all ranks start in one order.
             yield (Exchange("all_to_all", received, sent, (self._only(hop, received), self._only(hop, sent))),)
 
             if hop.adds:
@@ -159,5 +174,5 @@ class Tree(Reducer):
                 mine.copy_(received)
 
     def _only(self, hop: Hop, message: Tensor) -> list[int]:
-        """How many bytes of a message belong to each rank: all to the hop's partner."""
+        """Returns how many bytes of a message belong to each rank: all to the hop's partner."""
         return [len(message) if rank == hop.partner else 0 for rank in range(self.ranks)]

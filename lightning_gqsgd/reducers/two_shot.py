@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class TwoShot(Reducer):
-    """See the module; `reducers.base.Reducer`."""
+    """Averages each shard on its owner, from quantised messages, and gathers the quantised means.
+
+    See `reducers.base.Reducer` for the arguments.
+    """
 
     memories: ClassVar[tuple[str, ...]] = ("memory", "memory_down")
     owns_shards: ClassVar[bool] = True
@@ -48,23 +51,25 @@ class TwoShot(Reducer):
 
     @staticmethod
     def stages(config: Fields, ranks: int) -> int:
-        """See `reducers.base.Reducer.stages`."""
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 2
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """See `reducers.base.Reducer.mean_error`: one rounding of each rank but the owner, averaged, and one
-        of the mean."""
+        """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. Each rank
+        but the owner rounds once, and these roundings average out. The owner rounds the mean once more."""
         rounding = codec.error_variance()
         return rounding * (ranks - 1) / ranks**2 + rounding
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """See `reducers.base.Reducer.steps`."""
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
         layout = self.layout.on(x.device)
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         received = torch.empty_like(sent)
         part = self.up.part_for_owners(layout, rank)
         lost = self.up.outgoing(x, part, keys.rotation, store).encode(sent, keys.up[rank])
+        # A rank sends each owner its shard only, so a rank sends (n-1)/n of a message in each of the two exchanges,
+        # whatever the number of ranks.
         yield (Exchange("all_to_all", received, sent),)
 
         shard = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=x.device)
@@ -72,7 +77,10 @@ class TwoShot(Reducer):
         lost_by_owner = self._average(messages, layout, rank, shard, x, keys, store)
         yield (Exchange("all_gather", sent, shard),)
 
+        # The owner decodes its own mean from the message as well, rather than keep the exact one. Otherwise ranks would
+        # hold different bits, and their parameters would drift apart.
         bad = self.down.decode(sent.view(1, -1), layout.whole, x, (keys.down,), keys.rotation, store)
+        # Memories change last, when the result is known: they stay as they are wherever it is not finite.
         lost.commit(x)
         lost_by_owner.commit(x)
         return bad
@@ -90,6 +98,7 @@ class TwoShot(Reducer):
         """Encode the mean of this rank's shard into ``out``; ``x``: the tensor that the layout counts from."""
         part = layout.shard(rank)
         q = self.up.quantiser
+        # Without a memory, one kernel decodes, averages and encodes, and no mean is written to memory in between.
         if self.up.plain and self.down.plain:
             own = Own(rank, x, keys.rotation if self.up.fuses else None)
             kernels_for(x.device).reduce(messages, part.blocks, out, q, keys.up, keys.down, own)

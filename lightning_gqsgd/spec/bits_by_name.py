@@ -70,11 +70,11 @@ class BitsByName(Mapping[str, int]):
         return tuple(dict.fromkeys(self._bits.values()))
 
     def pairs(self) -> list[list[Any]]:
-        """The patterns and their bits as plain values, which keep their order in JSON."""
+        """Returns the patterns and their bits as plain values, which keep their order in JSON."""
         return [list(pair) for pair in self._pairs]
 
     def bits_of(self, name: str) -> int | None:
-        """The bits of a parameter; None: no pattern matches its name."""
+        """Returns the bits of a parameter; None: no pattern matches its name."""
         pattern = self._deciding(name)
         return None if pattern is None else self._bits[pattern]
 
@@ -105,7 +105,7 @@ class BitsByName(Mapping[str, int]):
             )
 
     def _deciding(self, name: str) -> str | None:
-        """The last pattern that matches a name."""
+        """Returns the last pattern that matches a name."""
         return next((pattern for pattern, _ in reversed(self._pairs) if fnmatch.fnmatchcase(name, pattern)), None)
 
 

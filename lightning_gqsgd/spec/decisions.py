@@ -61,7 +61,7 @@ class Rules:
     compare_every: int = 10
 
     def longest_trial(self, candidates: int) -> int:
-        """The most steps of a trial: one round more than usual, if steps could not be measured."""
+        """Returns the most steps of a trial: one round more than usual, if steps could not be measured."""
         return (self.rounds + 1) * self.block * candidates + LAG
 
 
@@ -93,7 +93,7 @@ class Decision:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Decision:
-        """The decision of `to_dict`; keys may have become text in JSON.
+        """Returns the decision of `to_dict`; keys may have become text in JSON.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is no such row, or it has numbers that no trial gives.
@@ -107,7 +107,7 @@ class Decision:
 
 
 def width(value: Any) -> int:
-    """A number of bits that a state has.
+    """Returns a number of bits that a state has.
 
     Raises:
         TypeError, ValueError: no candidate can have so many bits.
@@ -118,7 +118,7 @@ def width(value: Any) -> int:
 
 
 def count(value: Any) -> int:
-    """A number of steps, or of bits in all steps, that a state has.
+    """Returns a number of steps, or of bits in all steps, that a state has.
 
     Raises:
         TypeError, ValueError: it is no integer from 0 to 2^63 - 1.
@@ -130,7 +130,7 @@ def count(value: Any) -> int:
 
 
 def positive(value: Any) -> float:
-    """A length of steps that a state has, in seconds.
+    """Returns a length of steps that a state has, in seconds.
 
     Raises:
         TypeError, ValueError: it is no finite number above 0.
@@ -142,7 +142,7 @@ def positive(value: Any) -> float:
 
 
 def not_negative(value: Any) -> float:
-    """A number that a state has, such as a prediction in seconds, or a credit of steps.
+    """Returns a number that a state has, such as a prediction in seconds, or a credit of steps.
 
     Raises:
         TypeError, ValueError: it is no finite number from 0 on.

@@ -57,7 +57,7 @@ class Fields:
 
     @property
     def chooses_bits(self) -> bool:
-        """Whether bits are chosen while training, by the length of steps or by the noise of gradients."""
+        """Returns whether bits are chosen while training, by the length of steps or by the noise of gradients."""
         return bool(self.auto) or self.max_slowdown is not None
 
     @property
@@ -83,7 +83,7 @@ class Fields:
 
     @property
     def remembers(self) -> bool:
-        """Whether there is a memory, in either direction."""
+        """Returns whether there is a memory, in either direction."""
         return self.up is not None or self.down is not None
 
     @classmethod

@@ -11,7 +11,7 @@ from lightning_gqsgd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Memory:
-    """What one direction of a reducer remembers, for each compressed coordinate.
+    """The memory of one direction of a reducer, for each compressed coordinate.
 
     With the input x, the error memory e and the reference h (both zero at first), and Q the codec there and back:
 
@@ -51,12 +51,12 @@ class Memory:
 
     @property
     def keeps_error(self) -> bool:
-        """Whether there is an error memory."""
+        """Returns whether there is an error memory."""
         return self.alpha != 0
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether there is a reference."""
+        """Returns whether there is a reference."""
         return self.rho != 0
 
 
@@ -76,7 +76,7 @@ MEMORIES: dict[str, Memory | None] = {
 
 
 def parse(name: str, value: Any) -> str | Memory:
-    """A memory as a configuration holds it: the value itself, or a `Memory` made of a dictionary.
+    """Returns a memory as a configuration holds it: the value itself, or a `Memory` made of a dictionary.
 
     Raises:
         ConfigError: the value is no memory; ``name`` is the field's name in the message.
@@ -95,7 +95,7 @@ def parse(name: str, value: Any) -> str | Memory:
 
 
 def plain(value: str | Memory) -> Any:
-    """A memory as a plain value, which `parse` reads."""
+    """Returns a memory as a plain value, which `parse` reads."""
     if isinstance(value, str):
         return value
     numbers = asdict(value)
@@ -103,20 +103,21 @@ def plain(value: str | Memory) -> Any:
 
 
 def named(value: str | Memory) -> Memory | None:
-    """The memory that a name stands for; "auto" stands for none, which `config` checks."""
+    """Returns the memory that a name stands for; "auto" stands for none, which `config` checks."""
     if isinstance(value, Memory):
         return value
     return None if value == "auto" else MEMORIES[value]
 
 
 def described(memory: Memory) -> str:
-    """The numbers of a memory, for messages."""
+    """Returns the numbers of a memory, for messages."""
     shared = ", shared=True" if memory.shared else ""
     return f"(alpha={memory.alpha}, beta={memory.beta}, rho={memory.rho}{shared})"
 
 
 def numbers_in_words(memory: Memory) -> str:
-    """The numbers of a memory in words; those that follow from the codec's ω are formulas until they are resolved."""
+    """Returns the numbers of a memory in words; those that follow from the codec's ω are formulas until they are
+    resolved."""
     numbers = {
         "alpha": "1/(1 + ω)" if memory.alpha is None else memory.alpha,
         "beta": memory.beta,

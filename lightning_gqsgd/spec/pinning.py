@@ -12,7 +12,7 @@ _REMEDY = "give a row of state.decisions, or its to_dict()"
 
 
 def pinned_bits(value: Any, bits: Any, max_slowdown: float | None, allow: Sequence[int], usual: Sequence[int]) -> int:
-    """The bits of a decision that was given as ``auto``.
+    """Returns the bits of a decision that was given as ``auto``.
 
     Args:
         value: the decision, or its dictionary.

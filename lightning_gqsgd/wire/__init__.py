@@ -1,1 +1,1 @@
-"""How the messages of reducers travel: process groups, what ranks agree on beforehand, the order of collectives."""
+"""The transport of reducers' messages: process groups, agreement before messages are sent, order of collectives."""

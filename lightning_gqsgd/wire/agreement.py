@@ -1,4 +1,4 @@
-"""What ranks compare before, or while, they reduce: cards with facts, and stamps with a few numbers.
+"""Agreement: what ranks compare before, or while, they reduce. Cards hold facts, and stamps hold a few numbers.
 
 A `Card` is compared before anything else is sent, because ranks with different facts would send messages of different
 sizes, which aborts Gloo. A `Stamp` has what may differ although ranks have agreed once: one rank may load a state.
@@ -32,7 +32,7 @@ ERROR_LENGTH = 1000
 
 @dataclass(frozen=True)
 class Card:
-    """What one rank is about to do.
+    """The facts of what one rank is about to do, which all ranks compare.
 
     Attributes:
         purpose: the function that was called, for messages.
@@ -47,12 +47,13 @@ class Card:
     is_own: bool = True
 
     def to_json(self) -> str:
-        """The card as text, with an error cut to `ERROR_LENGTH` characters."""
+        """Returns the card as text, with an error cut to `ERROR_LENGTH` characters."""
         return json.dumps([self.purpose, self.facts, self.error[:ERROR_LENGTH], self.is_own], sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """The card of a text. A text that is no card gives a card that refuses: its rank has another version."""
+        """Returns the card of a text. A text that is no card gives a card that refuses: its rank has another
+        version."""
         try:
             purpose, facts, error, is_own = json.loads(text)
         except (TypeError, ValueError, RecursionError):  # a text like "[[[[[..." is too deep to parse
@@ -68,7 +69,8 @@ class Card:
 
 
 def verdict(cards: Sequence[Card]) -> str:
-    """What is wrong with the cards of all ranks; empty if nothing is."""
+    """Returns the reason why the cards of all ranks do not go together; empty if they do."""
+    # An error that a rank has heard of elsewhere is the cause of the others, so it comes first, as it is.
     heard = [card.error for card in cards if card.error and not card.is_own]
     if heard:
         return heard[0]
@@ -90,7 +92,7 @@ def verdict(cards: Sequence[Card]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Numbers of ranks, with their noun."""
+    """Returns numbers of ranks in words, such as "ranks 0, 3"."""
     if not ranks:
         return "the other ranks"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
@@ -98,7 +100,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def compared(card: Card, world_size: int, device: torch.device) -> Generator[Sequence[Exchange], None, int]:
-    """The exchange that compares cards over all ranks, as steps; ``device``: where its messages lie.
+    """Returns the exchange that compares cards over all ranks, as steps; ``device``: where its messages lie.
 
     Raises:
         ConfigError: a rank refuses, or two differ; raised on every rank. A rank that refuses itself raises nothing
@@ -108,13 +110,14 @@ def compared(card: Card, world_size: int, device: torch.device) -> Generator[Seq
     everyone = torch.empty(world_size, CARD_BYTES, dtype=torch.uint8, device=device)
     yield (Exchange("all_gather", everyone, mine),)
     problem = verdict([Card.from_json(bytes(row.tolist()).decode(errors="replace")) for row in everyone.cpu()])
+    # A rank that refuses itself has its own error to raise, which says more.
     if problem and not card.error:
         raise ConfigError(problem)
     return 0
 
 
 def _padded(card: Card) -> bytes:
-    """A card on the wire.
+    """Returns a card on the wire.
 
     Of facts that are too long for it, such as long lists of patterns, a digest is compared. An error that is still too
     long is cut: JSON writes a character that is not ASCII in 6 or 12 bytes.
@@ -149,18 +152,18 @@ class Stamp(NamedTuple):
     numbers: tuple[int, ...] = ()
 
     def row(self) -> list[int]:
-        """All numbers in one row."""
+        """Returns all numbers in one row."""
         return [*self[:4], *self.numbers]
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> Stamp:
-        """The stamp of a `row`."""
+        """Returns the stamp of a `row`."""
         seed, step, digest, period_us, *numbers = row
         return cls(seed, step, digest, period_us, tuple(numbers))
 
 
 class Agreed(NamedTuple):
-    """What all ranks know from the stamps of one step.
+    """The numbers that all ranks know from the stamps of one step.
 
     Attributes:
         period_us: see `StampCheck.periods`.
@@ -172,7 +175,7 @@ class Agreed(NamedTuple):
 
 
 def digest_of(text: str) -> int:
-    """A digest of a text as an integer of 63 bits."""
+    """Returns a digest of a text as an integer of 63 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -209,8 +212,9 @@ class StampCheck:
         self.numbers: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def exchange(self, stamp: Stamp) -> Exchange:
-        """The exchange of stamps between all ranks, whose output is for `read`."""
+        """Returns the exchange of stamps between all ranks, whose output is for `read`."""
         mine = torch.tensor(stamp.row(), dtype=torch.int64, device="cpu")
+        # From pinned memory the copy does not make the host wait for the GPU.
         mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
         everyone = torch.empty(self._world_size, len(mine), dtype=torch.int64, device=self._device)
         return Exchange("all_gather", everyone, mine)
@@ -224,13 +228,14 @@ class StampCheck:
         stamps = [Stamp.from_row(row) for row in everyone.tolist()]
         _check(stamps, self._differ)
         periods = [stamp.period_us for stamp in stamps]
+        # Steps are as long as the slowest rank takes, and every rank computes the same maximum.
         self.periods[stamps[0].step] = max(periods) if all(periods) else 0
         self.numbers[stamps[0].step] = tuple(stamp.numbers for stamp in stamps)
         for step in list(self.periods)[:-PERIODS]:
             del self.periods[step], self.numbers[step]
 
     def steps(self, stamp: Stamp, *, at_once: bool = False) -> Generator[Sequence[Exchange], None, int]:
-        """The exchange that compares stamps over all ranks, as steps.
+        """Returns the exchange that compares stamps over all ranks, as steps.
 
         Args:
             stamp: this rank's.
@@ -254,13 +259,14 @@ class StampCheck:
         """Read the stamps that the GPU was asked for, if there are any; the host waits until they are there."""
         if self._unread is not None:
             numbers, event = self._unread
+            # First of all: an error in `read` must not be raised again by the next call.
             self._unread = None
             event.synchronize()
             self.read(numbers)
 
 
 def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """A copy in pinned memory, and the event that says that it is there."""
+    """Returns a copy in pinned memory, and the event that says that it is there."""
     numbers = torch.empty(everyone.shape, dtype=everyone.dtype, device="cpu", pin_memory=True)
     numbers.copy_(everyone, non_blocking=True)
     event = torch.cuda.Event()

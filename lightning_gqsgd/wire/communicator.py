@@ -89,12 +89,12 @@ class Communicator:
         _alive.add(self)
 
     def piece_size(self, bits: int) -> PieceSize:
-        """How many coordinates a piece has whose codes have so many bits."""
+        """Returns the number of coordinates of a piece whose codes have ``bits`` bits."""
         return NCCL_PIECE_SIZE if self.backend == "nccl" else PieceSize.of_bits(bits)
 
     @property
     def control_device(self) -> torch.device:
-        """Where messages lie that the host writes and reads."""
+        """The device of messages that the host writes and reads: the GPU over NCCL, and otherwise the CPU."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def extend(self, stages: Sequence[Sequence[Scope]], connections: int = 1) -> None:
@@ -121,7 +121,7 @@ class Communicator:
                     self._groups[stage, scope, turn] = self._group_for(stage, scope, turn)
 
     def turns(self, count: int, connections: int) -> list[int]:
-        """The connections of the next pieces. Every rank asks in the same order.
+        """Returns the connections of the next pieces. Every rank asks in the same order.
 
         Args:
             count: number of pieces.
@@ -132,8 +132,10 @@ class Communicator:
         return [turn % connections for turn in range(first, first + count)]
 
     def _group_for(self, stage: int, scope: Scope, turn: int) -> Any:
-        """The group of a stage, scope and turn; over NCCL, all stages of a scope have one."""
+        """Returns the group of a stage, scope and turn; over NCCL, all stages of a scope have one."""
         if self.backend == "nccl":
+            # One NCCL communicator takes memory of the GPU and threads, and NCCL keeps the order of collectives within
+            # it.
             same = [group for (_, other, _), group in self._groups.items() if other == scope]
             if same:
                 return same[0]
@@ -174,19 +176,22 @@ class Communicator:
             work = group._allgather_base(output.view(-1), source)
         else:
             work = group.allreduce([output], dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM)
+        # A fork must not run the destructor of a work either, see `_abandon_after_fork`.
         _connected.add(work)
         if self.backend == "nccl" and len(set(self._groups.values())) > 1:
+            # With one group, NCCL orders collectives itself.
             self._latest = (group, work)
         return work
 
     def _wait_for_other_groups(self, group: Any) -> None:
-        """Before a collective over NCCL, let the current stream wait for the latest one of another group of ours."""
+        """Let the current stream wait for the latest collective of another group of ours, before one starts on NCCL."""
         latest, work = self._latest
         if work is not None and latest is not group:
             work.wait()
 
     def describe(self, error: BaseException, what: str) -> Exception:
-        """A CollectiveError that says where an error happened and what to do; a ConfigError is returned as it is."""
+        """Returns a CollectiveError that says where an error happened and what to do; a ConfigError is returned as it
+        is."""
         if isinstance(error, ConfigError):
             return error
         return CollectiveError(
@@ -200,9 +205,11 @@ class Communicator:
         _alive.discard(self)
         if self._staging is not None:
             self._staging.close()
+        # The groups are forgotten first, so that `start` refuses from now on.
         groups = self._groups
         self._groups = {}
         self._latest = (None, None)
+        # Over NCCL, stages share a group, which is to be shut down once.
         for group in dict.fromkeys(groups.values()):
             if self.backend == "nccl":  # Gloo's end with their last reference
                 group.shutdown()
@@ -217,7 +224,7 @@ class Communicator:
         self._staging = None
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, [ranks, ...]. A collective, outside any job.
+        """Gather the tensors of all ranks, [ranks, ...]. A collective, outside any job.
 
         Raises:
             CollectiveError: it failed, e.g. because other ranks did not come within the timeout.
@@ -232,7 +239,7 @@ class Communicator:
         return everyone
 
     def scatter(self, rows: Tensor | None, like: Tensor) -> Tensor:
-        """This rank's row of what rank 0 has. A collective, outside any job.
+        """Send each rank its row of a tensor of rank 0, and return this rank's row. A collective, outside any job.
 
         Args:
             rows: on rank 0, a row for every rank, [ranks, numel]; None elsewhere.
@@ -245,6 +252,7 @@ class Communicator:
         if self.size == 1 or not like.numel():
             return source.view_as(like)
         own = torch.empty_like(like)
+        # Written as an all-to-all in which only rank 0 sends, because exchanges have no scatter.
         others = [0] * (self.size - 1)
         sent = [0] * self.size if rows is None else [like.numel()] * self.size
         try:
@@ -255,7 +263,7 @@ class Communicator:
 
 
 def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default one.
+    """Returns the group itself, or the default one.
 
     Raises:
         ConfigError: torch.distributed is not initialised, or the group is no process group of this rank, or was
@@ -278,13 +286,13 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """False once a group has been destroyed."""
+    """Returns whether a group exists: False once it has been destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend of ``group`` for tensors on ``device``: NCCL for CUDA tensors if the group has it, and otherwise
-    Gloo.
+    """Returns the backend of ``group`` for tensors on ``device``: NCCL for CUDA tensors if the group has it, and
+    otherwise Gloo.
 
     Raises:
         ConfigError: the group has neither of the two for that device.
@@ -301,7 +309,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def patience_of(timeout: timedelta | None, group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long ranks wait for each other: what the user asks for, or what the group has.
+    """Returns the time that ranks wait for each other: the user's timeout, or that of the group.
 
     A timeout that `check_timeout` refuses is not used, so that the other ranks can be told of it.
     """
@@ -315,19 +323,19 @@ def check_timeout(timeout: object) -> None:
 
 
 def needs_staging(backend: str, device: torch.device) -> bool:
-    """Whether collectives go through copies in host memory."""
+    """Returns whether collectives go through copies in host memory."""
     return backend == "gloo" and device.type == "cuda"
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout of a group's collectives on tensors of a device."""
+    """Returns the timeout of a group's collectives on tensors of a device."""
     usable = device if device.type in _backends(group) else torch.device("cpu")
     options = getattr(group._get_backend(usable), "options", None)
     return getattr(options, "_timeout", dist.constants.default_pg_timeout)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend of a group for each type of device."""
+    """Returns the backend of a group for each type of device."""
     pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
     return {device: name for device, _, name in pairs}
 

@@ -68,7 +68,7 @@ def _run(setting: Setting, device: torch.device) -> None:
 
 
 def _announced(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """A context in which the first kernel that has to be compiled for the CPU is logged."""
+    """Returns a context in which the first kernel that has to be compiled for the CPU is logged."""
     from lightning_gqsgd.kernels.cpu.cache import watching  # Numba takes a second to import
 
     return watching(_Announcement(dtype))

@@ -54,6 +54,7 @@ class DirectRunner:
                 stamps.read(exchange.output)
             except Exception as error:
                 self.fail(error, "the comparison of stamps")
+            # Also after an error, or `settle` would wait for the timeout.
             read.set()
 
         work.get_future().add_done_callback(arrived)
@@ -69,6 +70,7 @@ class DirectRunner:
     def submit(self, job: Job, steps: Steps) -> None:
         """Start a job's only piece, which has one exchange."""
         with self._lock:
+            # The lock makes the check and the entry one step: a backend's thread may fail all jobs at any time.
             error = self.error
             if error is None:
                 self._under_way.append(job)
@@ -87,6 +89,7 @@ class DirectRunner:
         """Fail all jobs that are under way, and all that come after."""
         with self._lock:
             self.error = self.error or error
+            # Jobs are finished outside the lock: callbacks of their futures run here, and may submit other jobs.
             jobs = self._under_way
             self._under_way = []
         for job in jobs:

@@ -1,4 +1,4 @@
-"""What replaces flat tensors by their mean over the ranks of a process group.
+"""The engine, which replaces flat tensors by their mean over the ranks of a process group.
 
 DDP's hook, `all_reduce`, local steps and FSDP's hooks each have an `Engine`. It holds the communicator, the runner of
 jobs and the plans. It knows nothing of models; its callers know them, count steps, and talk to users.
@@ -44,7 +44,7 @@ PLANS_KEPT = 100
 
 @dataclass(frozen=True)
 class Messages:
-    """What an engine's errors say of its caller.
+    """The words for an engine's caller in the engine's errors.
 
     Attributes:
         owner: what is closed when the engine is.
@@ -59,7 +59,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Request:
-    """How one flat tensor is to be reduced.
+    """A request to reduce one flat tensor.
 
     Attributes:
         name: for messages.
@@ -102,7 +102,7 @@ class Request:
     others: tuple[GQSGDConfig, ...] = ()
 
     def alone(self) -> Request:
-        """The request for a tensor of one segment, without the configurations of other segments."""
+        """Returns the request for a tensor of one segment, without the configurations of other segments."""
         (segment,) = self.segments
         config = (self.config, *self.others)[segment.choice]
         return replace(self, config=config, others=(), segments=(segment._replace(choice=0),))
@@ -155,6 +155,7 @@ class Engine:
         self._runner: Runner | None = (
             runner_for(self.communicator, streams) if shares_runner_of is None else shares_runner_of._runner
         )
+        # On a GPU, a native all-reduce needs the runner's streams, and over Gloo copies in host memory.
         is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.communicator.size > 1
         self._direct = DirectRunner(self.communicator) if is_simple else None
 
@@ -170,12 +171,12 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be reduced any more: closed, or forked from the process that made the engine."""
+        """Returns whether the engine was closed, or this process was forked from the one that made the engine."""
         return self._runner is None or self._process != os.getpid()
 
     @property
     def failed(self) -> bool:
-        """Whether an error has left the ranks at different places, so that nothing can be reduced any more."""
+        """Returns whether an error has left the ranks at different places, so that nothing can be reduced any more."""
         return self._error() is not None
 
     def connect(self, *configs: GQSGDConfig) -> None:
@@ -259,7 +260,7 @@ class Engine:
         return job
 
     def agreed(self, until_step: int) -> dict[int, Agreed]:
-        """What all ranks know from the stamps of steps, and forget it.
+        """Returns what all ranks know from the stamps of steps, by step, and forgets it.
 
         Args:
             until_step: the latest step whose stamps count. If they were exchanged in the step before the last one, or
@@ -272,7 +273,7 @@ class Engine:
         return {step: Agreed(stamps.periods.pop(step), stamps.numbers.pop(step)) for step in steps}
 
     def agreed_so_far(self) -> dict[int, Agreed]:
-        """What all ranks know from the stamps of all steps so far, and forget it. Waits for other ranks."""
+        """Returns what all ranks know from the stamps of all steps so far, and forgets it. Waits for other ranks."""
         self.read_stamps()
         return self.agreed(MAX_STEP)
 
@@ -328,6 +329,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop using threads and process groups. Not a collective; does nothing in a forked process."""
+        # The runner is taken away first, so that a job that fails below finds the engine closed.
         runner = self._runner
         self._runner = None
         if runner is None or self._process != os.getpid():
@@ -335,6 +337,7 @@ class Engine:
         if self._direct is not None:
             owner = self._messages.owner
             self._direct.fail(RuntimeError(f"{owner} was closed"), f"the end of {owner}")
+        # First the jobs, then the groups that they use.
         runner.close(self.communicator)
         if self._owns_runner:
             release(runner)
@@ -347,6 +350,7 @@ class Engine:
         counters = self.telemetry.bucket(request.bucket)
         telemetry = self.telemetry
         job = Job(x, [], request.name, counters, telemetry, request.ends_step, watch=request.watch)
+        # A failure of the runner has to fail direct jobs as well: the two use the same groups.
         error = self._error()
         if error is not None and direct.error is None:
             direct.fail(error, request.name)
@@ -365,7 +369,7 @@ class Engine:
             self._refusal = self._refusal or error
 
     def _error(self) -> BaseException | None:
-        """The error that has left the ranks at different places; None: there was none."""
+        """Returns the error that has left the ranks at different places; None: there was none."""
         if self._refusal is not None:
             return self._refusal
         if self._direct is not None and self._direct.error is not None:
@@ -386,14 +390,17 @@ class Engine:
         return partial(compared, card, self.world_size, self.communicator.control_device)
 
     def _compare_first_if_asked(self, request: Request) -> Request:
-        """The request. A stamp that has to be compared before anything else is sent is compared here, and left out."""
+        """Compare a stamp that has to be compared before anything else is sent, and return the request without it.
+
+        Other requests are returned as they are.
+        """
         if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
             self._agree_on(request.agreement)
             return replace(request, agreement=None)
         return request
 
     def _preface(self, request: Request) -> tuple[Start | None, bool]:
-        """The steps of a request's agreement, and whether they are over before the first piece starts."""
+        """Returns the steps of a request's agreement, and whether they are over before the first piece starts."""
         if isinstance(request.agreement, Card):
             return self._compare(request.agreement), True
         if request.agreement is not None:
@@ -401,7 +408,7 @@ class Engine:
         return None, True
 
     def plan(self, x: Tensor, request: Request) -> Plan:
-        """How a flat tensor is cut into pieces for a request.
+        """Returns the plan that cuts a flat tensor into pieces for a request.
 
         Raises:
             ConfigError: a tensor that cannot be reduced.
@@ -428,15 +435,15 @@ class Engine:
 
 
 def _is_special(request: Request) -> bool:
-    """Whether a rank at another step might send other messages: as the request says, in steps that sample errors, and
-    in the warm-up."""
+    """Returns whether a rank at another step might send other messages: as the request says, in steps that sample
+    errors, and in the warm-up."""
     config = request.config
     samples = bool(config.sample_every) and request.step % config.sample_every == 0
     return request.varies or samples or not request.compressed
 
 
 class PlanKey(NamedTuple):
-    """What a plan depends on, apart from the engine."""
+    """The values that a plan depends on, apart from the engine."""
 
     plan: type[Plan]
     configs: tuple[GQSGDConfig, ...]
@@ -459,7 +466,7 @@ class PlanCache:
         return len(self._plans)
 
     def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
-        """The plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
+        """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
         if key not in self._plans:
             self._plans[key] = make()
         self._plans.move_to_end(key)

@@ -27,7 +27,7 @@ _LAST_WORDS = "last words"
 
 
 class Pulse:
-    """What one rank shows to the ranks of a group, and sees of them.
+    """The signs of life that one rank shows to the ranks of a group, and sees of them.
 
     Args:
         store: a store of these ranks, in which nobody has written.
@@ -40,7 +40,9 @@ class Pulse:
         self._store = store
         self._rank = rank
         self._timeout_s = timeout_s
+        # At least four beats in a timeout, so that one late beat is not taken for a death.
         self.period_s = min(PERIOD_S, timeout_s / 4)
+        # If each rank watched all others, rank 0's store would have n² requests a second.
         self._watched = range(1, size) if rank == 0 else range(1)
         self._heard: dict[int, tuple[str, float]] = {}  # for each rank, its number, and since when it stands still
         self._next_look = 0.0
@@ -54,8 +56,9 @@ class Pulse:
         self._store.set(_LAST_WORDS, f"rank {self._rank} has left: {reason[:ERROR_LENGTH]}")
 
     def problem(self) -> str:
-        """What has become of a rank that this one watches; empty: it is alive, as far as is known."""
+        """Returns what has become of a rank that this one watches; empty: all are alive, as far as is known."""
         now = time.monotonic()
+        # The caller asks every few milliseconds, and each look is a request to the store.
         if now < self._next_look:
             return ""
         self._next_look = now + self.period_s

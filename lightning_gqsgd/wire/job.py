@@ -59,6 +59,7 @@ class Job:
     connections: int = 1
 
     def __post_init__(self) -> None:
+        # A future of a CUDA tensor has to know its device: `wait` then synchronises streams, not the host.
         devices: list[int | str | torch.device] | None = [self.tensor.device] if self.tensor.is_cuda else None
         self._done: torch.futures.Future[Tensor | None] = torch.futures.Future(devices=devices)
         self.error: BaseException | None = None
@@ -69,20 +70,22 @@ class Job:
 
     @cached_property
     def future(self) -> torch.futures.Future[Tensor]:
-        """Completes with the tensor, or with the error."""
+        """The future that completes with the tensor, or with the error."""
         # An error raised in a `then` reaches C++ as an error; `Future.set_exception` would hand it over as a value.
         succeeded = self._done.done() and self.error is None
         return cast("torch.futures.Future[Tensor]", self._done) if succeeded else self._done.then(self._result)
 
     def take(self, stream: torch.cuda.Stream | None) -> None:
-        """Do all work on this stream, behind what the current one had to do when the job was made; None: on the CPU."""
+        """Do all work on ``stream``, behind the current stream's work when the job was made; None: on the CPU."""
         self._stream = stream
         if stream is not None:
             stream.wait_event(cast("torch.cuda.Event", self._arrived))
+            # The caching allocator would reuse the memory once the tensor is freed, although this stream may not be
+            # done with it.
             self.tensor.record_stream(stream)
 
     def wait(self) -> Tensor:
-        """The tensor; waits for it (on a GPU, the current stream does).
+        """Wait for the tensor and return it. On a GPU, the current stream waits.
 
         Raises:
             ConfigError: the ranks do not agree.
@@ -99,8 +102,10 @@ class Job:
         return self.tensor
 
     def context(self) -> ExitStack:
-        """Where the job's work is to be done: on its stream; and in inference mode, if the tensor was made there,
-        because PyTorch lets nobody else change such tensors."""
+        """Returns the context in which the job's work is done: its stream, if it has one.
+
+        It is in inference mode if the tensor was made there, because PyTorch lets nobody else change such tensors.
+        """
         context = ExitStack()
         if self.tensor.is_inference():
             context.enter_context(torch.inference_mode())

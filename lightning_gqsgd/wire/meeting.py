@@ -178,6 +178,7 @@ class Meeting:
             card = Card(self._purpose, facts[index], problem, is_own)
             key, news = self._circles[index].round(card, min(patience_s, self._patience_of(error)))
             keys.setdefault(index, key)
+            # The first problem is what all ranks are told, on the way back as well.
             if news and not problem:
                 problem = news
                 is_own = False
@@ -237,6 +238,7 @@ class _Circle:
         while True:
             nonces = [self._store.get(f"nonce/{rank}") for rank in ranks]
             missing = [rank for rank in ranks if not nonces[rank]]
+            # A new nonce means a new card, so that the old verdict no longer counts.
             if not missing and nonces != listed:
                 listed = nonces
                 token = secrets.token_hex(8)
@@ -264,7 +266,7 @@ class _Circle:
             waiting.pause(self._absent)
 
     def _absent(self) -> list[int]:
-        """The ranks that have not come, or have left."""
+        """Returns the ranks that have not come, or have left."""
         return [rank for rank in range(self.size) if not self._store.get(f"nonce/{rank}")]
 
 
@@ -302,11 +304,12 @@ class _Waiting:
                 "gqsgd: %s has been waiting for %s for %.0f s", self._purpose, ranks_in_words(missing()), waited
             )
         time.sleep(self._pause_s)
+        # Short pauses first, because ranks usually come together; longer ones later, to spare the store.
         self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
 
 
 def _forget_after_fork() -> None:
-    """A thread that does not exist in a forked child may have had its turn."""
+    """Forget whose turn it was: a thread that does not exist in a forked child may have had it."""
     global _turns_lock
     _turns.clear()
     _turns_lock = threading.Lock()

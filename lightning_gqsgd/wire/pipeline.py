@@ -1,4 +1,4 @@
-"""Runs the steps of reducers: over Gloo on one thread that puts them in order, over NCCL on streams of our own.
+"""The runners of reducers' steps: over Gloo on one thread that puts them in order, over NCCL on streams of our own.
 
 Gloo: a collective that is started from the callback of another aborts the process or mixes up ranks, because callbacks
 run on several threads in no order. Here one thread per process starts every collective, and callbacks only wake it.
@@ -105,12 +105,12 @@ class _Piece:
 
     @property
     def wants_computing(self) -> bool:
-        """Whether a worker may compute for the piece: nothing is under way, and nothing is computed already."""
+        """Returns whether a worker may compute for the piece: nothing is under way, and nothing is computed already."""
         return not self.waiting_for and self._computed is None
 
     @property
     def can_resume(self) -> bool:
-        """Whether `resume` computes nothing that is left to workers."""
+        """Returns whether `resume` computes nothing that is left to workers."""
         return self.job.threads == 1 or self.is_preface or self._computed is not None
 
     def _compute(self) -> _Outcome:
@@ -134,7 +134,7 @@ class _Piece:
 
 
 class _Outcome(NamedTuple):
-    """What a piece has computed.
+    """The result of one computation of a piece.
 
     Attributes:
         seconds: that it took.
@@ -150,7 +150,7 @@ class _Outcome(NamedTuple):
 
 
 def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
-    """The preface, at stage 0, and the pieces, from stage 1 on.
+    """Returns the preface, at stage 0, and the pieces, from stage 1 on.
 
     Jobs come in the same order on every rank, so a piece has the same turn on every rank.
     """
@@ -161,14 +161,15 @@ def _pieces_of(job: Job, communicator: Communicator) -> list[_Piece]:
 
 
 class Runner(Protocol):
-    """What runs jobs."""
+    """The interface of what runs jobs."""
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """Start a job; jobs of a communicator are submitted in the same order on every rank."""
         ...
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """The error after which nothing can be run on a communicator any more: ranks do not know where others are."""
+        """Returns the error after which nothing can be run on a communicator any more: ranks do not know where others
+        are."""
         ...
 
     def close(self, communicator: Communicator) -> None:
@@ -192,7 +193,7 @@ class StreamRunner:
         self._broken: dict[Communicator, BaseException] = {}
 
     def submit(self, communicator: Communicator, job: Job) -> None:
-        """See `Runner.submit`."""
+        """Start a job; see `Runner.submit`."""
         job.take(next(self._streams))
         broken = self._broken.get(communicator)
         if broken is not None:
@@ -204,6 +205,8 @@ class StreamRunner:
         try:
             if job.preface is not None:
                 under_way.append(waiting.popleft())
+                # Alone, before any piece starts: ranks that do not agree must not have sent messages of different
+                # sizes.
                 while under_way[0].resume(communicator):
                     pass
                 under_way.clear()
@@ -222,11 +225,11 @@ class StreamRunner:
         job.finish(error)
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """See `Runner.error_of`."""
+        """Returns the error after which nothing can be run on a communicator; see `Runner.error_of`."""
         return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """See `Runner.close`: nothing is under way between calls."""
+        """Forget a communicator; see `Runner.close`. Nothing is under way between calls, so nothing has to fail."""
         self._broken.pop(communicator, None)
 
 
@@ -243,15 +246,15 @@ class Sequencer:
         self._thread.start()
 
     def submit(self, communicator: Communicator, job: Job) -> None:
-        """See `Runner.submit`."""
+        """Start a job; see `Runner.submit`."""
         self._events.put(lambda: self._add(communicator, job))
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
-        """See `Runner.error_of`."""
+        """Returns the error after which nothing can be run on a communicator; see `Runner.error_of`."""
         return self._broken.get(communicator)
 
     def close(self, communicator: Communicator) -> None:
-        """See `Runner.close`."""
+        """Fail what is under way on a communicator, and forget it; see `Runner.close`."""
         closed = threading.Event()
 
         def forget() -> None:
@@ -276,6 +279,8 @@ class Sequencer:
         while True:
             begun = time.perf_counter()
             event = self._events.get()
+            # The time in `get` counts as waiting for the network only if the oldest piece waits for an exchange, not
+            # for a worker.
             for lane in self._lanes.values():
                 if lane and lane[0].waiting_for and not lane[0].is_computing:
                     lane[0].job.telemetry.wait_s += time.perf_counter() - begun
@@ -297,6 +302,7 @@ class Sequencer:
         if cause is not None:
             job.finish(communicator.describe(cause, f"{job.name}, after an earlier failure,"))
             return
+        # A lane keeps the order of submission, which is the same on every rank.
         self._lanes.setdefault(communicator, deque()).extend(_pieces_of(job, communicator))
         self._advance(communicator)
 
@@ -328,22 +334,23 @@ class Sequencer:
                 return
 
     def _next(self, communicator: Communicator, lane: deque[_Piece]) -> _Piece | None:
-        """The piece to be resumed; workers get what they can compute meanwhile."""
+        """Returns the piece to be resumed; workers get what they can compute meanwhile."""
         self._compute_ahead(communicator, lane)
         return next((piece for piece in ready(lane) if piece.can_resume), None)
 
     def _compute_ahead(self, communicator: Communicator, lane: deque[_Piece]) -> None:
-        """Let workers compute for pieces whose exchanges are through, whether or not it is their turn to start another.
+        """Let workers compute for the pieces whose exchanges are through, even if another piece has the turn.
 
         A job that has one thread, because its pieces have something in common or it lies on a GPU, is left to this one.
         """
         for piece in computable(lane):
+            # Counts as an exchange, so that nobody resumes the piece before the worker is done.
             piece.waiting_for = 1
             piece.is_computing = True
             piece.task = self._workers.submit(partial(self._compute, communicator, piece))
 
     def _compute(self, communicator: Communicator, piece: _Piece) -> None:
-        """What a worker does for a piece."""
+        """Compute for a piece on a worker's thread, and wake the sequencing thread."""
 
         def computed() -> None:
             piece.is_computing = False
@@ -353,7 +360,7 @@ class Sequencer:
         self._events.put(computed)
 
     def _waker(self, communicator: Communicator, piece: _Piece) -> Callable[[object], None]:
-        """A callback for a backend's thread: it only wakes ours."""
+        """Returns a callback for a backend's thread: it only wakes ours."""
         return lambda _: self._events.put(partial(self._arrived, communicator, piece))
 
     def _arrived(self, communicator: Communicator, piece: _Piece) -> None:
@@ -373,7 +380,8 @@ class Sequencer:
 
 
 def computable(lane: deque[_Piece]) -> list[_Piece]:
-    """Pieces that workers may compute for now, oldest first."""
+    """Returns the pieces that workers may compute for now, oldest first."""
+    # Only pieces that may be under way: each one that is encoded holds scratch memory until it is through.
     window = list(lane)[:MAX_UNDER_WAY]
     busy = sum(piece.is_computing for piece in window)
     found: list[_Piece] = []
@@ -387,7 +395,7 @@ def computable(lane: deque[_Piece]) -> list[_Piece]:
 
 
 class Underway(Protocol):
-    """A piece, as far as its turn is concerned; see `_Piece`."""
+    """The attributes of a piece that decide on its turn; see `_Piece`."""
 
     stage: int
     waiting_for: int
@@ -399,7 +407,7 @@ P = TypeVar("P", bound=Underway)
 
 
 def ready(lane: deque[P]) -> Iterator[P]:
-    """Pieces whose exchanges are through and whose predecessor is a stage ahead, oldest first."""
+    """Yield the pieces whose exchanges are through and whose predecessor is a stage ahead, oldest first."""
     ahead: P | None = None
     for number, piece in enumerate(lane):
         if number == MAX_UNDER_WAY:
@@ -417,7 +425,7 @@ _lock = threading.RLock()  # a collection of garbage within `runner_for` may cal
 
 
 def runner_for(communicator: Communicator, streams: int = 2) -> Runner:
-    """What runs the jobs of a communicator; give it back with `release`.
+    """Returns the runner for the jobs of a communicator. Give it back with `release`.
 
     Args:
         communicator: over Gloo, the process's thread runs its jobs.
@@ -425,6 +433,7 @@ def runner_for(communicator: Communicator, streams: int = 2) -> Runner:
             two that run at once might wait for each other for ever.
     """
     global _shared, _users
+    # NCCL keeps the order of collectives on the device, so that no thread has to.
     if communicator.backend == "nccl":
         return StreamRunner([torch.cuda.Stream(communicator.device) for _ in range(streams)])
     with _lock:
@@ -447,7 +456,7 @@ def release(runner: Runner) -> None:
 
 
 def _forget_after_fork() -> None:
-    """Threads do not survive a fork, and a lock may have been held by one of them."""
+    """Start anew in a forked child: threads do not survive a fork, and one of them may have held the lock."""
     global _shared, _users, _lock
     _shared = None
     _users = 0

@@ -1,4 +1,4 @@
-"""How one flat tensor is reduced: its pieces, each with its reducer, built once and used in every step."""
+"""Plans: the pieces of one flat tensor, each with its reducer, built once and used in every step."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Plan:
         counters: BucketCounters,
         telemetry: Telemetry,
     ) -> list[Callable[[], Steps]]:
-        """For each piece, a function that starts its steps on ``x``, which count the bytes that they send.
+        """Returns a function for each piece, which starts its steps on ``x``. The steps count the bytes that they send.
 
         Args:
             x: flat tensor, [numel].
@@ -123,6 +123,7 @@ class Plan:
                 steps = sampled(steps, x, piece.sample, self._result(rank), ranks, telemetry)
             return _counted(steps, piece.reducer, counters)
 
+        # Functions, and not steps: a piece that is started draws scratch memory, and the runner decides when.
         return [partial(start, piece) for piece in self._pieces]
 
     def average(
@@ -159,7 +160,7 @@ class Plan:
 
     @property
     def is_native(self) -> bool:
-        """Whether the tensor is one piece that the backend's own all-reduce takes as it is."""
+        """Returns whether the tensor is one piece that the backend's own all-reduce takes as it is."""
         is_native = all(setting.config.reducer == "native" for setting in self._settings)
         return is_native and len(self._pieces) == 1
 
@@ -178,6 +179,7 @@ class Plan:
                 self._table_bytes += 3 * table.nbytes
                 inside = _span(table)
                 part = slice(run.start + inside.start, run.start + inside.stop)
+                # A reducer sees its piece alone, so its table counts from the start of the piece.
                 table[:, START] -= inside.start
                 made.append(_Piece(part, reducer(table, setting), [_middle(part)] if reducer.compresses else []))
         return made
@@ -186,7 +188,7 @@ class Plan:
         return reduced(piece.reducer, x[piece.part], rank, keys, store)
 
     def _result(self, rank: int) -> slice:
-        """In which of a piece's samples a rank finds the mean."""
+        """Returns the part of a piece's samples in which a rank finds the mean."""
         return slice(None)
 
 
@@ -207,7 +209,7 @@ class ScatterPlan(Plan):
         return [piece for run in _runs(segments[:each], self._settings) for piece in self._cut_run(segments, each, run)]
 
     def _cut_run(self, segments: Sequence[Segment], each: int, run: _Run) -> list[_Piece]:
-        """The pieces of a run of each part's segments; ``each``: number of segments of a part."""
+        """Returns the pieces of a run of each part's segments; ``each``: number of segments of a part."""
         setting = self._settings[run.choice]
         ranks = setting.ranks
         share = self.numel // setting.ranks
@@ -233,6 +235,7 @@ class ScatterPlan(Plan):
         parts = x.view(self.setting.ranks, -1)[:, piece.part]
         together = parts.reshape(-1)  # a copy, unless this is the only piece
         bad = yield from reduced(piece.reducer, together, rank, keys, store)
+        # Only this part has the mean. The others may hold anything, so nothing is copied back for them.
         parts[rank] = together.view(parts.shape)[rank]
         return bad
 
@@ -241,12 +244,12 @@ class ScatterPlan(Plan):
 
     @property
     def is_native(self) -> bool:
-        """False: ranks need parts of the tensor only."""
+        """Always False: a rank needs the mean of its part only, which an all-reduce does not give."""
         return False
 
 
 def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run]:
-    """The longest runs of segments with one setting each.
+    """Returns the longest runs of segments with one setting each.
 
     A parameter that travels uncompressed beside codes takes the same way with all of them, so it joins a neighbour.
     """
@@ -266,18 +269,19 @@ def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run
 
 
 def _join(run: _Run, choice: int, only_raw: bool, settings: Sequence[Setting]) -> bool:
-    """Whether a segment of another choice can be reduced with a run, because one of them has nothing to quantise."""
+    """Returns whether a segment of another choice can be reduced with a run, because one of them has nothing to
+    quantise."""
     both = _has_codes(settings[run.choice]) and _has_codes(settings[choice])
     return both and (run.only_raw or only_raw)
 
 
 def _has_codes(setting: Setting) -> bool:
-    """Whether the setting quantises, and leaves alone what is to travel uncompressed."""
+    """Returns whether the setting quantises, so that uncompressed parameters travel beside codes."""
     return setting.config.codec != "float"
 
 
 def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:
-    """The block tables of all pieces."""
+    """Returns the block tables of all pieces."""
     config = setting.config
     table = cut(segments, config.block_size)
     if not REDUCERS[config.reducer].compresses:  # takes the tensor whole, so that it gives DDP's bits
@@ -293,11 +297,11 @@ def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps
 
 
 def _span(table: np.ndarray) -> slice:
-    """The coordinates of a run of blocks."""
+    """Returns the coordinates of a run of blocks."""
     return slice(int(table[0, START]), int(table[-1, START] + table[-1, LENGTH]))
 
 
 def _middle(part: slice, most: int = SAMPLE_NUMEL) -> slice:
-    """At most ``most`` coordinates from the middle of a run."""
+    """Returns at most ``most`` coordinates from the middle of a run."""
     start = part.start + max(0, (part.stop - part.start - most) // 2)
     return slice(start, min(part.stop, start + most))

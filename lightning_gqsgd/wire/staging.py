@@ -36,6 +36,7 @@ class StagedWork:
         self._output = exchange.output
         self._patience = patience
         source = _to_host(exchange.input)
+        # An all-reduce works in place, so the copy of its input is its output, too.
         target = source if exchange.output is exchange.input else _host_like(exchange.output)
         self._host = exchange._replace(output=target, input=source)
         self._copied = torch.cuda.Event(blocking=True) if exchange.input.is_cuda else None
@@ -82,6 +83,7 @@ class StagedWork:
             )
         if self._error is not None:
             raise self._error
+        # Gloo is through here: this raises its error, if it had one.
         self._work.wait()
         self._output.copy_(self._host.output, non_blocking=True)
 

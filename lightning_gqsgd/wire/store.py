@@ -30,13 +30,13 @@ class Store:
         self._left_behind: list[threading.Event] = []  # the ends of those requests
 
     def under(self, prefix: str) -> Store:
-        """The part of the store whose keys begin with a prefix."""
+        """Returns the part of the store whose keys begin with a prefix."""
         part = Store(dist.PrefixStore(prefix, self._store), self._within_s)
         part._left_behind = self._left_behind
         return part
 
     def get(self, key: str) -> str:
-        """A value; empty if there is none. torch's `get` alone would wait for it, so no key is ever deleted.
+        """Returns a value; empty if there is none. torch's `get` alone would wait for it, so no key is ever deleted.
 
         Raises:
             DistStoreError, DistNetworkError: the store is gone, or does not answer.

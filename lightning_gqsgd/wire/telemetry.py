@@ -1,4 +1,4 @@
-"""What compression did: bytes, seconds, and the error measured on samples.
+"""Counters of what compression did: bytes, seconds, and the error measured on samples.
 
 Nothing here waits for a GPU during a step. Numbers that a GPU computes are added up on the GPU, and copied to the host
 when they are read.
@@ -31,7 +31,7 @@ Moment = float | torch.cuda.Event
 
 
 def moment(device: torch.device) -> Moment:
-    """The present moment; on a GPU, the moment at which the current stream gets to this point."""
+    """Returns the present moment; on a GPU, the moment at which the current stream gets to this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -47,11 +47,11 @@ class _Computed(NamedTuple):
 
     @classmethod
     def here(cls, tensor: Tensor) -> _Computed:
-        """A tensor that the current stream computes."""
+        """Returns a tensor that the current stream computes."""
         return cls(tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
 
     def get(self) -> Tensor:
-        """The tensor for the current stream, which waits for the other."""
+        """Returns the tensor for the current stream, which waits for the other."""
         now = _Computed.here(self.tensor).stream
         if now is not None and self.stream is not None and now != self.stream:
             now.wait_stream(self.stream)
@@ -79,7 +79,7 @@ class Tally:
         self._sums[new.stream] = new if before is None else _Computed(before.tensor + value, new.stream)
 
     def total(self) -> float | Tensor:
-        """The sum: a tensor for the current stream, which waits for the others, if any was added."""
+        """Returns the sum: a tensor for the current stream, which waits for the others, if any was added."""
         return sum((computed.get() for computed in list(self._sums.values())), self._number)
 
 
@@ -233,7 +233,7 @@ class Telemetry:
         return total.tolist() if isinstance(total, Tensor) else [0.0, 0.0]
 
     def totals(self) -> dict[str, float]:
-        """All counters as plain numbers: totals over buckets, bits per coordinate, relative L2 error."""
+        """Returns all counters as plain numbers: totals over buckets, bits per coordinate, relative L2 error."""
         self.collect()
         buckets = list(self.buckets.values())
         numel = sum(bucket.numel for bucket in buckets)
@@ -268,7 +268,7 @@ class Meter:
         self._before = telemetry.totals()
 
     def read(self) -> dict[str, float]:
-        """The values by name, with ``gqsgd/`` in front; none if no step was reduced since the last reading."""
+        """Returns the values by name, with ``gqsgd/`` in front; none if no step was reduced since the last reading."""
         before = self._before
         totals = self._telemetry.totals()
         steps = totals["steps"] - before["steps"]
@@ -284,7 +284,7 @@ class Meter:
 
 
 def sampled(steps: Steps, x: Tensor, sample: Sequence[slice], result: slice, ranks: int, telemetry: Telemetry) -> Steps:
-    """The same steps, which also measure the error of some coordinates of ``x`` against their exact mean.
+    """Returns the same steps, which also measure the error of some coordinates of ``x`` against their exact mean.
 
     ``sample``: where they are, all of one length; ``result``: in which of these places the steps leave the mean.
     """

@@ -28,7 +28,7 @@ _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
 def codec_threads(ranks: int) -> int:
-    """How many threads of this rank encode and decode, 1 to `MOST`.
+    """Returns the number of threads of this rank that encode and decode, 1 to `MOST`.
 
     Args:
         ranks: number of ranks, all of which are taken to be on this machine unless ``LOCAL_WORLD_SIZE`` says how many.
@@ -39,6 +39,8 @@ def codec_threads(ranks: int) -> int:
     said = os.environ.get(VARIABLE, "").strip()
     if not said:
         local = os.environ.get(_LOCAL_RANKS, "")
+        # Without the variable, all ranks may share this machine: too few threads cost little, and too many slow all
+        # ranks down.
         here = int(local) if local.isdecimal() and int(local) else ranks
         return spare_threads(_processors(), here, torch.get_num_threads())
     if not said.isdecimal() or not 1 <= int(said) <= MOST:
@@ -47,7 +49,9 @@ def codec_threads(ranks: int) -> int:
 
 
 def spare_threads(processors: int, local_ranks: int, compute_threads: int) -> int:
-    """Threads for which a rank's share of the processors has room beside those that compute; at least 1.
+    """Returns the number of threads that a rank's share of the processors has room for beside those that compute.
+
+    It is at least 1.
 
     Args:
         processors: of this machine, as far as the process may use them.
@@ -58,7 +62,7 @@ def spare_threads(processors: int, local_ranks: int, compute_threads: int) -> in
 
 
 def _processors() -> int:
-    """Processors that this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -74,11 +78,12 @@ class Workers:
         return self._pool.submit(task)
 
     def has_this_thread(self) -> bool:
-        """Whether the calling thread is one of these."""
+        """Returns whether the calling thread is one of these."""
         return threading.get_ident() in self._own
 
     def stop(self) -> None:
         """End the threads, once they have nothing left to do."""
+        # A worker that collects a model as garbage may come here, and cannot wait for itself.
         self._pool.shutdown(wait=not self.has_this_thread())
 
     def _join(self) -> None:

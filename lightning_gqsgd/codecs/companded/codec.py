@@ -87,7 +87,7 @@ class Curve:
 
     @classmethod
     def of(cls, levels: int) -> Curve:
-        """The numbers for K = ``levels`` levels."""
+        """Returns the numbers for K = ``levels`` levels."""
         middle = (levels - 1) / 2
         slope = SLOPE * middle
         stretch = (1 + SLOPE) * middle
@@ -124,29 +124,32 @@ class CompandedQuantiser:
         return Curve.of(self.levels)
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """See `kernels.protocol.Quantiser.record_bytes`."""
+        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`."""
         return code_bytes(length, self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `kernels.protocol.ScaledQuantiser.encode`; a block's flag says that it is rounded stochastically."""
+        """Returns the codes of blocks, and a flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. A
+        block's flag says that it is rounded stochastically."""
         stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
         middle = ((levels - 1) / 2).to(scales.dtype)
         zero = levels // 2
         y = values * levels_per_unit(scales, middle)[:, None]
+        # The clamp cuts off what is beyond the last level, by the rounding of y or because the scale is clipped.
         y = torch.where(stochastic[:, None], y, self._compressed(y)).clamp(-middle[:, None], middle[:, None])
         shifted = y + (uniform.to(y.dtype) - (zero - middle)[:, None])
+        # A block that is not finite has NaN here, which cannot become an integer; its codes are not used.
         return shifted.nan_to_num().floor().long() + zero[:, None], stochastic
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """See `kernels.protocol.ScaledQuantiser.decode`."""
+        """Returns the coordinates that codes stand for; see `kernels.protocol.ScaledQuantiser.decode`."""
         middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
         offset = middle[:, None] + torch.where(flags[:, None], 0, uniform - 0.5)
         z = (codes.float() - offset).to(scales.dtype)
         return coordinates(torch.where(flags[:, None], z, self._expanded(z)), middle, scales, flags)
 
     def _compressed(self, x: Tensor) -> Tensor:
-        """The inverse of g; ``x``: coordinates in units of M/m."""
+        """Returns the inverse of g; ``x``: coordinates in units of M/m."""
         curve = self.curve
         root_squared = x.new_tensor(curve.root_squared)
         stretch = x.new_tensor(curve.stretch)
@@ -154,7 +157,7 @@ class CompandedQuantiser:
         return torch.copysign(y, x)
 
     def _expanded(self, z: Tensor) -> Tensor:
-        """The decoder d: coordinates in units of M/m."""
+        """Returns the decoder d: coordinates in units of M/m."""
         curve = self.curve
         r = (z + 0.5).floor()
         return (z * z.new_tensor(curve.slope) + r.abs() * (z + (z - r))) * z.new_tensor(curve.shrink)
@@ -201,11 +204,11 @@ class CompandedCodec(Codec):
         return cls(bits, dither)
 
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate, and what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
         return f"{self.bits}", ["companded", f"{self.dither} dither"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> CompandedQuantiser:
-        """What the kernels need.
+        """Returns the quantiser: the codec at one block size, as kernels see it.
 
         Args:
             block_size: the largest number of coordinates in a block.
@@ -223,12 +226,12 @@ class CompandedCodec(Codec):
         return CompandedQuantiser(self.bits, self._levels, self._levels - 1, share, block_size)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of one rank's coordinate, in units of the squared scale, on dense Gaussian gradients in
-        blocks of 256; `variance.variance_companded` has that of a single coordinate."""
+        """Returns the mean square error of one rank's coordinate, in units of the squared scale, on dense Gaussian
+        gradients in blocks of 256; `variance.variance_companded` has that of a single coordinate."""
         return fmean(variance_companded(magnitude, self._levels, SLOPE) for magnitude in _GAUSSIAN)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale.
+        """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale.
 
         That is `variance.omega_companded`, or, where that is more, ω of the stochastic rounding of the coordinates that
         are not zero in a block of mostly zeros.
@@ -240,7 +243,7 @@ class CompandedCodec(Codec):
         return max(companded, omega_linear(others, self._levels // 2 - 1))
 
     def delta(self, dimension: int) -> float:
-        """δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
+        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
         return 1 / (1 + self.omega(dimension))
 
     @property

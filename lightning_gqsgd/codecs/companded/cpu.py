@@ -61,7 +61,7 @@ class Companded(NamedTuple):
 
 @lru_cache
 def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Companded:
-    """The constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of so many sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     curve = q.curve
@@ -86,17 +86,17 @@ def constants(q: CompandedQuantiser, dtype: torch.dtype, sources: int) -> Compan
 
 
 def is_for_sums(q: CompandedQuantiser) -> bool:
-    """Whether messages are added up, so that no single message is ever decoded: they never are."""
+    """Returns whether messages are added up, so that no single message is ever decoded: they never are."""
     return False
 
 
 def codec(q: CompandedQuantiser) -> Any:
-    """The kernel that encodes, reduces and decodes."""
+    """Returns the kernel that encodes, reduces and decodes."""
     return _codec()
 
 
 def summed(q: CompandedQuantiser) -> Any:
-    """The kernel that decodes sums of codes.
+    """Returns the kernel that decodes sums of codes.
 
     Raises:
         NotImplementedError: always, because levels that are not equidistant cannot be added.
@@ -106,7 +106,7 @@ def summed(q: CompandedQuantiser) -> Any:
 
 @lru_cache
 def _codec() -> Any:
-    """See `codec`: all companded quantisers share one kernel."""
+    """Returns the kernel of `codec`, compiled once for all companded quantisers."""
     write = record_writer(is_stochastic, _encode, pack_planes)
     return codec_kernel("companded", write, record_reader(_decode, unpack_planes))
 
@@ -159,7 +159,7 @@ def _dequantise(codes, u, step, c, add, out):
 
 @loop
 def _expanded(code, u, step, limit, c):
-    """The coordinate that a code stands for, clamped to ``limit``."""
+    """Returns the coordinate that a code stands for, clamped to ``limit``."""
     z = float32(int32(code)) - u
     r = np.floor(z + c.half)
     value = (z * c.slope + abs(r) * (z + (z - r))) * c.shrink

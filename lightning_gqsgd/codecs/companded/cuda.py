@@ -45,7 +45,7 @@ class Companded(NamedTuple):
 
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Companded:
-    """The numbers of a `CompandedQuantiser`, for gradients of a dtype."""
+    """Returns the numbers of a `CompandedQuantiser`, for gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     curve = q.curve
     return Companded(
@@ -64,7 +64,8 @@ def numbers_of(q: Any, dtype: torch.dtype) -> Companded:
 
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_codes`; a block's flag says that it is rounded stochastically."""
+    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. A block's flag says that it is rounded
+    stochastically."""
     stochastic = is_stochastic(a, b, t.n, c)
     send_scales(scales, stochastic, c)
     draw_a, draw_b = draws(t, key, KIND, c)
@@ -73,7 +74,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_values`."""
+    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
     middle = middle_of(flag, c)
     draw_a, draw_b = draws(t, tl.load(key), KIND, c)
     share = tl.where(flag, 0.0, 1.0)[:, None]
@@ -88,7 +89,7 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
 
 @triton.jit
 def _codes(v, draw, scales, stochastic, c: tl.constexpr):
-    """The codes of one half."""
+    """Returns the codes of one half."""
     zero = tl.where(stochastic, c.family.odd_levels // 2, c.family.levels // 2)
     middle = middle_of(stochastic, c)
     less = zero.to(tl.float32) - middle.to(tl.float32)
@@ -106,7 +107,7 @@ def _codes(v, draw, scales, stochastic, c: tl.constexpr):
 
 @triton.jit
 def _expanded(code, offset, stochastic, c: tl.constexpr):
-    """The numbers of one half that codes stand for, in units of a level's distance.
+    """Returns the numbers of one half that codes stand for, in units of a level's distance.
 
     Args:
         code: int32 [rows, half].

@@ -80,11 +80,12 @@ class EdenQuantiser:
         return (0.0, *inner)
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """See `kernels.protocol.Quantiser.record_bytes`; all turned coordinates travel."""
+        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`. All turned
+        coordinates travel."""
         return code_bytes(padded(length, self.block_size), self.bits)
 
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
-        """See `kernels.protocol.WholeQuantiser.write`."""
+        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`."""
         form = SCALE_FORMATS[values.dtype]
         whole = self._whole(blocks)
         largest = form.rounded_up(magnitudes(values).amax(dim=1).long())
@@ -92,6 +93,7 @@ class EdenQuantiser:
         down, up = powers_of_two(largest, form)
         values = torch.where(finite[:, None], values, 0) * down[:, None]
 
+        # Two rounds of signs and Hadamard: after one, blocks with few non-zero coordinates are far from Gaussian.
         first, second = signs(whole, key, values)
         z = transformed(transformed(values * first, whole) * second, whole)
         squares = folded(z.square())
@@ -102,16 +104,19 @@ class EdenQuantiser:
         products = folded(z.abs() * z.new_tensor(self.magnitudes)[numbers])
 
         scales = torch.where(products > 0, squares / products, 0) * up
+        # At a place that no coordinate has, so that the rounding of the scale does not depend on the signs.
         random = words(whole, key, torch.full((1,), SCALE_PLACE, device=blocks.device))[:, 0]
         bits = form.rounded_at_random(scales, random)
         bits = torch.where(finite, bits, form.infinity)
         codes = numbers | (z < 0).long() << (self.bits - 1)
+        # Such blocks decode to NaN or to zeros whatever their codes are, and zeros keep messages equal on all devices.
         codes[~finite | (bits == 0)] = 0
         write_scales(form.sent(bits, torch.zeros_like(finite)), blocks, wire, form)
         pack(codes, whole, wire, self.bits, summable=False)
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """See `kernels.protocol.WholeQuantiser.read`. A block whose scale is not finite is NaN everywhere."""
+        """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`. A block
+        whose scale is not finite is NaN everywhere."""
         form = SCALE_FORMATS[dtype]
         whole = self._whole(blocks)
         bits, _ = form.received(read_scales(wire, blocks, form))
@@ -119,6 +124,7 @@ class EdenQuantiser:
         codes = unpack(wire, whole, self.bits, self.block_size, summable=False)
         size = torch.tensor(self.magnitudes, dtype=dtype, device=wire.device)
         levels = torch.cat([size, -size])[codes]
+        # Codes beyond the end of a block are 0, which stands for the smallest magnitude and not for zero.
         levels[torch.arange(self.block_size, device=wire.device) >= whole[:, LENGTH, None]] = 0
 
         first, second = signs(whole, key, levels)
@@ -129,14 +135,14 @@ class EdenQuantiser:
         return values
 
     def _whole(self, blocks: Tensor) -> Tensor:
-        """The block table with the lengths of blocks after zeros are put at their ends."""
+        """Returns the block table with the lengths of blocks after zeros are put at their ends."""
         whole = blocks.clone()
         whole[:, LENGTH] = padded(blocks[:, LENGTH], self.block_size)
         return whole
 
 
 def signs(blocks: Tensor, key: Key, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The diagonals of D2, which is applied first, and of D1: 1 or -1 in the dtype of ``like``, [B, width].
+    """Returns the diagonals of D2, which is applied first, and of D1: 1 or -1 in the dtype of ``like``, [B, width].
 
     A coordinate's 16-bit dither (`kernels.dither`) has the two signs in its two highest bits, and 0 stands for -1.
     """
@@ -147,7 +153,8 @@ def signs(blocks: Tensor, key: Key, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """A power of two for each block, by which its largest magnitude comes near 1, and one over it: two times [B].
+    """Returns a power of two for each block, by which its largest magnitude comes near 1, and one over it: two times
+    [B].
 
     Blocks so small that their power would be infinite, or so large that it would be denormal, share a power with
     larger or smaller ones.
@@ -162,7 +169,7 @@ def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:
 
 
 def folded(terms: Tensor) -> Tensor:
-    """The sum of each row, [B]: the second half of a row is added to its first half, until one number is left.
+    """Returns the sum of each row, [B]: the second half of a row is added to its first half, until one number is left.
 
     Args:
         terms: [B, width], where the width is a power of two.
@@ -209,7 +216,8 @@ class EdenCodec(Codec):
         return cls(bits)
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
-        """See `Codec.check_blocks`: blocks are turned whole, and once."""
+        """Check that the codec goes with the size of blocks and with a rotation; see `Codec.check_blocks`. Blocks are
+        turned whole, and once."""
         if rotation:
             raise ConfigError("codec='eden' turns every block itself; take rotation=False")
         if block_size < SHORTEST or block_size & (block_size - 1):
@@ -219,11 +227,11 @@ class EdenCodec(Codec):
             )
 
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate, and what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
         return f"{self.bits}", ["eden"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> EdenQuantiser:
-        """What the kernels need.
+        """Returns the quantiser: the codec at one block size, as kernels see it.
 
         Args:
             block_size: the largest number of coordinates in a block.
@@ -240,7 +248,7 @@ class EdenCodec(Codec):
         return EdenQuantiser(self.bits, block_size)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of one rank's coordinate, in units of the squared scale.
+        """Returns the mean square error of one rank's coordinate, in units of the squared scale.
 
         The error is D/(1-D) σ² with the distortion D (`variance.gaussian_distortion`). The mean of z_j q_j is (1-D) σ,
         so the scale is about σ²/((1-D) σ) = σ/(1-D). The quotient is D (1-D).
@@ -249,9 +257,9 @@ class EdenCodec(Codec):
         return distortion * (1 - distortion)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: `variance.omega_eden`."""
+        """Returns ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: `variance.omega_eden`."""
         return omega_eden(self.bits)
 
     def delta(self, dimension: int) -> float:
-        """δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
+        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
         return 1 / (1 + self.omega(dimension))

@@ -53,7 +53,7 @@ class Eden(NamedTuple):
 
 @lru_cache
 def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
-    """The constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of so many sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     magnitudes = np.array(q.magnitudes).astype(real)
@@ -71,17 +71,17 @@ def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
 
 
 def is_for_sums(q: EdenQuantiser) -> bool:
-    """Whether messages are added up. They never are."""
+    """Returns whether messages are added up. They never are."""
     return False
 
 
 def codec(q: EdenQuantiser) -> Any:
-    """The kernel that encodes, reduces and decodes."""
+    """Returns the kernel that encodes, reduces and decodes."""
     return _codec()
 
 
 def summed(q: EdenQuantiser) -> Any:
-    """The kernel that decodes sums of codes.
+    """Returns the kernel that decodes sums of codes.
 
     Raises:
         NotImplementedError: always, because every message is turned by signs of its own.
@@ -91,13 +91,14 @@ def summed(q: EdenQuantiser) -> Any:
 
 @lru_cache
 def _codec() -> Any:
-    """See `codec`: all EDEN quantisers share one kernel."""
+    """Returns the kernel of `codec`, compiled once for all EDEN quantisers."""
     return codec_kernel("eden", _write, _read)
 
 
 @inlined
 def _exponent_of(length):
-    """The exponent of the power of two that a block of this length is padded to, see `kernels.rotation.padded`."""
+    """Returns the exponent of the power of two that a block of this length is padded to, see
+    `kernels.rotation.padded`."""
     exponent = _SHORTEST_EXPONENT
     while 1 << exponent < length:
         exponent += 1
@@ -240,7 +241,7 @@ def _square(values, out):
 
 @loop
 def _folded(terms):
-    """The sum of a power of two of terms, see `codecs.eden.folded`; the terms are overwritten."""
+    """Returns the sum of a power of two of terms, see `codecs.eden.folded`; the terms are overwritten."""
     half = terms.size // 2
     while half:
         first = part(terms, 0, half)

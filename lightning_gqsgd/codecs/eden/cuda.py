@@ -37,14 +37,15 @@ class Eden(NamedTuple):
 
 
 def numbers_of(q: Any, dtype: torch.dtype) -> Eden:
-    """The numbers of an `EdenQuantiser`, for gradients of a dtype."""
+    """Returns the numbers of an `EdenQuantiser`, for gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     return Eden(tuple(float(real(size)) for size in q.magnitudes), tuple(float(real(size)) for size in q.thresholds))
 
 
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it is sent after them."""
+    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it
+    is sent after them."""
     down, up = _powers_of_two(scales.bits, c)
     a, b = _turned(a * down[:, None], b * down[:, None], t, key, KIND, c)
     squares = _folded(a * a + b * b, c)
@@ -65,7 +66,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_values`."""
+    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
     a = _levels(code_a, c)
     b = _levels(code_b, c)
     if KIND == RAGGED:
@@ -79,7 +80,8 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
 
 @triton.jit
 def _powers_of_two(largest, c: tl.constexpr):
-    """See `codecs.eden.powers_of_two`; ``largest``: bits of the largest magnitudes, rounded up, [rows]."""
+    """Returns the power of two that each block is divided by; see `codecs.eden.powers_of_two`. ``largest``: bits of the
+    largest magnitudes, rounded up, [rows]."""
     INFINITY: tl.constexpr = c.number.infinity >> c.number.mantissa
     TINY: tl.constexpr = c.number.tiny >> c.number.mantissa
     exponent = tl.minimum(tl.maximum(largest >> c.number.mantissa, TINY), INFINITY - 2).to(c.number.integer)
@@ -119,7 +121,8 @@ def _signs(draw, bit):
 
 @triton.jit
 def _folded(v, c: tl.constexpr):
-    """See `codecs.eden.folded`; ``v``: the sums of the terms of both halves, [rows, half]."""
+    """Returns the sum of each row's terms; see `codecs.eden.folded`. ``v``: the sums of the terms of both halves,
+    [rows, half]."""
     ROWS: tl.constexpr = c.shape.rows
     for stage in tl.static_range(c.shape.stages):
         first, second = tl.split(tl.trans(tl.reshape(v, (ROWS, 2, c.shape.half >> (stage + 1))), 0, 2, 1))
@@ -129,7 +132,7 @@ def _folded(v, c: tl.constexpr):
 
 @triton.jit
 def _nearest(v, deviation, c: tl.constexpr):
-    """The number of the nearest magnitude of each coordinate of one half, and the magnitude."""
+    """Returns the number of the nearest magnitude of each coordinate of one half, and the magnitude."""
     number = tl.zeros(v.shape, tl.int32)
     level = tl.full(v.shape, c.family.magnitudes[0], c.number.compute)
     for k in tl.static_range(1, 1 << (c.codes.bits - 1)):
@@ -141,13 +144,13 @@ def _nearest(v, deviation, c: tl.constexpr):
 
 @triton.jit
 def _with_sign(number, v, used, c: tl.constexpr):
-    """The codes of one half."""
+    """Returns the codes of one half."""
     return (number | ((v < 0).to(tl.int32) << (c.codes.bits - 1))) * used[:, None]
 
 
 @triton.jit
 def _levels(code, c: tl.constexpr):
-    """The levels that the codes of one half stand for."""
+    """Returns the levels that the codes of one half stand for."""
     HIGHEST: tl.constexpr = 1 << (c.codes.bits - 1)
     number = code & (HIGHEST - 1)
     level = tl.full(code.shape, c.family.magnitudes[0], c.number.compute)
@@ -158,7 +161,8 @@ def _levels(code, c: tl.constexpr):
 
 @triton.jit
 def _rounded_at_random(scale, random, c: tl.constexpr):
-    """See `wire.ScaleFormat.rounded_at_random`; ``random``: uint32 [rows]."""
+    """Returns scales rounded at random to the wire's format; see `wire.ScaleFormat.rounded_at_random`. ``random``:
+    uint32 [rows]."""
     TINY: tl.constexpr = c.number.tiny
     INFINITY: tl.constexpr = c.number.infinity
     INVERSE: tl.constexpr = (((INFINITY >> c.number.mantissa) - 1) << c.number.mantissa) - TINY

@@ -59,23 +59,26 @@ class ExponentialQuantiser:
     summable: ClassVar[bool] = False
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """See `kernels.protocol.Quantiser.record_bytes`."""
+        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`."""
         return code_bytes(length, self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `kernels.protocol.ScaledQuantiser.encode`; no block has its flag set."""
+        """Returns the codes of blocks, and a flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. No
+        block has its flag set."""
         form = SCALE_FORMATS[values.dtype]
         cut, bits_of_one = self._cut(values.dtype)
         y = (values.abs() * (1 / scales)[:, None]).clamp(max=1).nan_to_num() * 2.0**-self.headroom
         random = (uniform.double() * 2.0**cut).long()
         magnitude = ((magnitudes(y).long() + random) >> cut) - (bits_of_one - self.magnitudes)
         smallest = form.floats(torch.full_like(y, (bits_of_one - self.magnitudes + 1) << cut).long())
+        # Below the smallest level there are no mantissa bits to round: the coordinate becomes that level or zero.
         magnitude = torch.where(y < smallest, (y * (1 / smallest) > uniform.to(y.dtype)).long(), magnitude)
         codes = torch.where(magnitude > 0, magnitude | ((values < 0).long() << (self.bits - 1)), 0)
         return codes, torch.zeros(len(values), dtype=torch.bool, device=values.device)
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """See `kernels.protocol.ScaledQuantiser.decode`: levels need no dither."""
+        """Returns the coordinates that codes stand for; see `kernels.protocol.ScaledQuantiser.decode`. Levels need no
+        dither."""
         cut, bits_of_one = self._cut(scales.dtype)
         magnitude = codes & ((1 << (self.bits - 1)) - 1)
         sign = codes >> (self.bits - 1)
@@ -84,12 +87,14 @@ class ExponentialQuantiser:
         return torch.where(magnitude > 0, y * (1 - 2 * sign) * scales[:, None], 0).clamp(-limit, limit)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """See `kernels.protocol.SummableQuantiser.decode_sum`; the sums are codes, see `combine`."""
+        """Returns the mean that the sums of all ranks' codes stand for; see
+        `kernels.protocol.SummableQuantiser.decode_sum`. The sums are codes, see `combine`."""
         share = 2.0**self.headroom / len(uniforms)
         return self.decode(codes, scales * share, torch.zeros_like(scales).bool(), uniforms[0])
 
     def combine(self, codes: Tensor, others: Tensor, words: Tensor) -> Tensor:
-        """See `kernels.protocol.PairwiseQuantiser.combine`; the module has the rule, for codes without mantissa."""
+        """Returns codes of the sums of two codes' numbers, without bias; see
+        `kernels.protocol.PairwiseQuantiser.combine`. The module has the rule, for codes without mantissa."""
         mask = (1 << (self.bits - 1)) - 1
         sign = 1 << (self.bits - 1)
         swap = (others & mask) > (codes & mask)
@@ -99,14 +104,16 @@ class ExponentialQuantiser:
         b = small & mask
         opposite = ((large ^ small) & sign) != 0
         distance = a - b - opposite.long()
+        # A draw below 2^(32-D) has the probability 2^-D. At D = 0 every 32-bit word is below 2^32, so it always fires.
         fires = words < (1 << (32 - distance.clamp(0, 32)))
         moved = torch.where(opposite, a - fires.long(), (a + fires.long()).clamp(max=self.magnitudes))
         moved = torch.where(opposite & (distance < 0), 0, moved)
+        # Code 0 is the number zero, which adds nothing.
         result = torch.where(b == 0, a, moved)
         return torch.where(result == 0, 0, (large & sign) | result)
 
     def _cut(self, dtype: torch.dtype) -> tuple[int, int]:
-        """How many bits of a float's mantissa codes drop, and the bits of 1.0 without those."""
+        """Returns how many bits of a float's mantissa codes drop, and the bits of 1.0 without those."""
         form = SCALE_FORMATS[dtype]
         exponent_of_one = form.infinity >> form.mantissa >> 1  # half of infinity's
         return form.mantissa - self.mantissa, exponent_of_one << self.mantissa
@@ -151,11 +158,11 @@ class ExponentialCodec(Codec):
 
     @property
     def adds_in_pairs(self) -> bool:
-        """Whether codes can be added in pairs."""
+        """Returns whether codes can be added in pairs."""
         return self.mantissa == 0
 
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate, and what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
         return f"{self.bits}", ["exponential", f"{self.mantissa} mantissa bits"]
 
     @property
@@ -165,7 +172,7 @@ class ExponentialCodec(Codec):
         return min(self.most or fitting, fitting)
 
     def quantiser(self, block_size: int, summed: int | None = None) -> ExponentialQuantiser:
-        """What the kernels need.
+        """Returns the quantiser: the codec at one block size, as kernels see it.
 
         Args:
             block_size: the largest number of coordinates in a block.
@@ -178,7 +185,8 @@ class ExponentialCodec(Codec):
         return ExponentialQuantiser(self.bits, block_size, self.magnitudes, self.mantissa, headroom)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of one rank's coordinate, in units of the squared scale, at most: h²/(4(1+h)), h = 2^-m.
+        """Returns the mean square error of one rank's coordinate, in units of the squared scale, at most: h²/(4(1+h)),
+        h = 2^-m.
 
         That is the largest one relative to the coordinate's own square; see `variance.relative_variance`. A coordinate
         half as large as the smallest magnitude l has l²/4, which is more where there is only one magnitude.
@@ -186,7 +194,7 @@ class ExponentialCodec(Codec):
         return max(relative_variance(self.mantissa), smallest_level(self.magnitudes, self.mantissa) ** 2 / 4)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; see
+        """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; see
         `variance.omega_exponential`.
 
         Args:
@@ -199,11 +207,11 @@ class ExponentialCodec(Codec):
         return omega_exponential(dimension, self.magnitudes - self._headroom(summed), self.mantissa)
 
     def delta(self, dimension: int) -> float:
-        """δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
+        """Returns δ with E|C(x) - x|² <= (1-δ) |x|² for C = Q/(1+ω)."""
         return 1 / (1 + self.omega(dimension))
 
     def _headroom(self, summed: int) -> int:
-        """How many magnitudes are reserved for sums over so many ranks.
+        """Returns how many magnitudes are reserved for sums over so many ranks.
 
         A tree of sums whose depth is log2 n, rounded up, multiplies the largest magnitude by at most 2^depth: a sum of
         two numbers up to 2^k is at most 2^(k+1), which is a level, so rounding stays below it.

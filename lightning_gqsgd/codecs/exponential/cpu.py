@@ -66,7 +66,7 @@ class Exponential(NamedTuple):
 
 @lru_cache
 def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Exponential:
-    """The constants of a quantiser, for messages or sums of so many sources."""
+    """Returns the constants of a quantiser, for messages or sums of so many sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     wide = integer_type(dtype)
@@ -90,17 +90,17 @@ def constants(q: ExponentialQuantiser, dtype: torch.dtype, sources: int) -> Expo
 
 
 def is_for_sums(q: ExponentialQuantiser) -> bool:
-    """Whether messages are added up, so that no single message is ever decoded."""
+    """Returns whether messages are added up, so that no single message is ever decoded."""
     return q.headroom > 0
 
 
 def codec(q: ExponentialQuantiser) -> Any:
-    """The kernel that encodes, reduces and decodes."""
+    """Returns the kernel that encodes, reduces and decodes."""
     return _codec()
 
 
 def summed(q: ExponentialQuantiser) -> Any:
-    """The kernel that decodes sums of codes."""
+    """Returns the kernel that decodes sums of codes."""
     return _summed()
 
 
@@ -119,20 +119,20 @@ def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantis
 
 @lru_cache
 def _codec() -> Any:
-    """See `codec`: all exponential quantisers share one kernel."""
+    """Returns the kernel of `codec`, compiled once for all exponential quantisers."""
     write = record_writer(_no_flag, _encode, pack_planes)
     return codec_kernel("exponential", write, record_reader(_decode, unpack_planes))
 
 
 @lru_cache
 def _summed() -> Any:
-    """See `summed`: all exponential quantisers share one kernel."""
+    """Returns the kernel of `summed`, compiled once for all exponential quantisers."""
     return sum_kernel("exponential_sum", sum_reader(_decode_sum, unpack_planes))
 
 
 @inlined
 def _no_flag(zeros, n, c):
-    """The flag of a block: no block is rounded in another way."""
+    """Returns the flag of a block: no block is rounded in another way."""
     return False
 
 
@@ -182,7 +182,7 @@ def _dequantise(codes, scale, c, add, out):
 
 @loop
 def _expanded(code, scale, c):
-    """The coordinate that a code stands for."""
+    """Returns the coordinate that a code stands for."""
     sign = uint8(c.bits - 1)
     mask = uint8((1 << (c.bits - 1)) - 1)
     bits = shifted_up(narrowed((code & mask) + c.offset, c.cut), c.cut)

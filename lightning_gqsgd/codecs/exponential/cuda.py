@@ -39,7 +39,7 @@ class Magnitudes(NamedTuple):
 
 
 def magnitudes_of(q: Any, dtype: torch.dtype) -> Magnitudes:
-    """The numbers of an `ExponentialQuantiser`, for gradients of a dtype."""
+    """Returns the numbers of an `ExponentialQuantiser`, for gradients of a dtype."""
     form = scale_format(dtype)
     real, integer = (np.float64, np.int64) if COMPUTE_DTYPES[dtype] == torch.float64 else (np.float32, np.int32)
     cut = form.mantissa - q.mantissa
@@ -50,7 +50,7 @@ def magnitudes_of(q: Any, dtype: torch.dtype) -> Magnitudes:
 
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_codes`; no block has its flag set."""
+    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. No block has its flag set."""
     send_scales(scales, t.n < 0, c)
     draw_a, draw_b = draws(t, key, KIND, c)
     return _codes(a, draw_a, scales, c), _codes(b, draw_b, scales, c)
@@ -58,13 +58,14 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_values`: levels need no dither."""
+    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`. Levels need no dither."""
     return _values(code_a, scale, c), _values(code_b, scale, c)
 
 
 @triton.jit
 def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.sums_to_values`; the sums are codes, see `_pairs_to_codes`."""
+    """Returns the mean that sums of codes stand for; see `ScaledFamily.sums_to_values`. The sums are codes, see
+    `_pairs_to_codes`."""
     SHARE: tl.constexpr = 1 / c.family.shrink / c.mean.ranks
     share = tl.full((), SHARE, c.number.compute)
     return _values(code_a, scale * share, c), _values(code_b, scale * share, c)
@@ -72,7 +73,8 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
 
 @triton.jit
 def _pairs_to_codes(code, other, word, c: tl.constexpr):
-    """See `codecs.exponential.ExponentialQuantiser.combine`."""
+    """Returns codes of the sums of two codes' numbers, without bias; see
+    `codecs.exponential.ExponentialQuantiser.combine`."""
     MASK: tl.constexpr = (1 << (c.codes.bits - 1)) - 1
     is_smaller = (other & MASK) > (code & MASK)
     large = tl.where(is_smaller, other, code)
@@ -91,7 +93,7 @@ def _pairs_to_codes(code, other, word, c: tl.constexpr):
 
 @triton.jit
 def _codes(v, draw, scales, c: tl.constexpr):
-    """The codes of one half."""
+    """Returns the codes of one half."""
     inverse = divided(scales.value * 0 + 1, scales.value, c)
     y = tl.minimum(tl.abs(v) * inverse[:, None], 1) * tl.full((), c.family.shrink, c.number.compute)
     random = (2 * draw + 1).to(c.number.integer) << (c.family.cut - 17)  # the dither in units of the last bit
@@ -106,7 +108,7 @@ def _codes(v, draw, scales, c: tl.constexpr):
 
 @triton.jit
 def _values(code, scale, c: tl.constexpr):
-    """The coordinates of one half that codes stand for under scales, [rows]."""
+    """Returns the coordinates of one half that codes stand for under scales, [rows]."""
     magnitude = code & ((1 << (c.codes.bits - 1)) - 1)
     y = ((magnitude + c.family.offset).to(c.number.integer) << c.family.cut).to(c.number.compute, bitcast=True)
     value = clamped(y * scale[:, None], tl.full((), c.mean.limit, c.number.compute))

@@ -77,12 +77,13 @@ class FloatCodec(Codec):
         return cls(bits)
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
-        """See `Codec.check_blocks`: there are no blocks to turn."""
+        """Check that the codec goes with the size of blocks and with a rotation; see `Codec.check_blocks`. There are no
+        blocks to turn."""
         if rotation:
             raise ConfigError(f"rotation=True is for codes of 1 to 8 bits, not bits={self.bits}; leave it out")
 
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate, and what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
         return str(self.bits), ["bf16, stochastic rounding" if self.bits == 16 else "as they are"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> NoReturn:

@@ -64,15 +64,16 @@ class LinearQuantiser:
 
     @property
     def always_stochastic(self) -> bool:
-        """Whether every block is rounded stochastically."""
+        """Returns whether every block is rounded stochastically."""
         return self.stochastic_from < 0
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """See `kernels.protocol.Quantiser.record_bytes`."""
+        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`."""
         return (summable_code_bytes if self.summable else code_bytes)(length, self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, scales: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `kernels.protocol.ScaledQuantiser.encode`; a block's flag says that it is rounded stochastically."""
+        """Returns the codes of blocks, and a flag of each block; see `kernels.protocol.ScaledQuantiser.encode`. A
+        block's flag says that it is rounded stochastically."""
         stochastic = are_stochastic(values, lengths, self.stochastic_from)
         levels = torch.where(stochastic, self.odd_levels, self.levels)
         middle = ((levels - 1) / 2).to(scales.dtype)
@@ -80,18 +81,21 @@ class LinearQuantiser:
         y = (values * levels_per_unit(scales, middle)[:, None]).clamp(-middle[:, None], middle[:, None])
         if self.nearest:  # were zeros always rounded to the same side, the errors of all ranks would add up
             uniform = torch.where(values == 0, uniform, 0.5)
+        # Numbers of levels are counted from zero here: near zero, where most coordinates are, the sum rounds least.
         shifted = y + (uniform.to(y.dtype) - (zero - middle)[:, None])
+        # A block that is not finite has NaN here, which cannot become an integer; its codes are not used.
         return shifted.nan_to_num().floor().long() + zero[:, None], stochastic
 
     def decode(self, codes: Tensor, scales: Tensor, flags: Tensor, uniform: Tensor) -> Tensor:
-        """See `kernels.protocol.ScaledQuantiser.decode`."""
+        """Returns the coordinates that codes stand for; see `kernels.protocol.ScaledQuantiser.decode`."""
         middle = (torch.where(flags, self.odd_levels, self.levels) - 1) / 2
         dither = torch.zeros_like(uniform) if self.nearest else uniform - 0.5
         offset = middle[:, None] + torch.where(flags[:, None], 0, dither)
         return coordinates((codes.float() - offset).to(scales.dtype), middle, scales, flags)
 
     def decode_sum(self, codes: Tensor, scales: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
-        """See `kernels.protocol.SummableQuantiser.decode_sum`: subtractive dither of all ranks is taken off the sum."""
+        """Returns the mean that the sums of all ranks' codes stand for; see
+        `kernels.protocol.SummableQuantiser.decode_sum`. Subtractive dither of all ranks is taken off the sum."""
         middle = torch.full(scales.shape, len(uniforms) * (self.levels - 1) / 2, device=scales.device)
         offset = middle[:, None].repeat(1, codes.shape[1])
         for uniform in () if self.always_stochastic or self.nearest else uniforms:
@@ -101,7 +105,7 @@ class LinearQuantiser:
 
 
 def are_stochastic(values: Tensor, lengths: Tensor, stochastic_from: float) -> Tensor:
-    """Whether more than the share ``stochastic_from`` of each block is zero: bool [B].
+    """Returns whether more than the share ``stochastic_from`` of each block is zero: bool [B].
 
     Args:
         values: coordinates in the compute dtype, [B, width].
@@ -111,22 +115,24 @@ def are_stochastic(values: Tensor, lengths: Tensor, stochastic_from: float) -> T
     inside = torch.arange(values.shape[1], device=values.device)[None] < lengths[:, None]
     zeros = ((values == 0) & inside).sum(dim=1)
     share = torch.tensor(stochastic_from, dtype=values.dtype, device=values.device)
+    # In fp64 for all gradients, so that all kernels decide alike.
     return zeros > share.double() * lengths
 
 
 def levels_per_unit(scales: Tensor, middle: Tensor) -> Tensor:
-    """1/Δ of each block, so large that a coordinate at the scale reaches the last level: [B].
+    """Returns 1/Δ of each block, [B], large enough that a coordinate at the scale reaches the last level.
 
     Args:
         scales: the blocks' scales, [B].
         middle: (K-1)/2 of each block, in the same dtype, [B].
     """
+    # The quotient is rounded, and may be too small for the last level, which would never be used then.
     inverse = middle / scales
     return torch.where(scales * inverse < middle, inverse * _up(scales.dtype), inverse)
 
 
 def coordinates(y: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -> Tensor:
-    """Coordinates that numbers of levels, counted from zero, stand for: [B, width].
+    """Returns the coordinates that numbers of levels, counted from zero, stand for: [B, width].
 
     Args:
         y: numbers of levels without dither, in the compute dtype, [B, width].
@@ -139,12 +145,13 @@ def coordinates(y: Tensor, middle: Tensor, scales: Tensor, stochastic: Tensor) -
     step = scales / middle
     # The last level is to stand for the scale, exactly, where levels are what is decoded.
     step = torch.where(stochastic & (step * middle < scales), step * _up(scales.dtype), step)
+    # Levels end at the scale. Subtractive dither may decode to half a step more, and is only kept finite.
     limit = torch.where(stochastic, scales, torch.finfo(scales.dtype).max)[:, None]
     return (y * step[:, None]).clamp(-limit, limit)
 
 
 def _up(dtype: torch.dtype) -> float:
-    """Factor that is just above 1: 1 + 2 ulp."""
+    """Returns a factor just above 1: 1 + 2 ulp."""
     return 1 + 2 * float(torch.finfo(dtype).eps)
 
 
@@ -199,21 +206,22 @@ class LinearCodec(Codec):
 
     @property
     def has_odd_levels(self) -> bool:
-        """Whether all codes are those of an odd number of levels, which Elias codes need."""
+        """Returns whether all codes are those of an odd number of levels, which Elias codes need."""
         return self.dither == "stochastic"
 
     @property
     def leaves_room_for_sums(self) -> bool:
-        """Whether the codes of two ranks could be added in so many bits."""
+        """Returns whether the codes of two ranks could be added in so many bits."""
         return self.bits > 1
 
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate, and what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
         dither = f"{self.dither} dither" if self.dither != "nearest" else "nearest level"
         return f"{self.bits}", ["linear", dither]
 
     def levels(self, summed: int = 1, *, odd: bool | None = None) -> int:
-        """Number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1) < 2^bits.
+        """Returns the number of levels K per rank, so that the sum of ``summed`` codes fits ``bits`` bits: summed (K-1)
+        < 2^bits.
 
         Args:
             summed: number of ranks whose codes are added before they are decoded.
@@ -237,7 +245,7 @@ class LinearCodec(Codec):
         return levels
 
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
-        """What the kernels need.
+        """Returns the quantiser: the codec at one block size, as kernels see it.
 
         Sums have the same dither in all blocks, because the choice of each rank would have to reach the decoder:
         adaptive is subtractive there.
@@ -261,11 +269,11 @@ class LinearCodec(Codec):
         return LinearQuantiser(self.bits, even, odd, share, block_size, summable, self.dither == "nearest")
 
     def step(self, summed: int = 1) -> float:
-        """Distance Δ of two levels, in units of the block's scale."""
+        """Returns the distance Δ of two levels, in units of the block's scale."""
         return 2.0 / (self.levels(summed) - 1)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of one rank's coordinate, in units of the squared scale, on dense gradients.
+        """Returns the mean square error of one rank's coordinate, in units of the squared scale, on dense gradients.
 
         Subtractive dither: Δ²/12 whatever the coordinate. Stochastic rounding: f(1-f) Δ² with f the distance to the
         level below, which is Δ²/6 for uniform f.
@@ -276,8 +284,8 @@ class LinearCodec(Codec):
         return self.step(summed) ** 2 / (6 if self.dither == "stochastic" else 12)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec is
-        biased.
+        """Returns ω with E|Q(x) - x|² <= ω |x|² for ``dimension`` coordinates that share a scale; infinite if the codec
+        is biased.
 
         Adaptive dither has no more error than subtractive.
 

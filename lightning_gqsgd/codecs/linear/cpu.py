@@ -56,7 +56,7 @@ class Linear(NamedTuple):
 
 @lru_cache
 def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
-    """The constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of so many sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     return Linear(
@@ -76,28 +76,28 @@ def constants(q: LinearQuantiser, dtype: torch.dtype, sources: int) -> Linear:
 
 
 def is_for_sums(q: LinearQuantiser) -> bool:
-    """Whether messages are added up, so that no single message is ever decoded."""
+    """Returns whether messages are added up, so that no single message is ever decoded."""
     return q.summable
 
 
 def codec(q: LinearQuantiser) -> Any:
-    """The kernel that encodes, reduces and decodes."""
+    """Returns the kernel that encodes, reduces and decodes."""
     return _codec(lanes=_has_lanes(q))
 
 
 def summed(q: LinearQuantiser) -> Any:
-    """The kernel that decodes sums of codes."""
+    """Returns the kernel that decodes sums of codes."""
     return _summed(lanes=_has_lanes(q))
 
 
 def _has_lanes(q: LinearQuantiser) -> bool:
-    """Whether codes lie in lanes of 64-bit words."""
+    """Returns whether codes lie in lanes of 64-bit words."""
     return q.summable and 8 % q.bits != 0
 
 
 @lru_cache
 def _codec(*, lanes: bool) -> Any:
-    """See `codec`; ``lanes``: see `_has_lanes`."""
+    """Returns the kernel of `codec`, compiled once for each value of ``lanes`` (see `_has_lanes`)."""
     write = record_writer(is_stochastic, _encode, pack_lanes if lanes else pack_planes)
     read = record_reader(_decode, unpack_lanes if lanes else unpack_planes)
     return codec_kernel("linear_lanes" if lanes else "linear", write, read)
@@ -105,14 +105,14 @@ def _codec(*, lanes: bool) -> Any:
 
 @lru_cache
 def _summed(*, lanes: bool) -> Any:
-    """See `summed`; ``lanes``: see `_has_lanes`."""
+    """Returns the kernel of `summed`, compiled once for each value of ``lanes`` (see `_has_lanes`)."""
     read_sum = sum_reader(_decode_sum, unpack_lanes if lanes else unpack_planes)
     return sum_kernel("linear_lanes_sum" if lanes else "linear_sum", read_sum)
 
 
 @inlined
 def is_stochastic(zeros, n, c):
-    """The flag of a block: whether it has so many zeros that it is rounded stochastically."""
+    """Returns the flag of a block: whether it has so many zeros that it is rounded stochastically."""
     return zeros > c.stochastic_from * n
 
 

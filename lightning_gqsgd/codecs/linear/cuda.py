@@ -39,7 +39,7 @@ class Levels(NamedTuple):
 
 
 def levels_of(q: Any, dtype: torch.dtype) -> Levels:
-    """The numbers of a `LinearQuantiser`, for gradients of a dtype."""
+    """Returns the numbers of a `LinearQuantiser`, for gradients of a dtype."""
     real = np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
     return Levels(
         levels=q.levels,
@@ -53,7 +53,8 @@ def levels_of(q: Any, dtype: torch.dtype) -> Levels:
 
 @triton.jit
 def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_codes`; a block's flag says that it is rounded stochastically."""
+    """Returns the codes of coordinates; see `ScaledFamily.to_codes`. A block's flag says that it is rounded
+    stochastically."""
     stochastic = is_stochastic(a, b, t.n, c)
     send_scales(scales, stochastic, c)
     draw_a, draw_b = draws(t, key, KIND, c)
@@ -62,7 +63,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.to_values`."""
+    """Returns the coordinates that codes stand for; see `ScaledFamily.to_values`."""
     middle = middle_of(flag, c)
     offset_a = middle.to(tl.float32)[:, None]
     offset_b = offset_a
@@ -78,7 +79,8 @@ def _to_values(code_a, code_b, t, key, scale, flag, KIND: tl.constexpr, c: tl.co
 
 @triton.jit
 def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c: tl.constexpr):
-    """See `ScaledFamily.sums_to_values`: the dither of all ranks is taken off the sum."""
+    """Returns the mean that sums of codes stand for; see `ScaledFamily.sums_to_values`. The dither of all ranks is
+    taken off the sum."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     MIDDLE: tl.constexpr = c.mean.ranks * (c.family.levels - 1) / 2
@@ -98,7 +100,7 @@ def _sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND: tl.constexpr, c
 
 @triton.jit
 def is_stochastic(a, b, n, c: tl.constexpr):
-    """Which blocks are rounded stochastically."""
+    """Returns which blocks are rounded stochastically."""
     if c.family.adaptive:
         others_a = tl.minimum(magnitudes(a, c), 1)
         others_b = tl.minimum(magnitudes(b, c), 1)
@@ -111,7 +113,7 @@ def is_stochastic(a, b, n, c: tl.constexpr):
 
 @triton.jit
 def middle_of(stochastic, c: tl.constexpr):
-    """The code for zero, as a number that need not be whole."""
+    """Returns the code for zero, as a number that need not be whole."""
     return tl.where(stochastic, (c.family.odd_levels - 1) * 0.5, (c.family.levels - 1) * 0.5)
 
 
@@ -124,7 +126,7 @@ def levels_per_unit(scale, middle, c: tl.constexpr):
 
 @triton.jit
 def _codes(v, draw, scales, stochastic, c: tl.constexpr):
-    """The codes of one half."""
+    """Returns the codes of one half."""
     zero = tl.where(stochastic, c.family.odd_levels // 2, c.family.levels // 2)
     less = zero.to(tl.float32) - middle_of(stochastic, c).to(tl.float32)
     middle = middle_of(stochastic, c).to(c.number.compute)
@@ -142,7 +144,7 @@ def _codes(v, draw, scales, stochastic, c: tl.constexpr):
 
 @triton.jit
 def _values(code, offset, scale, middle, stochastic, c: tl.constexpr):
-    """The coordinates of one half that codes, or sums of codes, stand for.
+    """Returns the coordinates of one half that codes, or sums of codes, stand for.
 
     Args:
         code: int32 [rows, half].
@@ -156,7 +158,7 @@ def _values(code, offset, scale, middle, stochastic, c: tl.constexpr):
 
 @triton.jit
 def coordinates(y, scale, middle, stochastic, c: tl.constexpr):
-    """The coordinates of one half that numbers of levels, counted from zero, stand for.
+    """Returns the coordinates of one half that numbers of levels, counted from zero, stand for.
 
     Args:
         y: numbers of levels without dither, [rows, half].

@@ -38,20 +38,20 @@ class SignCodec(Codec):
 
     @property
     def biased_by(self) -> str:
-        """See `Codec.biased_by`."""
+        """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
         return "codec='sign'"
 
     @property
     def leaves_room_for_sums(self) -> bool:
-        """See `Codec.leaves_room_for_sums`."""
+        """Returns whether a code has enough bits for the sum of two ranks' codes; see `Codec.leaves_room_for_sums`."""
         return False
 
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate, and what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
         return "1", ["sign"]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> LinearQuantiser:
-        """What the kernels need."""
+        """Returns the quantiser: the codec at one block size, as kernels see it."""
         return LinearQuantiser(1, levels=2, odd_levels=2, stochastic_from=1.0, block_size=block_size, nearest=True)
 
     def error_variance(self, summed: int = 1) -> float:

@@ -54,22 +54,22 @@ class CoarseTopKQuantiser:
         return 1 << (self.bits - 1)
 
     def kept_of(self, length: Lengths) -> Lengths:
-        """Number of coordinates that are kept of a block of this length, rounded up."""
+        """Returns the number of coordinates that are kept of a block of this length, rounded up."""
         return (length * self.kept + 65535) >> 16
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """See `kernels.protocol.Quantiser.record_bytes`."""
+        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`."""
         count = self.kept_of(length)
         return self.cells * raw_bytes + PLACE_BYTES * count + (count * self.bits + 7) // 8
 
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
-        """See `kernels.protocol.WholeQuantiser.write`."""
+        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`."""
         for length, rows in _by_length(blocks):
             record = self._record(values[rows, :length])
             wire[blocks[rows, CODES, None] + torch.arange(record.shape[1], device=wire.device)] = record
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """See `kernels.protocol.WholeQuantiser.read`.
+        """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
 
         A block is NaN everywhere if a cell's mean is not finite, or a place is not in the block.
         """
@@ -91,7 +91,7 @@ class CoarseTopKQuantiser:
         return values
 
     def _record(self, values: Tensor) -> Tensor:
-        """The records of blocks of one length, uint8 [B, bytes]; ``values``: [B, length]."""
+        """Returns the records of blocks of one length, uint8 [B, bytes]; ``values``: [B, length]."""
         count = self.kept_of(values.shape[1])
         # As integers, so that NaN is the largest magnitude and its block is NaN.
         places = magnitudes(values).topk(count, dim=1).indices.sort(dim=1).values
@@ -110,23 +110,23 @@ class CoarseTopKQuantiser:
 
 
 def _by_length(blocks: Tensor) -> list[tuple[int, Tensor]]:
-    """The lengths of blocks, and the numbers of the blocks of each length."""
+    """Returns the lengths of blocks, and the numbers of the blocks of each length."""
     lengths = blocks[:, LENGTH]
     return [(int(length), (lengths == length).nonzero().flatten()) for length in lengths.unique()]
 
 
 def _rows_of_bytes(values: Tensor) -> Tensor:
-    """The bytes of each row, uint8 [B, bytes]."""
+    """Returns the bytes of each row, uint8 [B, bytes]."""
     return bytes_of(values).reshape(len(values), -1)
 
 
 def _numbers(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `_rows_of_bytes` has taken apart: [B, numbers]."""
+    """Returns the rows that `_rows_of_bytes` has taken apart, [B, numbers]."""
     return rows.flatten().clone().view(dtype).view(len(rows), -1)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes of so many bits side by side, the highest bit first: uint8 [B, bytes]."""
+    """Returns the codes of so many bits side by side, the highest bit first: uint8 [B, bytes]."""
     each = codes[:, :, None] >> torch.arange(bits - 1, -1, -1, device=codes.device) & 1
     flat = torch.nn.functional.pad(each.flatten(1), (0, -(codes.shape[1] * bits) % 8))
     weights = 1 << torch.arange(7, -1, -1, device=codes.device)
@@ -134,7 +134,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, count: int, bits: int) -> Tensor:
-    """What `_packed` packed: int64 [B, count]."""
+    """Returns the codes that `_packed` packed, int64 [B, count]."""
     each = packed[:, :, None].long() >> torch.arange(7, -1, -1, device=packed.device) & 1
     weights = 1 << torch.arange(bits - 1, -1, -1, device=packed.device)
     return (each.flatten(1)[:, : count * bits].reshape(len(packed), count, bits) * weights).sum(dim=2)

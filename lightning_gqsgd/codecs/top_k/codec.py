@@ -48,18 +48,21 @@ class TopKQuantiser:
     bits: ClassVar[int] = 32
 
     def kept_of(self, length: Lengths) -> Lengths:
-        """Number of coordinates that are kept of a block of this length, rounded up."""
+        """Returns the number of coordinates that are kept of a block of this length, rounded up."""
         return (length * self.kept + 65535) >> 16
 
     def record_bytes(self, length: np.ndarray, raw_bytes: int) -> np.ndarray:
-        """See `kernels.protocol.Quantiser.record_bytes`."""
+        """Returns the number of bytes of each block's record; see `kernels.protocol.Quantiser.record_bytes`."""
         return self.kept_of(length) * (raw_bytes + PLACE_BYTES)
 
     def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
-        """See `kernels.protocol.WholeQuantiser.write`. Of equal magnitudes, the first ones are kept."""
+        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`. Of equal magnitudes, the first ones
+        are kept."""
         inside = positions(blocks, values.shape[1])[1]
+        # Padding sorts last. NaN sorts first, so that a block that is not finite says so to the receiver.
         order = torch.where(inside, magnitudes(values).long(), -1).argsort(dim=1, descending=True, stable=True)
         for k, count in enumerate(self.kept_of(blocks[:, LENGTH]).tolist()):
+            # In ascending order, as the fast kernels write them.
             places = order[k, :count].sort().values
             at = int(blocks[k, CODES])
             kept = bytes_of(values[k, places]).flatten()
@@ -67,7 +70,7 @@ class TopKQuantiser:
             wire[at + len(kept) : at + len(kept) + PLACE_BYTES * count] = bytes_of(places.to(torch.int16)).flatten()
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
-        """See `kernels.protocol.WholeQuantiser.read`.
+        """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
 
         A block is NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
         """
@@ -78,6 +81,7 @@ class TopKQuantiser:
             middle = at + count * dtype.itemsize
             places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
             kept = wire[at:middle].clone().view(dtype)
+            # The places come from the network; one beyond the block must not be written to.
             if kept.isfinite().all() and (places < length).all():
                 values[k, places] = kept * factor
             else:
@@ -119,7 +123,8 @@ class TopKCodec(Codec):
         return cls(density, bits)
 
     def check_blocks(self, block_size: int, *, rotation: bool) -> None:
-        """See `Codec.check_blocks`: a turned block has no large coordinates."""
+        """Check that the codec goes with the size of blocks and with a rotation; see `Codec.check_blocks`. A turned
+        block has no large coordinates."""
         if rotation:
             raise ConfigError(
                 "rotation=True leaves no large coordinates for codec='top_k' to keep; take rotation=False"
@@ -127,18 +132,18 @@ class TopKCodec(Codec):
 
     @property
     def biased_by(self) -> str:
-        """See `Codec.biased_by`."""
+        """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
         return "codec='top_k'"
 
     def describe(self) -> tuple[str, list[str]]:
-        """Bits per coordinate, and what they are."""
+        """Returns the bits per coordinate as text, and words that say what they are."""
         what = f"top_k, {self.density:.3g} of all coordinates"
         if self.bits != 32:
             what += f" at {self.bits} bits"
         return f"{self.density * (self.bits + 8 * PLACE_BYTES):.3g}", [what]
 
     def quantiser(self, block_size: int, summed: int | None = None) -> TopKQuantiser | CoarseTopKQuantiser:
-        """What the kernels need."""
+        """Returns the quantiser: the codec at one block size, as kernels see it."""
         kept = max(1, int(self.density * 65536))
         if self.bits == 32:
             return TopKQuantiser(block_size, kept)

@@ -40,24 +40,24 @@ class TopK(NamedTuple):
 
 @lru_cache
 def constants(q: TopKQuantiser, dtype: torch.dtype, sources: int) -> TopK:
-    """The constants of a quantiser, for messages of so many sources."""
+    """Returns the constants of a quantiser, for messages of so many sources."""
     share = Share.of(sources)
     real = float_type(dtype)
     return TopK(form_of(dtype), real(share.each), real(share.rest), q.kept, np.dtype(real).itemsize)
 
 
 def is_for_sums(q: TopKQuantiser) -> bool:
-    """Whether messages are added up. They never are."""
+    """Returns whether messages are added up. They never are."""
     return False
 
 
 def codec(q: TopKQuantiser) -> Any:
-    """The kernel that encodes, reduces and decodes."""
+    """Returns the kernel that encodes, reduces and decodes."""
     return _codec()
 
 
 def summed(q: TopKQuantiser) -> Any:
-    """The kernel that decodes sums of codes.
+    """Returns the kernel that decodes sums of codes.
 
     Raises:
         NotImplementedError: always, because places cannot be added.
@@ -67,13 +67,13 @@ def summed(q: TopKQuantiser) -> Any:
 
 @lru_cache
 def _codec() -> Any:
-    """See `codec`: all top-k quantisers share one kernel."""
+    """Returns the kernel of `codec`, compiled once for all top-k quantisers."""
     return codec_kernel("top_k", _write, _read)
 
 
 @inlined
 def _kept_of(length, c):
-    """Number of coordinates that are kept of a block, see `codecs.top_k.TopKQuantiser.kept_of`."""
+    """Returns the number of coordinates that are kept of a block, see `codecs.top_k.TopKQuantiser.kept_of`."""
     return (length * c.kept + 65535) >> 16
 
 
@@ -106,8 +106,8 @@ def _write_largest(values, bits, mask, kept, places):
 
 @loop
 def _threshold(bits, mask, count):
-    """The largest number that at least ``count`` magnitudes reach, or another one that exactly ``count`` magnitudes
-    reach. It is found bit by bit, from the highest bit on."""
+    """Returns the largest number that at least ``count`` magnitudes reach, or another one that exactly ``count``
+    magnitudes reach. It is found bit by bit, from the highest bit on."""
     threshold = int64(0)
     place = int64(mask) - (int64(mask) >> 1)
     while place:

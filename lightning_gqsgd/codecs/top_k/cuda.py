@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 @triton.jit(do_not_specialize=["count"])
 def encode_kernel(x, table, wire, count, c: tl.constexpr):
-    """See `protocol.Kernels.encode`."""
+    """Encode blocks into a message; see `protocol.Kernels.encode`."""
     t = tile_of(table, count, c)
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     v = tl.load(x + t.start[:, None] + j, mask=j < t.n[:, None], other=0).to(c.number.compute)
@@ -43,7 +43,8 @@ def encode_kernel(x, table, wire, count, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "own"])
 def reduce_kernel(wires, stride: tl.int64, messages, own, table, x, out, count, c: tl.constexpr):
-    """See `protocol.Kernels.reduce`; ``x`` has the coordinates of source ``own``."""
+    """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``x`` has the coordinates
+    of source ``own``."""
     t = tile_of(table, count, c)
     mean, _ = _mean_of_largest(wires, stride, messages, own, x, t, c)
     _write_largest(mean, t, out, c)
@@ -51,7 +52,8 @@ def reduce_kernel(wires, stride: tl.int64, messages, own, table, x, out, count, 
 
 @triton.jit(do_not_specialize=["count", "own"])
 def decode_kernel(wires, stride: tl.int64, messages, own, table, x, counter, count, c: tl.constexpr):
-    """See `protocol.Kernels.decode`; the number of blocks that are not finite is added to ``counter``."""
+    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number of blocks that are
+    not finite is added to ``counter``."""
     t = tile_of(table, count, c)
     mean, bad = _mean_of_largest(wires, stride, messages, own, x, t, c)
     # A coded block has no infinite coordinate: it is NaN instead.
@@ -63,7 +65,7 @@ def decode_kernel(wires, stride: tl.int64, messages, own, table, x, counter, cou
 
 @triton.jit
 def _kept_of(n, c: tl.constexpr):
-    """See `codecs.top_k.TopKQuantiser.kept_of`."""
+    """Returns the coordinates that are kept; see `codecs.top_k.TopKQuantiser.kept_of`."""
     return ((n.to(tl.int64) * c.family.kept + 65535) >> 16).to(tl.int32)
 
 
@@ -76,7 +78,7 @@ def _places(wire, at, count, c: tl.constexpr):
 
 @triton.jit
 def _write_largest(v, t, wire, c: tl.constexpr):
-    """The records of a tile: the largest coordinates of blocks, the first of equal ones, and their places."""
+    """Returns the records of a tile: the largest coordinates of blocks, the first of equal ones, and their places."""
     BITS: tl.constexpr = c.number.compute.primitive_bitwidth
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     inside = j < t.n[:, None]
@@ -102,7 +104,8 @@ def _write_largest(v, t, wire, c: tl.constexpr):
 
 @triton.jit
 def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
-    """The mean of so many messages, ``stride`` bytes apart and added up in order; and which blocks are not finite.
+    """Returns the mean of so many messages, ``stride`` bytes apart and added up in order; and which blocks are not
+    finite.
 
     If ``c.mean.has_own`` is true, the coordinates in ``x`` take the place of those in the message of source ``own``.
     """
@@ -153,7 +156,8 @@ class TopKFamily:
         scales: Tensor | None = None,
         rotation: Key | None = None,
     ) -> None:
-        """See `protocol.Kernels.encode`; the quantiser takes no scales and no rotation."""
+        """Encode blocks into a message; see `protocol.Kernels.encode`. The quantiser takes no scales and no
+        rotation."""
         launch.run(encode_kernel, blocks, _constants(q, x.dtype), x, blocks, wire, len(blocks))
 
     def reduce(
@@ -166,7 +170,8 @@ class TopKFamily:
         out_key: Key,
         own: Own,
     ) -> None:
-        """See `protocol.Kernels.reduce`; the quantiser takes no rotation."""
+        """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. The quantiser takes no
+        rotation."""
         c = _constants(q, own.x.dtype, mean_of(len(keys), own.x.dtype, encoded=True, has_own=True))
         arguments = (wires, wires.shape[1], len(keys), own.source, blocks, own.x, out, len(blocks))
         launch.run(reduce_kernel, blocks, c, *arguments)
@@ -181,7 +186,8 @@ class TopKFamily:
         rotation: Key | None = None,
         own: int | None = None,
     ) -> Tensor:
-        """See `protocol.Kernels.decode`; the quantiser takes no rotation."""
+        """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The quantiser takes no
+        rotation."""
         c = _constants(q, x.dtype, mean_of(len(keys), x.dtype, has_own=own is not None))
         bad = torch.zeros((), dtype=torch.int32, device=x.device)
         number = -1 if own is None else own

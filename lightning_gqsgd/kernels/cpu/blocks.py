@@ -71,7 +71,7 @@ class Scratch(NamedTuple):
 
 
 def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Any:
-    """The kernel that encodes, reduces and decodes the blocks of a family of codes.
+    """Returns the kernel that encodes, reduces and decodes the blocks of a family of codes.
 
     Args:
         name: name of the kernel.
@@ -176,7 +176,7 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
 
 
 def sum_kernel(name: str, read_sum: Callable[..., Any]) -> Any:
-    """The kernel that decodes sums of codes.
+    """Returns the kernel that decodes sums of codes.
 
     Args:
         name: name of the kernel.

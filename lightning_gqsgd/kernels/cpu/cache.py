@@ -72,7 +72,7 @@ def watching(watcher: Callable[[Compilation], None]) -> Iterator[None]:
 
 
 def included_files() -> list[Path]:
-    """All source files that a kernel can include, in a fixed order."""
+    """Returns all source files that a kernel can include, in a fixed order."""
     package = Path(__file__).parents[2]
     return [file for folder in _FOLDERS for file in sorted((package / folder).rglob("*.py"))]
 
@@ -93,7 +93,7 @@ def _source_digest() -> str:
 
 
 def folders() -> list[Path]:
-    """The folders in which machine code is looked for."""
+    """Returns the folders in which machine code is looked for."""
     # One NUMBA_CACHE_DIR may serve several copies of the package.
     place = f"lightning_gqsgd_{hashlib.sha256(os.fsencode(Path(__file__).parent)).hexdigest()[:16]}"
     user = Path(AppDirs(appname="numba", appauthor=False).user_cache_dir) / place
@@ -103,7 +103,8 @@ def folders() -> list[Path]:
 
 
 def writable_folder() -> Path | None:
-    """The folder in which machine code is kept, which is created if it is missing; None: no folder is writable."""
+    """Returns the folder in which machine code is kept, which is created if it is missing; None: no folder is
+    writable."""
     for folder in folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +132,7 @@ class KernelCache(_Cache):
         return None if folder is None else str(folder)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled kernel for argument types; None: it has to be compiled."""
+        """Returns the compiled kernel for argument types; None: it has to be compiled."""
         target_context.refresh()
         file_name = self._file_name(sig, target_context.codegen())
         damaged = []
@@ -174,7 +175,7 @@ class KernelCache(_Cache):
 
     @property
     def _prefix(self) -> str:
-        """What the names of all files of the kernel begin with."""
+        """The beginning of the names of all files of the kernel."""
         return f"gqsgd.{self._name}."
 
     def _file_name(self, sig: Any, codegen: Any) -> str:

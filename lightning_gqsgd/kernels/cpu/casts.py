@@ -17,7 +17,7 @@ from numba.np import arrayobj
 
 @intrinsic
 def float_of(typing_context, bits, like):
-    """The float of the type of ``like`` that has these bits, an int64."""
+    """Returns the float of the type of ``like`` that has these bits, an int64."""
 
     def generate(context, builder, signature, arguments):
         integer = context.get_value_type(types.int32 if like == types.float32 else types.int64)
@@ -29,7 +29,7 @@ def float_of(typing_context, bits, like):
 
 @intrinsic
 def bits_of(typing_context, value):
-    """The bits of a float, as a signed integer of the same width."""
+    """Returns the bits of a float, as a signed integer of the same width."""
     integer = types.int32 if value == types.float32 else types.int64
 
     def generate(context, builder, signature, arguments):
@@ -40,7 +40,7 @@ def bits_of(typing_context, value):
 
 @intrinsic
 def narrowed(typing_context, value, like):
-    """An int64 as an integer of the type of ``like``, without its highest bits."""
+    """Returns an int64 as an integer of the type of ``like``, without its highest bits."""
 
     def generate(context, builder, signature, arguments):
         target = context.get_value_type(signature.return_type)
@@ -51,7 +51,7 @@ def narrowed(typing_context, value, like):
 
 @intrinsic
 def integer_of(typing_context, value, like):
-    """A float, rounded to zero, as an integer of the type of ``like``."""
+    """Returns a float, rounded to zero, as an integer of the type of ``like``."""
 
     def generate(context, builder, signature, arguments):
         return builder.fptosi(arguments[0], context.get_value_type(signature.return_type))
@@ -61,7 +61,7 @@ def integer_of(typing_context, value, like):
 
 @intrinsic
 def shifted_down(typing_context, value, count):
-    """An integer, shifted to the right by ``count`` bits; ``count`` has the type of the integer."""
+    """Returns an integer, shifted to the right by ``count`` bits; ``count`` has the type of the integer."""
 
     def generate(context, builder, signature, arguments):
         return (builder.ashr if value.signed else builder.lshr)(*arguments)
@@ -71,7 +71,7 @@ def shifted_down(typing_context, value, count):
 
 @intrinsic
 def shifted_up(typing_context, value, count):
-    """An integer, shifted to the left by ``count`` bits; ``count`` has the type of the integer."""
+    """Returns an integer, shifted to the left by ``count`` bits; ``count`` has the type of the integer."""
 
     def generate(context, builder, signature, arguments):
         return builder.shl(arguments[0], arguments[1])
@@ -81,7 +81,7 @@ def shifted_up(typing_context, value, count):
 
 @intrinsic
 def clamped(typing_context, value, limit):
-    """A float, or the nearer end of the range from -limit to limit. NaN stays NaN."""
+    """Returns a float, or the nearer end of the range from -limit to limit. NaN stays NaN."""
 
     def generate(context, builder, signature, arguments):
         value, limit = arguments
@@ -94,7 +94,7 @@ def clamped(typing_context, value, limit):
 
 @intrinsic
 def with_sign_of(typing_context, value, sign):
-    """A float with the sign of another float of the same type."""
+    """Returns a float with the sign of another float of the same type."""
 
     def generate(context, builder, signature, arguments):
         kind = context.get_value_type(signature.return_type)
@@ -106,7 +106,7 @@ def with_sign_of(typing_context, value, sign):
 
 @intrinsic
 def larger(typing_context, left, right):
-    """The larger one of two signed integers of one type."""
+    """Returns the larger one of two signed integers of one type."""
 
     def generate(context, builder, signature, arguments):
         return builder.select(builder.icmp_signed(">", *arguments), *arguments)
@@ -116,7 +116,7 @@ def larger(typing_context, left, right):
 
 @intrinsic
 def smaller(typing_context, left, right):
-    """The smaller one of two signed integers of one type."""
+    """Returns the smaller one of two signed integers of one type."""
 
     def generate(context, builder, signature, arguments):
         return builder.select(builder.icmp_signed("<", *arguments), *arguments)
@@ -149,7 +149,7 @@ def fetch(typing_context, array, index):
 
 @intrinsic
 def part(typing_context, array, first, count):
-    """The ``count`` numbers of a contiguous array from number ``first`` on, as an array. Nothing is checked."""
+    """Returns the ``count`` numbers of a contiguous array from number ``first`` on, as an array. Nothing is checked."""
     _check_contiguous(array)
     return array(array, types.intp, types.intp), _view
 

@@ -22,7 +22,7 @@ _UNIT = np.float32(DITHER_UNIT)
 
 @intrinsic
 def _mix(typing_context, h):
-    """The function ``mix`` of `kernels.wire`, of a 32-bit integer."""
+    """Returns the function ``mix`` of `kernels.wire`, of a 32-bit integer."""
 
     def generate(context, builder, signature, arguments):
         return _finish(builder, _start(builder, arguments[0]))
@@ -32,7 +32,7 @@ def _mix(typing_context, h):
 
 @intrinsic
 def word(typing_context, place, a, b):
-    """The hash h of `kernels.wire`, for the place p, and the numbers a and b of the block."""
+    """Returns the hash h of `kernels.wire`, for the place p, and the numbers a and b of the block."""
 
     def generate(context, builder, signature, arguments):
         place, a, b = arguments
@@ -58,7 +58,7 @@ def _folded(builder, h, shift):
 
 @inlined
 def block_keys(key, block):
-    """The numbers a and b of a block's hash, uint32.
+    """Returns the numbers a and b of a block's hash, uint32.
 
     Args:
         key: the two keys of the stream, uint32 [2].

@@ -1,4 +1,4 @@
-"""How functions are compiled: the options of Numba that all kernels share.
+"""The compilation of functions: the options of Numba that all kernels share.
 
 A kernel is called from Python. All other compiled functions are parts of kernels, and end up inside of them. There are
 two ways to put a part into a kernel:

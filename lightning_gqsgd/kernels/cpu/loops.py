@@ -67,7 +67,7 @@ def divide(values, divisor):
 
 @loop
 def maximum(bits, mask):
-    """Largest magnitude of floats.
+    """Returns the largest magnitude of floats.
 
     Magnitudes are compared as integers: LLVM does not vectorise a maximum of floats, and such a maximum loses NaN.
 
@@ -83,7 +83,7 @@ def maximum(bits, mask):
 
 @loop
 def maximum_and_zeros(bits, mask):
-    """Largest magnitude of floats, as in `maximum`, and the number of zeros."""
+    """Returns the largest magnitude of floats, as in `maximum`, and the number of zeros."""
     largest = mask & bits[0]
     zeros = int32(0)
     for j in range(bits.size):
@@ -95,7 +95,7 @@ def maximum_and_zeros(bits, mask):
 
 @inlined
 def is_finite(values, form):
-    """Whether all numbers of an array are finite; ``form``: see `scales.Form`.
+    """Returns whether all numbers of an array are finite; ``form``: see `scales.Form`.
 
     Magnitudes are compared as integers, as in `maximum`: the additions of a sum would have to wait for each other.
     """

@@ -20,7 +20,7 @@ _QUIET = 0x40
 
 @intrinsic
 def _rounded(typing_context, value, random, limit):
-    """The bits of the bf16 number that an fp32 number is rounded to, uint16.
+    """Returns the bits of the bf16 number that an fp32 number is rounded to, uint16.
 
     Args:
         typing_context: Numba's.

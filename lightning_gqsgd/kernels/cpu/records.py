@@ -22,7 +22,7 @@ Compiled = Callable[..., Any]
 
 
 def record_writer(flag_of: Compiled, encode: Compiled, pack: Compiled) -> Compiled:
-    """The function ``write`` of `blocks.codec_kernel`.
+    """Returns the function ``write`` of `blocks.codec_kernel`.
 
     Args:
         flag_of: ``flag_of(zeros, n, c)``, the flag of a block with ``n`` coordinates, so many of which are zero.
@@ -47,7 +47,7 @@ def record_writer(flag_of: Compiled, encode: Compiled, pack: Compiled) -> Compil
 
 
 def record_reader(decode: Compiled, unpack: Compiled) -> Compiled:
-    """The function ``read`` of `blocks.codec_kernel`. A block whose scale is not finite becomes NaN.
+    """Returns the function ``read`` of `blocks.codec_kernel`. A block whose scale is not finite becomes NaN.
 
     Args:
         decode: ``decode(scale, flag, block, key, c, s, add, out)``, which sets ``out`` to the coordinates that the
@@ -69,7 +69,7 @@ def record_reader(decode: Compiled, unpack: Compiled) -> Compiled:
 
 
 def sum_reader(decode_sum: Compiled, unpack: Compiled) -> Compiled:
-    """The function ``read_sum`` of `blocks.sum_kernel`. A block whose scale is not finite becomes NaN.
+    """Returns the function ``read_sum`` of `blocks.sum_kernel`. A block whose scale is not finite becomes NaN.
 
     Args:
         decode_sum: ``decode_sum(scale, block, keys, c, s, out)``, which writes the mean that the summed codes in

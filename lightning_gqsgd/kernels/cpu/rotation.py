@@ -31,7 +31,7 @@ class Turn(NamedTuple):
 
     @classmethod
     def of(cls, key: Key, block_size: int, dtype: torch.dtype) -> Turn:
-        """The rotation with a key, for blocks of at most ``block_size`` coordinates of a gradient dtype."""
+        """Returns the rotation with a key, for blocks of at most ``block_size`` coordinates of a gradient dtype."""
         return cls(np.array(key, dtype=np.uint32), roots_of(block_size, dtype))
 
 
@@ -74,7 +74,7 @@ def _transform_eight(typing_context, values, first):
 
 @loop
 def _first_stages(values):
-    """The butterflies of distance 1, 2 and 4 of a multiple of eight values."""
+    """Returns the butterflies of distance 1, 2 and 4 of a multiple of eight values."""
     for j in range(0, values.size, _WIDTH):
         _transform_eight(values, j)
 

@@ -46,7 +46,7 @@ def integer_type(dtype: torch.dtype) -> type[np.signedinteger]:
 
 
 def form_of(dtype: torch.dtype) -> Form:
-    """The number formats of a gradient dtype."""
+    """Returns the number formats of a gradient dtype."""
     fields = scale_format(dtype)
     real = float_type(dtype)
     wide = integer_type(dtype)
@@ -76,7 +76,7 @@ def rounded_up(bits, form):
 
 @inlined
 def sent(bits, flag, form):
-    """What a scale with these bits and a block's flag are on the wire. What is not finite has all ones."""
+    """Returns the code on the wire of a scale's bits and a block's flag. A scale that is not finite has all ones."""
     return int64(-1) if bits == form.infinity else ((bits + 1) >> form.shift) << 1 | int64(flag)
 
 

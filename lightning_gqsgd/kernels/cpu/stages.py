@@ -27,7 +27,7 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels.block_maxima`."""
+    """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`."""
     out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device="cpu")
     with _widened(x, blocks) as (values, table):
         maxima(values, table, form_of(x.dtype).mask, out.numpy())
@@ -35,7 +35,7 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels.block_moments`."""
+    """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     out = torch.empty(len(blocks), 3, dtype=torch.float64, device="cpu")
     with _widened(x, blocks) as (values, table):
         moments(values, table, np.empty((3, LANES)), out.numpy())
@@ -43,18 +43,18 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """See `protocol.Kernels.rotate`."""
+    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     scratch = _scratch(block_size, x.dtype)
     rotate_blocks(x.numpy(), blocks.numpy(), Turn.of(key, block_size, x.dtype), inverse, scratch.u)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
-    """See `protocol.Kernels.combine`."""
+    """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
     _family_of(q).combine(mine.numpy(), theirs.numpy(), blocks.numpy(), q, np.array(key, dtype=np.uint32))
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
-    """See `protocol.Kernels.narrow`."""
+    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     values = x.detach().numpy()
     bits = out.view(torch.int16).numpy().view(np.uint16)
     keys = np.array(key, dtype=np.uint32)
@@ -70,7 +70,7 @@ def encode(
     scales: Tensor | None = None,
     rotation: Key | None = None,
 ) -> None:
-    """See `protocol.Kernels.encode`."""
+    """Encode blocks into a message; see `protocol.Kernels.encode`."""
     if cpu_family(q.kind) is None:
         reference.encode(x, blocks, wire, q, key, scales, rotation)
         return
@@ -88,7 +88,7 @@ def reduce(
     out_key: Key,
     own: Own,
 ) -> None:
-    """See `protocol.Kernels.reduce`."""
+    """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
     if cpu_family(q.kind) is None:
         reference.reduce(wires, blocks, out, q, keys, out_key, own)
         return
@@ -107,7 +107,7 @@ def decode(
     rotation: Key | None = None,
     own: int | None = None,
 ) -> int:
-    """See `protocol.Kernels.decode`."""
+    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
     if cpu_family(q.kind) is None:
         return reference.decode(wires, blocks, x, q, keys, rotation, own)
     with _widened(x, blocks, write=True) as (values, table):
@@ -115,7 +115,7 @@ def decode(
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> int:
-    """See `protocol.Kernels.decode_sum`."""
+    """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
     family = _family_of(q)
     scratch = _scratch(q.block_size, x.dtype)
     constants = family.constants(q, x.dtype, len(keys))
@@ -146,7 +146,7 @@ def _run(
 
 
 def _family_of(q: Quantiser) -> ModuleType:
-    """The parts of kernels that a quantiser's family has, see `kernels.families`."""
+    """Returns the parts of kernels that a quantiser's family has, see `kernels.families`."""
     family = cpu_family(q.kind)
     assert family is not None
     return family
@@ -154,7 +154,8 @@ def _family_of(q: Quantiser) -> ModuleType:
 
 @contextmanager
 def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The coordinates that blocks span, in the compute dtype, and a block table that counts from the first of them.
+    """Returns the coordinates that blocks span, in the compute dtype, and a block table that counts from the first of
+    them.
 
     Args:
         x: coordinates of a gradient dtype.
@@ -186,7 +187,7 @@ def _received(wires: Tensor, keys: Sequence[Key], own: int | None) -> Received:
 
 
 def _sent(wire: Tensor, key: Key, dtype: torch.dtype, scales: np.ndarray | None = None) -> Sent:
-    """A message to write, under scales if they are given; ``wire``: uint8 [bytes]."""
+    """Returns a message to write, under scales if they are given; ``wire``: uint8 [bytes]."""
     scales = np.empty(0, integer_type(dtype)) if scales is None else scales
     return Sent(wire.numpy(), np.array(key, dtype=np.uint32), scales)
 

@@ -32,7 +32,7 @@ from lightning_gqsgd.kernels.wire import Key, scale_format
 
 
 def _kernels_of(q: Quantiser) -> CodecKernels:
-    """The kernels of a quantiser's family; those of `reference` for a family that has no fast ones."""
+    """Returns the kernels of a quantiser's family; those of `reference` for a family that has no fast ones."""
     return cuda_family(q.kind) or cast(CodecKernels, reference)
 
 
@@ -44,7 +44,7 @@ _MEASURED = 256
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels.block_maxima`."""
+    """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`."""
     out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device=x.device)
     c = Constants(number_of(x.dtype), shape_of(_MEASURED))
     launch.run(maxima_kernel, blocks, c, x, blocks, out, len(blocks))
@@ -52,7 +52,7 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
-    """See `protocol.Kernels.block_moments`."""
+    """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     out = torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
     c = Constants(number_of(x.dtype), shape_of(_MEASURED))
     launch.run(moments_kernel, blocks, c, x, blocks, out, len(blocks))
@@ -60,13 +60,13 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
-    """See `protocol.Kernels.rotate`."""
+    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     c = Constants(number_of(x.dtype), shape_of(block_size))
     launch.run(rotate_kernel, blocks, c, x, blocks, len(blocks), launch.packed(key), INVERSE=inverse)
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
-    """See `protocol.Kernels.narrow`."""
+    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     c = Constants(number_of(x.dtype), shape_of(_NARROWED), family=Narrowing(factor, limit))
     launch.run(narrow_kernel, blocks, c, x, blocks, out.view(torch.int16), len(blocks), launch.packed(key))
 
@@ -80,7 +80,7 @@ def encode(
     scales: Tensor | None = None,
     rotation: Key | None = None,
 ) -> None:
-    """See `protocol.Kernels.encode`."""
+    """Encode blocks into a message; see `protocol.Kernels.encode`."""
     _kernels_of(q).encode(x, blocks, wire, q, key, scales, rotation)
 
 
@@ -93,7 +93,7 @@ def reduce(
     out_key: Key,
     own: Own,
 ) -> None:
-    """See `protocol.Kernels.reduce`."""
+    """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
     _kernels_of(q).reduce(wires, blocks, out, q, keys, out_key, own)
 
 
@@ -106,15 +106,17 @@ def decode(
     rotation: Key | None = None,
     own: int | None = None,
 ) -> Count:
-    """See `protocol.Kernels.decode`; the number is a tensor on the device, int32 []."""
+    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number is a tensor on the
+    device, int32 []."""
     return _kernels_of(q).decode(wires, blocks, x, q, keys, rotation, own)
 
 
 def decode_sum(wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]) -> Tensor:
-    """See `protocol.Kernels.decode_sum`; the number is a tensor on the device, int32 []."""
+    """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. The number
+    is a tensor on the device, int32 []."""
     return cast(ScaledFamily, cuda_family(q.kind)).decode_sum(wire, scales, blocks, x, q, keys)
 
 
 def combine(mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
-    """See `protocol.Kernels.combine`."""
+    """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
     cast(ScaledFamily, cuda_family(q.kind)).combine(mine, theirs, blocks, q, key)

@@ -1,4 +1,4 @@
-"""What a compiled kernel has as constants: a number format, the shape of tiles, and what a codec fixes.
+"""The constants of a compiled kernel: a number format, the shape of tiles, and what a codec fixes.
 
 Every value of `Constants` has kernels of its own. Functions in Triton take it as ``c``.
 """
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """How codes lie in a record, see `kernels.packing`.
+    """The layout of codes in a record, see `kernels.packing`.
 
     Attributes:
         bits: bits of a code.
@@ -124,7 +124,7 @@ class Constants(NamedTuple):
 
 @lru_cache(maxsize=16)
 def number_of(dtype: torch.dtype) -> Number:
-    """The number format for gradients of a dtype."""
+    """Returns the number format for gradients of a dtype."""
     form = scale_format(dtype)
     compute = COMPUTE_DTYPES[dtype]
     double = compute == torch.float64
@@ -147,7 +147,7 @@ def number_of(dtype: torch.dtype) -> Number:
 
 
 def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
-    """The shape of tiles for blocks of at most ``block_size`` coordinates."""
+    """Returns the shape of tiles for blocks of at most ``block_size`` coordinates."""
     half = triton.next_power_of_2(-(-block_size // 2))
     return Shape(
         rows=max(1, _TILE // (2 * half)),

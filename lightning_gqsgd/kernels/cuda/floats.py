@@ -21,19 +21,19 @@ def one_and(draw):
 
 @triton.jit
 def byte_as_float(code):
-    """An int32 from 0 to 255 in fp32, by its bits for the same reason."""
+    """Returns an int32 from 0 to 255 in fp32, by its bits for the same reason."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def divided(x, y, c: tl.constexpr):
-    """The quotient, rounded correctly."""
+    """Returns the quotient, rounded correctly."""
     return x / y if c.number.compute == tl.float64 else tl.div_rn(x, y)
 
 
 @triton.jit
 def root(x, c: tl.constexpr):
-    """The square root, rounded correctly."""
+    """Returns the square root, rounded correctly."""
     return tl.sqrt(x) if c.number.compute == tl.float64 else tl.sqrt_rn(x)
 
 
@@ -45,20 +45,20 @@ def magnitudes(v, c: tl.constexpr):
 
 @triton.jit
 def clamped(v, limit):
-    """The numbers, clamped to the magnitude ``limit``."""
+    """Returns the numbers, clamped to the magnitude ``limit``."""
     return tl.minimum(tl.maximum(v, -limit), limit)
 
 
 @triton.jit
 def is_finite(v):
-    """Which numbers are neither infinite nor NaN."""
+    """Returns which numbers are neither infinite nor NaN."""
     # In fp64, a magnitude takes more instructions than a difference.
     return (v - v) == 0 if v.dtype == tl.float64 else tl.abs(v) < float("inf")
 
 
 @triton.jit
 def in_finite_range(v, DTYPE: tl.constexpr, KEEPS_INFINITY: tl.constexpr, c: tl.constexpr):
-    """See `wire.in_finite_range`; NaN stays NaN.
+    """Clamp numbers to the finite range of a dtype; see `wire.in_finite_range`. NaN stays NaN.
 
     Args:
         v: the numbers.

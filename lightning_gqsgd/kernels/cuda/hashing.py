@@ -36,7 +36,7 @@ def _mix(h):
 
 @triton.jit
 def block_keys(t, key):
-    """The words a and b of each block, uint32 [rows]."""
+    """Returns the words a and b of each block, uint32 [rows]."""
     parameter = column(t, _PARAMETER).to(tl.uint32)
     index = column(t, _INDEX).to(tl.uint32)
     first = key.to(tl.uint32)
@@ -54,7 +54,7 @@ def words(p, a, b):
 
 @triton.jit
 def draws(t, key, KIND: tl.constexpr, c: tl.constexpr):
-    """The dither of both halves as integers of 16 bits, uint32 [rows, half]."""
+    """Returns the dither of both halves as integers of 16 bits, uint32 [rows, half]."""
     a, b = block_keys(t, key)
     p = tl.arange(0, c.shape.half)[None, :]
     if KIND == RAGGED:
@@ -69,7 +69,7 @@ def draws(t, key, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _draws_at(j, n, a, b):
-    """The dither of coordinates j, where blocks end anywhere."""
+    """Returns the dither of coordinates j, where blocks end anywhere."""
     half = ((n + 1) // 2)[:, None]
     in_second_half = j >= half
     h = words(tl.where(in_second_half, j - half, j), a, b)

@@ -1,4 +1,4 @@
-"""How kernels are launched: a program for each tile of a block table, and keys in the form that kernels take."""
+"""Launches of kernels: a program for each tile of a block table, and keys in the form that kernels take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(kernel: Any, blocks: Tensor, c: Constants, *arguments: Any, **constants:
 
 
 def options(c: Constants) -> dict[str, int]:
-    """How a kernel is compiled for tiles of this shape."""
+    """Returns the options with which a kernel is compiled for tiles of this shape."""
     warps = min(max(c.shape.rows * c.shape.half >> 9, 1), 32)  # 32 coordinates per thread
     # Tiles with the ends of parameters would take more than 128 registers, and leave all others too few threads.
     return {"num_warps": warps, "maxnreg": min(128, 2048 // warps), "enable_fp_fusion": False}
@@ -41,7 +41,8 @@ def packed(key: Key) -> int:
 
 
 def keys_on(device: torch.device, keys: Sequence[Key]) -> Tensor:
-    """Keys on the device, int64 [keys]; they are sent there once per step and stream, and the host does not wait."""
+    """Returns the keys on the device, int64 [keys]; they are sent there once per step and stream, and the host does not
+    wait."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _sent_keys(tuple(keys), device, stream)
 

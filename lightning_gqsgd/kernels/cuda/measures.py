@@ -14,7 +14,8 @@ _LANES = tl.constexpr(LANES)
 
 @triton.jit(do_not_specialize=["count"])
 def maxima_kernel(x, table, out, count, c: tl.constexpr):
-    """See `protocol.Kernels.block_maxima`. Blocks may be longer than ``c.shape.block``."""
+    """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`. Blocks may be longer than
+    ``c.shape.block``."""
     t = tile_of(table, count, c)
     longest = tl.max(t.n, axis=0)
     largest = (t.n * 0).to(c.number.integer)
@@ -36,7 +37,7 @@ def _larger(largest, a, b, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def moments_kernel(x, table, out, count, c: tl.constexpr):
-    """See `protocol.Kernels.block_moments`."""
+    """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     ROWS: tl.constexpr = c.shape.rows
     LANES: tl.constexpr = _LANES
     t = tile_of(table, count, c)

@@ -49,6 +49,7 @@ def _narrow_tile(arguments, t, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "key"])
 def narrow_kernel(x, table, out, count, key: tl.int64, c: tl.constexpr):
-    """See `protocol.Kernels.narrow`; ``out`` has the bits of bf16 numbers, int16 [numel]."""
+    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` has the bits of bf16 numbers, int16
+    [numel]."""
     t = tile_of(table, count, c)
     by_kind(_narrow_tile, (x, out, key), t, out, c)

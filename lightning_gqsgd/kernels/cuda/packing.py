@@ -27,7 +27,7 @@ def pack(code_a, code_b, n, rows, wire, at, KIND: tl.constexpr, c: tl.constexpr)
 
 @triton.jit
 def unpack(wire, at, n, rows, KIND: tl.constexpr, c: tl.constexpr):
-    """Codes of both halves; zero in rows that are not read, and beyond the ends of blocks."""
+    """Returns the codes of both halves; zero in rows that are not read, and beyond the ends of blocks."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
     code_a = tl.zeros((ROWS, HALF), tl.int32)
@@ -52,7 +52,7 @@ def unpack(wire, at, n, rows, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _plane_start(n, LOW: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
-    """Bytes of the bit planes that have the codes' lower LOW bits, [rows, 1] or a number."""
+    """Returns the bytes of the bit planes that have the codes' lower LOW bits, [rows, 1] or a number."""
     if KIND == RAGGED:
         first = (n * 0)[:, None]
         for level in tl.static_range(3):
@@ -165,7 +165,7 @@ def _pack_words(code_a, code_b, n, rows, places, c: tl.constexpr):
 
 @triton.jit
 def _word_lane(places, j, n, rows, c: tl.constexpr):
-    """The codes of coordinates j."""
+    """Returns the codes of coordinates j."""
     LANES: tl.constexpr = 64 // c.codes.bits
     count = tl.maximum((n + LANES - 1) // LANES, 1)[:, None]
     word = tl.load(places + j % count, mask=rows[:, None] & (j < n[:, None]), other=0)
@@ -174,7 +174,7 @@ def _word_lane(places, j, n, rows, c: tl.constexpr):
 
 @triton.jit
 def _codes_at(code_a, code_b, j, n, c: tl.constexpr):
-    """The codes of coordinates j, gathered from both halves; zero beyond the ends of blocks."""
+    """Returns the codes of coordinates j, gathered from both halves; zero beyond the ends of blocks."""
     from_a = tl.gather(code_a, tl.minimum(j, c.shape.half - 1), axis=1)
     from_b = tl.gather(code_b, tl.minimum(tl.maximum(j - c.shape.half, 0), c.shape.half - 1), axis=1)
     return tl.where(j < n[:, None], tl.where(j < c.shape.half, from_a, from_b), 0)

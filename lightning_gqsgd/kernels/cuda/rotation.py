@@ -59,7 +59,7 @@ def _root(k, c: tl.constexpr):
 
 @triton.jit
 def _highest_bit(number):
-    """The number of the highest bit that is set in integers below 2^24; 0 for 0."""
+    """Returns the number of the highest bit that is set in integers below 2^24; 0 for 0."""
     exponent = (number.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     return tl.maximum(exponent, 0)
 
@@ -97,5 +97,5 @@ def _rotate_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "key"])
 def rotate_kernel(x, table, count, key: tl.int64, INVERSE: tl.constexpr, c: tl.constexpr):
-    """See `protocol.Kernels.rotate`."""
+    """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     by_kind(_rotate_tile, _Rotation(x, key, INVERSE), tile_of(table, count, c), x, c)

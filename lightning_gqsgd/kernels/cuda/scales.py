@@ -37,7 +37,7 @@ class Scales(NamedTuple):
 
 @triton.jit
 def scales_of(a, b, t, wire, given, c: tl.constexpr):
-    """The scales of blocks whose records go to a message.
+    """Returns the scales of blocks whose records go to a message.
 
     Args:
         a, b, t: the tile.
@@ -64,20 +64,20 @@ def send_scales(s, flag, c: tl.constexpr):
 
 @triton.jit
 def received_scale(wire, place, coded, c: tl.constexpr):
-    """What is on the wire for coded rows, int64; zero in other rows. ``place``: in bytes from ``wire`` on."""
+    """Returns the scales' codes of coded rows, int64; zero in other rows. ``place``: in bytes from ``wire`` on."""
     return tl.load((wire + place).to(tl.pointer_type(c.number.sent), bitcast=True), mask=coded, other=0).to(tl.int64)
 
 
 @triton.jit
 def value_of(bits, c: tl.constexpr):
-    """The scales with these bits; any number where the scale is zero or not finite."""
+    """Returns the scales with these bits; any number where the scale is zero or not finite."""
     usable = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity - 1)
     return usable.to(c.number.integer).to(c.number.compute, bitcast=True)
 
 
 @triton.jit
 def _rounded_up(bits, c: tl.constexpr):
-    """See `wire.ScaleFormat.rounded_up`."""
+    """Returns scales rounded up to the wire's format; see `wire.ScaleFormat.rounded_up`."""
     up = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity) + ((1 << c.number.shift) - 1)
     # What was rounded up to infinity is the largest finite number.
     up = tl.minimum((up >> c.number.shift) << c.number.shift, c.number.infinity - 1)

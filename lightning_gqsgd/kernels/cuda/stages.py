@@ -64,7 +64,8 @@ def _encode_tile(e, t, KIND: tl.constexpr, c: tl.constexpr):
 def encode_kernel(
     x, table, wire, scales, count, key: tl.int64, rotation: tl.int64, to_codes: tl.constexpr, c: tl.constexpr
 ):
-    """See `protocol.Kernels.encode`; ``scales`` may be None, and ``rotation`` counts if ``c.rotated`` is true."""
+    """Encode blocks into a message; see `protocol.Kernels.encode`. ``scales`` may be None, and ``rotation`` counts if
+    ``c.rotated`` is true."""
     t = tile_of(table, count, c)
     by_kind(_encode_tile, _Encoding(x, wire, scales, key, rotation, to_codes), t, x, c)
 
@@ -99,7 +100,7 @@ def _reduce_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def _key_after(number: tl.constexpr, arguments):
-    """The key that is so many places after those of the messages, in a `_Reduction` or a `_Decoding`."""
+    """Returns the key that is so many places after those of the messages, in a `_Reduction` or a `_Decoding`."""
     return tl.load(arguments.keys + arguments.ranks + number)
 
 
@@ -108,8 +109,9 @@ def reduce_kernel(
     wires, stride: tl.int64, messages, keys, own, table, x, out, count, to_values: tl.constexpr, to_codes: tl.constexpr,
     c: tl.constexpr,
 ):  # fmt: skip
-    """See `protocol.Kernels.reduce`; ``messages`` is their number, ``x`` has the coordinates of source ``own``, and
-    ``keys`` are those of the messages, then that of the mean, and, if ``c.rotated`` is true, that of the rotation."""
+    """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``messages`` is their
+    number, ``x`` has the coordinates of source ``own``, and ``keys`` are those of the messages, then that of the mean,
+    and, if ``c.rotated`` is true, that of the rotation."""
     t = tile_of(table, count, c)
     key = tl.load(keys + messages)
     # Functions stay functions in a named tuple only where it is made in a call.
@@ -176,8 +178,9 @@ def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.con
 def decode_kernel(
     wires, stride: tl.int64, messages, keys, own, table, x, counter, count, to_values: tl.constexpr, c: tl.constexpr
 ):
-    """See `protocol.Kernels.decode`; ``messages`` is their number, and ``keys`` are those of the messages and then, if
-    ``c.rotated`` is true, that of the rotation. The number of blocks that are not finite is added to ``counter``."""
+    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. ``messages`` is their number,
+    and ``keys`` are those of the messages and then, if ``c.rotated`` is true, that of the rotation. The number of
+    blocks that are not finite is added to ``counter``."""
     t = tile_of(table, count, c)
     by_kind(_decode_tile, _Decoding(wires, stride, messages, keys, own, to_values, x, counter), t, x, c)
 
@@ -213,7 +216,8 @@ def _decode_sum_tile(s, t, KIND: tl.constexpr, c: tl.constexpr):
 def decode_sum_kernel(
     wire, scales, keys, ranks, table, x, counter, count, sums_to_values: tl.constexpr, c: tl.constexpr
 ):
-    """See `protocol.Kernels.decode_sum`; ``ranks`` is their number.
+    """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. ``ranks``
+    is their number.
 
     The number of blocks that are not finite is added to ``counter``.
     """
@@ -223,7 +227,7 @@ def decode_sum_kernel(
 
 @triton.jit(do_not_specialize=["count", "key"])
 def combine_kernel(mine, theirs, table, count, key: tl.int64, pairs_to_codes: tl.constexpr, c: tl.constexpr):
-    """See `protocol.Kernels.combine`."""
+    """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
     t = tile_of(table, count, c)
     at = column(t, CODES)
     word_a, word_b = block_keys(t, key)
@@ -276,7 +280,7 @@ class ScaledFamily:
         scales: Tensor | None = None,
         rotation: Key | None = None,
     ) -> None:
-        """See `protocol.Kernels.encode`."""
+        """Encode blocks into a message; see `protocol.Kernels.encode`."""
         c = self._constants(q, x.dtype, rotated=rotation is not None)
         arguments = (x, blocks, wire, scales, len(blocks), launch.packed(key), launch.packed(rotation or key))
         launch.run(encode_kernel, blocks, c, *arguments, to_codes=self.to_codes)
@@ -291,7 +295,7 @@ class ScaledFamily:
         out_key: Key,
         own: Own,
     ) -> None:
-        """See `protocol.Kernels.reduce`."""
+        """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`."""
         mean = mean_of(len(keys), own.x.dtype, encoded=True, has_own=True)
         turns = own.rotation is not None
         c = self._constants(q, own.x.dtype, mean, rotated=turns)
@@ -309,7 +313,7 @@ class ScaledFamily:
         rotation: Key | None = None,
         own: int | None = None,
     ) -> Tensor:
-        """See `protocol.Kernels.decode`."""
+        """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`."""
         turns = rotation is not None
         mean = mean_of(len(keys), x.dtype, rotated=turns, has_own=own is not None)
         c = self._constants(q, x.dtype, mean, rotated=turns)
@@ -323,7 +327,7 @@ class ScaledFamily:
     def decode_sum(
         self, wire: Tensor, scales: Tensor, blocks: Tensor, x: Tensor, q: Quantiser, keys: Sequence[Key]
     ) -> Tensor:
-        """See `protocol.Kernels.decode_sum`."""
+        """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
         c = self._constants(q, x.dtype, mean_of(len(keys), x.dtype, summed=True))
         bad = torch.zeros((), dtype=torch.int32, device=x.device)
         arguments = (wire, scales, launch.keys_on(x.device, keys), len(keys), blocks, x, bad, len(blocks))
@@ -331,7 +335,7 @@ class ScaledFamily:
         return bad
 
     def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
-        """See `protocol.Kernels.combine`."""
+        """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
         c = self._constants(q, torch.float32)
         functions = {"pairs_to_codes": self.pairs_to_codes}
         launch.run(combine_kernel, blocks, c, mine, theirs, blocks, len(blocks), launch.packed(key), **functions)

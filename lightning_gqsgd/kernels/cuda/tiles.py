@@ -55,13 +55,13 @@ class Tile(NamedTuple):
 
 @triton.jit
 def column(t, COLUMN: tl.constexpr):
-    """A column of the block table, int64 [rows]."""
+    """Returns a column of the block table, int64 [rows]."""
     return tl.load(t.table + t.row * _COLUMNS + COLUMN, mask=t.inside, other=0)
 
 
 @triton.jit
 def tile_of(table, count, c: tl.constexpr):
-    """The tile of this program, in a table of ``count`` blocks."""
+    """Returns the tile of this program, in a table of ``count`` blocks."""
     row = tl.program_id(0).to(tl.int64) * c.shape.rows + tl.arange(0, c.shape.rows)
     inside = row < count
     places = table + row * _COLUMNS
@@ -73,7 +73,7 @@ def tile_of(table, count, c: tl.constexpr):
 
 @triton.jit
 def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
-    """The tile with as many coordinates in each block as its record has codes, see `constants.Codes`."""
+    """Returns the tile with as many coordinates in each block as its record has codes, see `constants.Codes`."""
     if c.codes.padded and KIND == RAGGED:
         STAGES: tl.constexpr = c.shape.stages
         n = tl.where(t.n > 0, _SHORTEST, 0)
@@ -114,7 +114,7 @@ def by_kind(body: tl.constexpr, arguments, t, x, c: tl.constexpr):
 
 @triton.jit
 def _are_full(t, c: tl.constexpr):
-    """Whether all blocks of a tile have the full length, and none is raw."""
+    """Returns whether all blocks of a tile have the full length, and none is raw."""
     return tl.min(tl.where(t.raw, 0, t.n), axis=0) == c.shape.block
 
 
@@ -124,14 +124,14 @@ def _are_full(t, c: tl.constexpr):
 
 @triton.jit
 def are_aligned(start, x):
-    """Whether all blocks that begin at ``start`` begin at multiples of 16 bytes, if ``x`` does."""
+    """Returns whether all blocks that begin at ``start`` begin at multiples of 16 bytes, if ``x`` does."""
     ELEMENTS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     return tl.max(start % ELEMENTS, axis=0) == 0
 
 
 @triton.jit
 def within(n, c: tl.constexpr):
-    """Which coordinates of both halves blocks of length ``n`` have."""
+    """Returns which coordinates of both halves blocks of length ``n`` have."""
     p = tl.arange(0, c.shape.half)[None, :]
     return p < n[:, None], p + c.shape.half < n[:, None]
 
@@ -173,7 +173,7 @@ def _coordinates(x, start, KIND: tl.constexpr, c: tl.constexpr):
 
 @triton.jit
 def record(wire, at, ELEMENT: tl.constexpr):
-    """Where blocks' codes, or raw coordinates, begin: pointers to a type. ``at``: bytes from ``wire`` on."""
+    """Returns where blocks' codes, or raw coordinates, begin: pointers to a type. ``at``: bytes from ``wire`` on."""
     return (wire + at // _ALIGNMENT * _ALIGNMENT).to(tl.pointer_type(ELEMENT), bitcast=True)
 
 
@@ -198,7 +198,7 @@ def store_raw(a, b, wire, at, t, c: tl.constexpr):
 
 @triton.jit
 def any_not_finite(a, b, n, KIND: tl.constexpr, c: tl.constexpr):
-    """Which rows have a coordinate that is NaN or infinite."""
+    """Returns which rows have a coordinate that is NaN or infinite."""
     bad_a = is_finite(a) == 0
     bad_b = is_finite(b) == 0
     if KIND == RAGGED:

@@ -58,7 +58,7 @@ def omega_bits(k: int) -> int:
 
 
 def reference_block_bits(codes: Sequence[int], levels: int) -> str:
-    """The record of one block as a string of 0 and 1.
+    """Returns the record of one block as a string of 0 and 1.
 
     Args:
         codes: codes 0 to ``levels`` - 1.
@@ -76,7 +76,7 @@ def reference_block_bits(codes: Sequence[int], levels: int) -> str:
 
 
 def reference_block_codes(bits: str, length: int, levels: int) -> tuple[list[int], int]:
-    """The ``length`` codes of the record that ``bits`` begins with, and how many bits it has: the inverse of
+    """Returns the ``length`` codes of the record that ``bits`` begins with, and how many bits it has: the inverse of
     `reference_block_bits`. ``bits`` must be valid."""
     if bits.startswith("11"):
         return [0] * length, 2
@@ -99,17 +99,17 @@ def reference_block_codes(bits: str, length: int, levels: int) -> tuple[list[int
 
 
 def sign_bit(level: int) -> str:
-    """The sign bit of a level as a string; empty for level 0."""
+    """Returns the sign bit of a level as a string; empty for level 0."""
     return {-1: "1", 0: "", 1: "0"}[(level > 0) - (level < 0)]
 
 
 def _signed(magnitude: int, sign: str) -> int:
-    """The level with a magnitude and a sign bit."""
+    """Returns the level with a magnitude and a sign bit."""
     return -magnitude if sign == "1" else magnitude
 
 
 def read_omega(bits: str, at: int) -> tuple[int, int]:
-    """The integer whose code starts at ``at``, and the position after it."""
+    """Returns the integer whose code starts at ``at``, and the position after it."""
     k = 1
     while bits[at] == "1":
         k, at = int(bits[at : at + k + 1], 2), at + k + 1

@@ -37,7 +37,7 @@ _MASK = 2**_WINDOW - 1
 
 @inlined
 def _window(words, at):
-    """The _WINDOW bits from ``at`` on, the first one highest, as a non-negative integer."""
+    """Returns the _WINDOW bits from ``at`` on, the first one highest, as a non-negative integer."""
     shift = uint64(at & 63)
     high = words[at >> 6] << shift
     low = (words[(at >> 6) + 1] >> uint64(1)) >> (uint64(63) - shift)
@@ -46,7 +46,7 @@ def _window(words, at):
 
 @called
 def _long_omega(window):
-    """See `_omega_of`, for codes of any length."""
+    """Read a number as `_omega_of` does, from codes of any length."""
     k = 1
     length = 0
     while (window >> (_WINDOW - 1 - length)) & 1:
@@ -60,8 +60,8 @@ def _long_omega(window):
 
 @inlined
 def _omega_of(window, t):
-    """The integer whose code a window starts with, and the length of the code. The integer is above `MOST` if the code
-    is longer than the window."""
+    """Returns the integer whose code a window starts with, and the length of the code. The integer is above `MOST` if
+    the code is longer than the window."""
     head = window >> (_WINDOW - HEAD)
     k = int64(t.head_value[head])
     length = int64(t.head_length[head])

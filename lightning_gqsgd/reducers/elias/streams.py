@@ -40,7 +40,7 @@ def compressed_bits(message: Tensor, blocks: Tensor, q: Quantiser) -> int:
 
 
 def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
-    """The stream of a message: uint8, of a length that depends on the codes.
+    """Returns the stream of a message: uint8, of a length that depends on the codes.
 
     Raises:
         ValueError: ``q`` has an even K, more levels than codes, or codes that are summable or not linear; code records
@@ -51,7 +51,8 @@ def compress(message: Tensor, blocks: Tensor, q: Quantiser) -> Tensor:
 
 
 def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> Tensor:
-    """The message behind ``stream``, uint8 [bytes], which `compress` has made; the message has ``message_bytes`` bytes.
+    """Returns the message behind ``stream``, uint8 [bytes], which `compress` has made; the message has
+    ``message_bytes`` bytes.
 
     It is the message that was compressed, byte for byte, except that all padding within code records is zero.
 
@@ -86,7 +87,7 @@ def expand(stream: Tensor, blocks: Tensor, q: Quantiser, message_bytes: int) -> 
 
 
 def _parts(message: Tensor, blocks: Tensor, q: Quantiser) -> tuple[list[np.ndarray], np.ndarray, int]:
-    """The parts of a stream: what belongs to no code record, the records, and the number of their bits.
+    """Returns the parts of a stream: what belongs to no code record, the records, and the number of their bits.
 
     Raises:
         ValueError: as `compress`.
@@ -107,7 +108,7 @@ def _parts(message: Tensor, blocks: Tensor, q: Quantiser) -> tuple[list[np.ndarr
 
 
 def _rest(table: np.ndarray, message_bytes: int, bits: int) -> list[tuple[int, int]]:
-    """The byte ranges of a message that belong to no code record, in order.
+    """Returns the byte ranges of a message that belong to no code record, in order.
 
     Raises:
         ValueError: records overlap or leave the message.

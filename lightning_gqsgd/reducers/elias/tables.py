@@ -40,14 +40,14 @@ class Tables(NamedTuple):
 
 
 class _HasOddLevels(Protocol):
-    """What the entropy coder needs to know of a linear quantiser, see `codecs.linear.LinearQuantiser`."""
+    """The attributes of a linear quantiser that the entropy coder reads; see `codecs.linear.LinearQuantiser`."""
 
     @property
     def odd_levels(self) -> int: ...
 
 
 def levels_of(q: Quantiser) -> int:
-    """The number of levels K of a quantiser.
+    """Returns the number of levels K of a quantiser.
 
     Raises:
         ValueError: there are no Elias codes for the quantiser.
@@ -61,7 +61,7 @@ def levels_of(q: Quantiser) -> int:
 
 @lru_cache
 def tables_of(levels: int) -> Tables:
-    """The tables for ``levels`` levels, an odd number."""
+    """Returns the tables for ``levels`` levels, an odd number."""
     signed = [code - levels // 2 for code in range(levels)]
     omega = [""] + [omega_code(k) for k in range(1, SHORT)]
     head_value, head_length = np.zeros((2, 1 << HEAD), np.uint8)

@@ -71,7 +71,7 @@ def _omega_length(k, t):
 
 @loop
 def _largest(codes):
-    """The largest code."""
+    """Returns the largest code."""
     largest = uint8(0)
     for j in range(codes.size):
         largest = max(largest, codes[j])
