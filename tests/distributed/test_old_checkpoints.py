@@ -1,7 +1,7 @@
 """Checkpoints that version 0.1.0 wrote before its modules moved load, and training goes on to the bits of that version.
 
-`tests/checkpoints` has them: the state of rank 0 of two after 5 steps, with the weights, and what the weights were after
-8 steps. With local steps, rank 1 starts from the anchor of that state.
+`tests/checkpoints` has them: the state of rank 0 of two after 5 steps, with the weights, and the weights after 8 steps.
+With local steps, rank 1 starts from the anchor of that state.
 """
 
 from __future__ import annotations
