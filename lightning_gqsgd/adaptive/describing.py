@@ -6,7 +6,7 @@ from lightning_gqsgd.spec.decisions import Decision
 
 
 def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = False, is_open: bool = False) -> str:
-    """What was decided, and why, on one line.
+    """Return a decision and its reason on one line.
 
     Args:
         decision: the decision.
@@ -20,7 +20,7 @@ def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = F
 
 
 def _times(decision: Decision) -> list[str]:
-    """What was measured and predicted, as one item; none, if time was not looked at."""
+    """Return the measured and predicted times as one item, or no item if no time was measured."""
     times = [
         f"{bits} bits {_in_ms(seconds)}{_as_predicted(decision, bits)}" for bits, seconds in decision.seconds.items()
     ]

@@ -76,7 +76,7 @@ class NoiseRules:
 
 
 class NoiseSums(NamedTuple):
-    """What one rank, or the mean over all ranks, has measured in one step.
+    """Sums that one rank has measured in one step, or their mean over all ranks.
 
     Attributes:
         square: |g_i|².
@@ -157,7 +157,7 @@ class Way:
 
 @dataclass
 class NoiseGauge:
-    """See the module.
+    """Derives the fewest bits that the noise of gradients allows, by the rule at the top of the module.
 
     Attributes:
         ways: how each candidate averages, by its bits, widest first.
@@ -248,7 +248,7 @@ class NoiseGauge:
         return f"variance of rounding over sampling variance: {ratios}; at most {self.max_slowdown:g} is allowed"
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run begins with: plain values."""
+        """Return the state that a resumed run begins with, as plain values."""
         return {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
 
     def resume(self, state: object, *, is_same_world: bool) -> None:

@@ -325,7 +325,7 @@ class _Expectation:
 
 
 def _counter(expectation: _Expectation, path: weakref.ref[PlainPath]) -> Callable[[nn.Parameter], None]:
-    """What is called whenever a parameter's gradient was accumulated; does not keep the path alive."""
+    """Return the hook for each accumulated gradient of a parameter. It does not keep the path alive."""
 
     def count(_: nn.Parameter) -> None:
         if expectation.is_open:

@@ -1,4 +1,4 @@
-"""What one rank measures for the noise of gradients: sums over a sample of its own gradient, and of the mean.
+"""Sums over a sample of a rank's own gradient and of the mean, from which the noise of gradients is estimated.
 
 From each parameter that is compressed, at most `SAMPLE_NUMEL` consecutive coordinates are taken, from a coordinate on
 that a hash of seed, step and parameter names. After the last coordinate comes the first one. So samples do not depend
@@ -112,7 +112,7 @@ class GradientSampler:
             self._own[run.parameter] = sums * run.weight
 
     def watch(self, taken: Taken) -> Callable[[Tensor], None]:
-        """What is to be called with the bucket's mean as soon as it is there."""
+        """Return the function to call with the bucket's mean as soon as the mean is there."""
 
         def add(mean: Tensor) -> None:
             if mean.is_cuda:  # another stream made the sample, and its memory is not to be used again before this one
@@ -124,7 +124,7 @@ class GradientSampler:
         return add
 
     def collect(self) -> NoiseSums | None:
-        """What has been measured since the last call; None: nothing, or not all of it. Waits for a GPU.
+        """Return the sums measured since the last call, or None if any of them is missing. Waits for a GPU.
 
         Sums over parameters are exact, so that they do not depend on the order of buckets.
         """
@@ -151,7 +151,7 @@ class GradientSampler:
             self._rounded(torch.ones(64, dtype=dtype, device=device), config, (Segment(0, 64, False),), 0)
 
     def _rounded(self, x: Tensor, config: GQSGDConfig, segments: tuple[Segment, ...], step: int) -> Tensor:
-        """What a flat tensor is decoded to once a rank has encoded it."""
+        """Return a flat tensor as it is decoded after a rank has encoded it."""
         plan = self._plan(config, segments, x.dtype)
         result = x.clone()
         plan.average([result], step, [new_store(config, 1, {}, x.dtype, x.device)])

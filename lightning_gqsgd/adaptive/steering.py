@@ -1,4 +1,4 @@
-"""What the hook asks in each step where bits are chosen while training: the configuration to use.
+"""Chooses the configuration of each step where bits are chosen while training; the hook asks for it.
 
 Two rules choose, and they go together. The noise of gradients says how few bits are allowed (`noise`). The length of
 steps says which of the allowed bits pay (`trials`); without that rule, the fewest bits that are allowed are taken.
@@ -166,7 +166,7 @@ class Steering:
 
     @property
     def sampler(self) -> GradientSampler:
-        """What measures a bucket that was taken."""
+        """Return the sampler that measures a bucket taken for the sample."""
         return self._sampler
 
     def choice(self) -> dict[str, float]:
@@ -181,7 +181,7 @@ class Steering:
         return values if predicted is None else {**values, "predicted_step_s": predicted}
 
     def digest(self, digest: int) -> int:
-        """What ranks compare in a step: a digest of all facts, and the step's bits."""
+        """Return the digest that ranks compare in a step: of all facts, and of the step's bits."""
         return digest_of(f"{digest} {self.bits}")
 
     def _use(self, compared_in: int, agreed: Agreed, step: int) -> None:
@@ -229,7 +229,7 @@ class Steering:
         return 1 + round(1e6 * max(0.0, exposed_s - before)), 1 + round(1e6 * self._clock.backward_s)
 
     def _sums(self, step: int) -> tuple[int, ...]:
-        """What was measured of the step before, as integers with the bits of fp64 numbers; zeros: nothing."""
+        """Return the sums of the step before, as integers with the bits of fp64 numbers; zeros if there are none."""
         if self.gauge is None:
             return ()
         measured = self._measuring
@@ -292,7 +292,7 @@ class Steering:
             self._log(known, logs=logs)
 
     def watched_us(self, lengths_us: Sequence[int]) -> int:
-        """What this rank says of the steps that plain DDP has carried, in microseconds; 0: too few are known.
+        """Return the length that this rank reports of plain DDP's steps, in microseconds; 0 if too few are known.
 
         Args:
             lengths_us: lengths of the latest steps.
@@ -301,7 +301,7 @@ class Steering:
         return 0 if seconds is None else round(1e6 * seconds)
 
     def plain_digest(self, digest: int) -> int:
-        """What ranks compare while plain DDP has the hook's place; ``digest``: of all other facts."""
+        """Return the digest that ranks compare while plain DDP has the hook's place; ``digest``: that of all other facts."""
         return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
 
     def _say_what_follows(self) -> None:
@@ -316,7 +316,7 @@ class Steering:
         self.candidates = {bits: replace(config, seed=seed) for bits, config in self.candidates.items()}
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run begins with: plain values.
+        """Return the state that a resumed run begins with, as plain values.
 
         A measurement of noise that was not exchanged yet is dropped, because a state has what all ranks know. A rank
         that has dropped its measurement makes all ranks leave it out, so that the run goes on as a resumed run does.

@@ -50,7 +50,7 @@ Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
 
 
 class Trials:
-    """See the module.
+    """State machine that chooses the candidate of each step, by the rules at the top of the module.
 
     Args:
         allow: the candidates, by their bits.
@@ -142,7 +142,7 @@ class Trials:
             )
 
     def choose(self, step: int) -> int:
-        """The candidate of a step, by its bits. Called once for each step, in order."""
+        """Return the candidate of a step, by its bits. Called once for each step, in order."""
         self._credit = min(self._credit + self.rules.share, self.rules.most_trials * self._cost)
         if self._waiting is not None:
             self._waiting -= 1
@@ -412,12 +412,12 @@ class Trials:
             self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
 
     def describe_rest(self) -> str:
-        """What ranks must have in common to find the next trial due at the same step."""
+        """Return the state that ranks must share to find the next trial due at the same step."""
         facts = (self.bits, self._reference_s, self._credit, self._is_refined, self._challenge)
         return f"{len(self.decisions)} {facts}"
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run begins with: plain values."""
+        """Return the state that a resumed run begins with, as plain values."""
         challenge = self._challenge
         return {
             "allow": list(self.allow),

@@ -1,4 +1,4 @@
-"""What the turns of candidates have shown: in a trial under way, and while plain DDP has its turn."""
+"""Lengths of steps from the turns of candidates: in a trial under way, and while plain DDP has its turn."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Challenge:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any] | None) -> Challenge | None:
-        """What `Trials.state` has written; None: nothing.
+        """Restore a challenge from what `Trials.state` has written; None if it has written none.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is no such state.

@@ -1,4 +1,4 @@
-"""What ``gqsgd advise`` does: from the words of its options to a cluster, and from predictions to a table."""
+"""The command ``gqsgd advise``: from the words of its options to a cluster, and from predictions to a table."""
 
 from __future__ import annotations
 

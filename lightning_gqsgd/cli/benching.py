@@ -1,4 +1,4 @@
-"""What ``gqsgd bench`` does as one of a launcher's ranks, and what it says."""
+"""The command ``gqsgd bench`` as one of a launcher's ranks, and its output."""
 
 from __future__ import annotations
 

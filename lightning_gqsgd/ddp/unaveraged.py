@@ -217,7 +217,7 @@ def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None
 
 
 def _counter(watch: weakref.ref[BackwardWatch]) -> Callable[[nn.Parameter], None]:
-    """What is called whenever a watched parameter has accumulated a gradient; does not keep the watch alive."""
+    """Return the hook for each accumulated gradient of a watched parameter. It does not keep the watch alive."""
 
     def count(_: nn.Parameter) -> None:
         here = None if torch.compiler.is_compiling() else watch()

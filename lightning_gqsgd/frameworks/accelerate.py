@@ -123,7 +123,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs for the same bits; see `GQSGDState.state_dict`.
+        """Return the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
 
         Call it on all ranks, and save what rank 0 has: Accelerate does both.
         """
@@ -189,7 +189,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
 
 
 def enable_accelerator(accelerator: Accelerator, preset: str | GQSGDConfig | None = None, **fields: Any) -> GQSGDKwargs:
-    """See `enable.enable`."""
+    """Enable compression on an ``Accelerator``; see `enable.enable`."""
     existing = accelerator.ddp_handler
     kind = DistributedType(accelerator.distributed_type).value
     if kind in WITHOUT_DDP:

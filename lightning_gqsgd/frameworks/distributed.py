@@ -1,4 +1,4 @@
-"""What adapters share: the arguments of Lightning's strategies, and the process group's life."""
+"""Code that adapters share: the arguments of Lightning's strategies, and the process group's life."""
 
 from __future__ import annotations
 

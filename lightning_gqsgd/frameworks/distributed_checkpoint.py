@@ -97,7 +97,7 @@ class DCPState:
 
 
 def _entry(entries: Mapping[str, Any], name: str) -> Any:
-    """What `DCPState.state_dict` has put into an entry."""
+    """Return the value that `DCPState.state_dict` has put into an entry."""
     value = entries.get(name) if isinstance(entries, Mapping) else None
     if not (isinstance(value, tuple) and len(value) == 1):
         raise ConfigError(

@@ -64,12 +64,12 @@ class FabricMixin(_Base):
 
     @property
     def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages]:
-        """See the class."""
+        """The states of the models that were set up, as the class documents them."""
         return self._hooks if self._local is None else [trained.averages for trained in self._local.trained]
 
     @property
     def _heads(self) -> Sequence[GQSGDState | Trained]:
-        """What has a state in checkpoints."""
+        """Return the objects that have a state in checkpoints."""
         return self._hooks if self._local is None else self._local.trained
 
     @classmethod

@@ -57,7 +57,7 @@ class Trained:
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What all ranks need to resume, on rank 0; None on the others. A collective."""
+        """Return the state that all ranks need to resume, on rank 0; None on the others. A collective."""
         return gathered_state(self.averages, self.module, self.optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -149,7 +149,7 @@ class TrainerMixin(_Base):
             callbacks.insert(0, self._telemetry_callback())
 
     def setup_distributed(self) -> None:
-        """See `distributed.after_setup`."""
+        """Set up the process group, then finish as in `distributed.after_setup`."""
         super().setup_distributed()
         after_setup(self.world_size)
 

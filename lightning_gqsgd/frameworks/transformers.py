@@ -96,7 +96,7 @@ class GQSGDCallback(TrainerCallback):
 def enable_trainer(
     trainer: Trainer, preset: str | GQSGDConfig | None = None, **fields: Any
 ) -> GQSGDKwargs | LocalStepsCallback:
-    """See `enable.enable`."""
+    """Enable compression on a ``transformers.Trainer``; see `enable.enable`."""
     local, compression = LocalTraining.asked_for(preset, pop_options(fields), fields)
     if local is not None:
         callback = enable_local_steps(trainer, local, make_config(compression, **fields))

@@ -37,7 +37,7 @@ _OWN_ENTRIES = ("memory", "rule", "model", "optimizers")
 
 
 def state_of(averages: LocalAverages) -> dict[str, Any]:
-    """What this rank needs beside its model and its optimizers to continue: plain values and tensors.
+    """Return the state beside models and optimizers that this rank needs to continue: plain values and tensors.
 
     Not a collective; waits for the averages under way, whose means are part of the state.
     """

@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
 
 class AnchorOptions(Protocol):
-    """What fragments take from `options.LocalOptions`.
+    """The options of `options.LocalOptions` that concern fragments.
 
     Attributes:
         fragments: number of parts.

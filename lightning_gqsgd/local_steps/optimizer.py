@@ -154,7 +154,7 @@ class LocalSteps(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `torch.optim.Optimizer.zero_grad`."""
+        """Reset the gradients as `torch.optim.Optimizer.zero_grad` does."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ class LocalSteps(Optimizer):
 
 
 class DetachedLocalSteps:
-    """What a copy of `LocalSteps` is: it knows neither the copied model nor the other ranks, and makes no step."""
+    """A copy of `LocalSteps`. It knows neither the copied model nor the other ranks, and makes no step."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""What local steps can be told, beside the compression: one frozen value, which checks itself."""
+"""Options of local steps beside the compression: one frozen value, which checks itself."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class _Seen:
 
 
 def _tensors_by_name(optimizer: Optimizer) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """What an optimizer keeps of parameters in their shape: pairs of a parameter and its state, by the state's name.
+    """Return an optimizer's states that have their parameter's shape, as pairs (parameter, state) by the state's name.
 
     A tensor that shares the parameter's memory is averaged with the parameter.
     """

@@ -127,7 +127,7 @@ class Candidate:
 
     @property
     def keywords(self) -> str:
-        """What to give `GQSGDStrategy` or `register_gqsgd`; empty for what needs neither."""
+        """Return the arguments for `GQSGDStrategy` or `register_gqsgd`; empty for what needs neither."""
         if isinstance(self.method, str):
             return ""
         reducer = ', reducer="hierarchical"' if self.method.reducer == "hierarchical" else ""
@@ -202,7 +202,7 @@ def candidates(
 
 
 def with_local_steps(cluster: Cluster) -> Candidate | None:
-    """What a step takes on average if ranks train by themselves and average their models (preset ``gqsgd_diloco``).
+    """Predict a step's mean length if ranks train by themselves and average their models (preset ``gqsgd_diloco``).
 
     Steps send no gradients. After every `LOCAL_STEPS` of them, all changes are reduced at once, beside no computation.
 
@@ -256,7 +256,7 @@ def best_of(choices: Sequence[Candidate]) -> Candidate:
 
 
 def recommendation(choices: Sequence[Candidate]) -> str:
-    """What to do, and why, in one sentence."""
+    """Return the recommendation and its reason in one sentence."""
     plain = choices[0].prediction
     best = best_of(choices)
     made = best.prediction
@@ -289,7 +289,7 @@ def _times(other: Prediction, made: Prediction) -> str:
 
 
 def _what_is_left(best: Candidate) -> str:
-    """What a step of a candidate still waits for, as a clause; nothing is said to be hidden that is not."""
+    """Return as a clause what a candidate's step still waits for. No cost that is exposed is called hidden."""
     made = best.prediction
     waits = f"with {best.name} it waits {_ms(made.exposed_s)}, {_share(made)} of the step"
     if made.exposed_s <= NO_WAIT * made.step_s:

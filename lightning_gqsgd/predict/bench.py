@@ -95,7 +95,7 @@ class WayTime:
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured.
+    """Measurements of kernels and all-reduces.
 
     Attributes:
         device: the device, in words.

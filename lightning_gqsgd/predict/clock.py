@@ -15,7 +15,7 @@ _EPSILON_S = 1e-12
 
 
 class Event(NamedTuple):
-    """What a resource did, and when.
+    """One occupation of a resource, with its times in seconds.
 
     Attributes:
         resource: ``"backward"``, ``"codec"``, ``"stream 0"``, ``"link"``, ``"node"``, ...

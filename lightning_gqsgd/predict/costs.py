@@ -1,4 +1,4 @@
-"""What a collective, a kernel and a launch cost: the constants of the model's clock.
+"""Costs of collectives, kernels and launches: the constants of the model's clock.
 
 `Costs` come from three places: a probe on the machines themselves (`probe`), a link's rate and latency
 (`collectives_between`), and a device's memory bandwidth (`ESTIMATES`).
@@ -23,7 +23,7 @@ BF16_HOOK = "bf16_compress_hook"
 
 @dataclass(frozen=True)
 class Collective:
-    """What one kind of collective costs between certain ranks.
+    """Costs of one kind of collective between certain ranks.
 
     Attributes:
         alpha_s: seconds before the first byte, however long the message is.

@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Learning:
-    """What is known of the problem.
+    """Constants of the learning problem.
 
     Attributes:
         dimension: d, number of coordinates.
@@ -81,7 +81,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan has to keep.
+    """Limits that a plan has to keep.
 
     Attributes:
         seconds: the longest time T.
@@ -115,7 +115,7 @@ class LocalPlan:
 
 @dataclass(frozen=True)
 class LocalProblem:
-    """What `plan` solves.
+    """The problem that `plan` solves.
 
     Raises:
         ConfigError: a number that is not above 0, or no workers.

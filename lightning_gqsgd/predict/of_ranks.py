@@ -1,4 +1,4 @@
-"""What the ranks of the default process group have measured, on the host of each of them."""
+"""Collects the measurements of the default process group's ranks on the host of each of them."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], wi
 
 
 def _rate(cluster: Cluster, factor: float) -> float:
-    """What the horizontal axis shows of a factor: Gbit/s, or the factor itself where the link was measured."""
+    """Return a factor's value on the horizontal axis: Gbit/s, or the factor itself where the link was measured."""
     return factor if cluster.link is None else 8e-9 * cluster.link * factor
 
 

@@ -141,7 +141,7 @@ def _cut_behind(run: Blocks, count: int, size: int) -> tuple[Blocks, Blocks]:
 
 
 def _alike(runs: Sequence[Blocks], setting: Setting) -> tuple[Any, ...]:
-    """What the work and the messages of a piece depend on."""
+    """Return a key of all that the work and the messages of a piece depend on."""
     config = setting.config
     if config.reducer != "hierarchical":
         return _of_one_level(runs, setting)
@@ -157,7 +157,7 @@ def _alike(runs: Sequence[Blocks], setting: Setting) -> tuple[Any, ...]:
 
 
 def _of_one_level(runs: Sequence[Blocks], setting: Setting) -> tuple[Any, ...]:
-    """What the work and the messages of a reducer of one level depend on; in the end the bytes of a shard's message."""
+    """Return the key of a piece of a one-level reducer; in the end the bytes of a shard's message."""
     name = setting.config.reducer
     if name not in _SHARDS:
         return tuple(runs)

@@ -65,7 +65,7 @@ class _Marks:
 
 @dataclass(frozen=True)
 class PipelineTimes:
-    """What the sequencing thread takes.
+    """Times of the sequencing thread.
 
     Attributes:
         stage_s: seconds for each stage of a piece, in which the thread encodes or decodes one block.
@@ -128,7 +128,7 @@ class _Case:
         return marks
 
     def slowdown(self, costs: Costs, overhead_s: float) -> float:
-        """See `PipelineTimes`; ``overhead_s``: what a stage takes besides its kernel."""
+        """Return the slowdown of `PipelineTimes`; ``overhead_s``: seconds that a stage takes besides its kernel."""
         numel = _LARGE * PIECE_NUMEL
         buckets = torch.randn(numel, generator=torch.Generator().manual_seed(0)).repeat(_BUCKETS, 1)
         profiles, _ = bucket_profiles(

@@ -73,7 +73,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured.
+    """Measurements of a probe.
 
     Attributes:
         costs: the constants, for `ranks` ranks.

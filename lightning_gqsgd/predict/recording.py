@@ -94,7 +94,7 @@ class Recorder:
         return Timeline(buckets, backward, forward, update, self._dtype, self._name)
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP's hook does: note the time, and give the gradients back as they are."""
+        """Note the time, and return the gradients unchanged. This is DDP's communication hook."""
         segments: Sequence[Segment] = [self._segment_of[id(p)] for p in bucket.parameters()]
         self._buckets.append((self._now(), tuple(segments)))
         future: torch.futures.Future[Tensor] = torch.futures.Future()

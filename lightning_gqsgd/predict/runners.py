@@ -70,7 +70,7 @@ class _Piece:
         return cls(0 if profile.is_preface else 1, 0, profile.is_preface, False, profile, bucket, number)
 
     def take(self) -> tuple[tuple[Work, ...], tuple[Message, ...], bool]:
-        """What the piece does next: its work, the collectives after that, and whether it is through then."""
+        """Return the next work of the piece, the collectives after it, and whether the piece is done then."""
         self.at += 1
         if self.at > len(self.profile.stages):
             return self.profile.last, (), True
@@ -79,7 +79,7 @@ class _Piece:
 
 
 def _label(works: Sequence[Work]) -> str:
-    """What a run of work is, by its kernels."""
+    """Return the label of a run of work, by its kernels."""
     kinds = dict.fromkeys(work.kind for work in works if work.kind != "torch")
     return " + ".join(kinds) or "copy"
 

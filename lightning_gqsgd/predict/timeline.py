@@ -1,4 +1,4 @@
-"""What one rank computes in a step: the buckets of DDP, and when the backward pass has each of them ready."""
+"""The computation of one rank in a step: the buckets of DDP, and when the backward pass has each of them ready."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class SparseGradients:
     def of(
         cls, engine: Engine, configs: list[GQSGDConfig], tables: Sequence[Parameter], dtype: torch.dtype
     ) -> SparseGradients | None:
-        """What reduces the sparse gradients of a model, with its kernels compiled.
+        """Build the reducer of a model's sparse gradients, and compile its kernels.
 
         Args:
             engine: see the class.
@@ -92,7 +92,7 @@ class SparseGradients:
         return frozenset(self._tables if self._limit else ())
 
     def describe(self, configs: Sequence[GQSGDConfig]) -> str:
-        """What is sent of the tables, for the report.
+        """Describe for the report what is sent of the tables.
 
         Args:
             configs: as for the report: the configuration, or that of each number of bits that is given by name.

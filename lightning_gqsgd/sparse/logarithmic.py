@@ -42,11 +42,11 @@ class LogarithmicRows:
         self._none = (1 << (bits - 1)) - 1
 
     def nbytes(self, count: int) -> int:
-        """See `rows.Rows.nbytes`."""
+        """Return the number of bytes, as `rows.Rows.nbytes` specifies."""
         return _HEAD + -(-count * self._width * self._bits // 8) if count else 0
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """See `rows.Rows.write`."""
+        """Write rows into a message, as `rows.Rows.write` specifies."""
         values = touched.values.double().numpy()
         if not len(values):
             return
@@ -63,7 +63,7 @@ class LogarithmicRows:
         message.copy_(torch.from_numpy(np.concatenate([head, np.packbits(bits.astype(np.uint8))])))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """See `rows.Rows.read`."""
+        """Read rows from a message, as `rows.Rows.read` specifies."""
         if not len(rows):
             return torch.zeros(0, self._width, dtype=self._dtype)
         received = message.numpy()

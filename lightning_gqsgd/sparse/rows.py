@@ -53,15 +53,15 @@ class RowsAsTheyAre:
         self._dtype = dtype
 
     def nbytes(self, count: int) -> int:
-        """See `Rows.nbytes`."""
+        """Return the number of bytes, as `Rows.nbytes` specifies."""
         return count * self._width * self._dtype.itemsize
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """See `Rows.write`."""
+        """Write rows into a message, as `Rows.write` specifies."""
         message.copy_(touched.values.contiguous().view(torch.uint8).view(-1))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """See `Rows.read`."""
+        """Read rows from a message, as `Rows.read` specifies."""
         return message.clone().view(self._dtype).view(len(rows), self._width)
 
 
@@ -81,11 +81,11 @@ class RowsOfBf16:
         self._limit = largest(len(keys.up))
 
     def nbytes(self, count: int) -> int:
-        """See `Rows.nbytes`."""
+        """Return the number of bytes, as `Rows.nbytes` specifies."""
         return count * self._table.width * torch.bfloat16.itemsize
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """See `Rows.write`."""
+        """Write rows into a message, as `Rows.write` specifies."""
         wide = touched.values.float().view(-1)
         small = torch.empty(len(wide), dtype=torch.bfloat16)
         blocks = torch.from_numpy(cut_rows(self._table, touched.rows, self._keys.config.block_size))
@@ -93,7 +93,7 @@ class RowsOfBf16:
         message.copy_(small.view(torch.uint8))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """See `Rows.read`."""
+        """Read rows from a message, as `Rows.read` specifies."""
         return message.clone().view(torch.bfloat16).to(self._dtype).view(len(rows), self._table.width)
 
 
@@ -117,11 +117,11 @@ class CodedRows:
         self._store = new_store(setting.config, 1, {}, setting.dtype, torch.device("cpu"))
 
     def nbytes(self, count: int) -> int:
-        """See `Rows.nbytes`."""
+        """Return the number of bytes, as `Rows.nbytes` specifies."""
         return count * record_bytes(self._table, self._quantiser, self._scale_bytes, self._raw_bytes)
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """See `Rows.write`."""
+        """Write rows into a message, as `Rows.write` specifies."""
         if len(touched.rows):
             x = touched.values.contiguous().view(-1)
             part = self._part(touched.rows)
@@ -129,7 +129,7 @@ class CodedRows:
             outgoing.encode(message, self._keys.up[rank])
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """See `Rows.read`."""
+        """Read rows from a message, as `Rows.read` specifies."""
         out = torch.zeros(len(rows) * self._table.width, dtype=self._dtype)
         if len(rows):
             wires = message.view(1, -1).contiguous()

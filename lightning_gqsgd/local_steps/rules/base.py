@@ -1,4 +1,4 @@
-"""What a rule of averages is: a description of what a rank asks the others for until it has the mean change.
+"""Interface of a rule of averages, which describes the requests of a rank until it has the mean change.
 
 A rule issues no collective itself. The `Averager` of a rank yields what it asks for and is resumed with the answer, so
 that the same objects run over process groups (`PendingMean`) and over virtual workers of one process
@@ -71,7 +71,7 @@ RuleRequests = Generator[RuleRequest, Tensor, Tensor]
 
 
 class Averager(ABC):
-    """What one rank asks for to average one bundle, and what it remembers from average to average."""
+    """The requests of one rank to average one bundle, and its memory from average to average."""
 
     @abstractmethod
     def requests(self, change: Tensor) -> RuleRequests:
@@ -84,7 +84,7 @@ class Averager(ABC):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """What is remembered, by name; the tensors themselves."""
+        """Return the memory by name: the tensors themselves, not copies."""
         return {}
 
     def take(self, state: Mapping[str, Tensor]) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Censored(Rule):
-    """See the module.
+    """Rule in which a rank sends its change only if it differs enough from the last one that it sent.
 
     Args:
         threshold: ε, 0 or more; 0: every rank sends as long as its change differs from the last one that it sent.
@@ -52,14 +52,14 @@ class Censored(Rule):
         check_real("threshold", self.threshold, 0, float("inf"))
 
     def check(self, config: GQSGDConfig) -> None:
-        """See `Rule.check`."""
+        """Raise ConfigError for a compression that does not go with the rule."""
         if config.reducer != "native":
             raise ConfigError(
                 f"rule='censored' sends differences as they are, without reducer={config.reducer!r}; take bits=32"
             )
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """See `Rule.averager`."""
+        """Return the averager of one bundle, as `Rule.averager` specifies."""
         return _CensoredAverager(self, bundle, rank, ranks)
 
 
@@ -75,11 +75,11 @@ class _CensoredAverager(Averager):
         self._anchors = anchors
 
     def state(self) -> dict[str, Tensor]:
-        """See `Averager.state`: h_i, h̄, and the anchor at the latest average."""
+        """Return the memory by name, as `Averager.state` specifies: h_i, h̄, and the anchor at the latest average."""
         return {"sent": self._sent, "mean": self._mean, "anchors": self._anchors}
 
     def requests(self, change: Tensor) -> RuleRequests:
-        """See `Averager.requests`."""
+        """Yield the requests of one average, as `Averager.requests` specifies."""
         anchors = self._bundle.flat_anchors()
         moved = float((anchors - self._anchors).double().square().sum())
         difference = change - self._sent

@@ -18,7 +18,7 @@ class Mean(Rule):
     """See the module."""
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """See `Rule.averager`."""
+        """Return the averager of one bundle, as `Rule.averager` specifies."""
         return _MeanAverager(bundle)
 
 
@@ -27,5 +27,5 @@ class _MeanAverager(Averager):
         self._segments = bundle.segments
 
     def requests(self, change: Tensor) -> RuleRequests:
-        """See `Averager.requests`."""
+        """Yield the requests of one average, as `Averager.requests` specifies."""
         return (yield MeanOf(change, self._segments))

@@ -46,11 +46,11 @@ class MultiStep(Rule):
 
     @property
     def most_requests(self) -> int:
-        """See `Rule.most_requests`."""
+        """Return the largest number of requests of one average; see `Rule.most_requests`."""
         return self.messages
 
     def check(self, config: GQSGDConfig) -> None:
-        """See `Rule.check`."""
+        """Raise ConfigError for a compression that does not go with the rule."""
         memories = {"memory": config.up}
         if config.reducer == "two_shot":
             memories["memory_down"] = config.down
@@ -62,7 +62,7 @@ class MultiStep(Rule):
                 )
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """See `Rule.averager`."""
+        """Return the averager of one bundle, as `Rule.averager` specifies."""
         return _MultiStepAverager(bundle, self.messages)
 
 
@@ -72,7 +72,7 @@ class _MultiStepAverager(Averager):
         self._messages = messages
 
     def requests(self, change: Tensor) -> RuleRequests:
-        """See `Averager.requests`."""
+        """Yield the requests of one average, as `Averager.requests` specifies."""
         total = (yield MeanOf(change, self._segments)).clone()
         for _ in range(self._messages - 1):
             total += yield MeanOf(torch.zeros_like(total), self._segments)

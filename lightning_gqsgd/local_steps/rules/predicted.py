@@ -42,7 +42,7 @@ class Predicted(Rule):
     remembers: ClassVar[bool] = True
 
     def averager(self, bundle: Bundle, rank: int, ranks: int) -> Averager:
-        """See `Rule.averager`."""
+        """Return the averager of one bundle, as `Rule.averager` specifies."""
         return _PredictedAverager(bundle)
 
 
@@ -58,11 +58,11 @@ class _PredictedAverager(Averager):
         self._averages = torch.zeros(2, *like.shape, dtype=like.dtype, device=like.device)
 
     def state(self) -> dict[str, Tensor]:
-        """See `Averager.state`: the last mean changes, their number, and moving averages."""
+        """Return the memory by name: the last mean changes, their number, and moving averages."""
         return {"last": self._last, "count": self._count, "averages": self._averages}
 
     def requests(self, change: Tensor) -> RuleRequests:
-        """See `Averager.requests`."""
+        """Yield the requests of one average, as `Averager.requests` specifies."""
         predictions = self._predictions()
         parts = [prediction.split(self._sizes) for prediction in predictions]
         wanted = change.split(self._sizes)

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 
 class _ProximalAdagrad(Optimizer):
-    """What both methods have in common."""
+    """Base class with the parts that both methods share."""
 
     #: What is remembered of each parameter, beside the number of its steps: tensors like the parameter, zero at first.
     _KEPT: tuple[str, ...] = ("sum",)

@@ -48,7 +48,7 @@ class Penalised:
 
 @dataclass
 class GossipRecord:
-    """What a run over a graph came to.
+    """Record of a run over a graph.
 
     Attributes:
         objective: F at the mean of all workers' models, after each stage (DSPG: each epoch).

@@ -88,7 +88,7 @@ class Graph:
         return float(torch.linalg.eigvalsh(self.weights).abs().sort().values[-2])
 
     def mix(self, models: Tensor, rounds: int = 1) -> Tensor:
-        """What the ranks have after some rounds of gossip, [ranks, d]: W to the power of ``rounds``, times the models.
+        """Return the models after some rounds of gossip, [ranks, d]: W to the power of ``rounds``, times the models.
 
         Args:
             models: floating-point tensor [ranks, d], which is not changed.

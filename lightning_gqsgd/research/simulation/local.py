@@ -195,7 +195,7 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
         self.advance()
 
     def _start(self, number: int, delay: int) -> VirtualAverage:
-        """See `AveragingLoop`. All is done at once; the mean is used when it is due."""
+        """Compute the whole average at once. Its mean is used when it is due, as `AveragingLoop` schedules it."""
         workers = self._crowd.of_round(self.rounds.number)
         replicas = self._replicas[number]
         changes = [replicas[worker].bundles[0].change() for worker in workers]

@@ -25,7 +25,7 @@ MIN_NUMEL = 1024
 
 
 class Problem(Protocol):
-    """What `virtual.simulate` trains on.
+    """A training problem for `virtual.simulate`.
 
     Attributes:
         segments: the parameters in the flat vector x of d coordinates, in order.
@@ -43,11 +43,11 @@ class Problem(Protocol):
         ...
 
     def loss(self, x: Tensor) -> float:
-        """What is minimised."""
+        """Return the objective, which is minimised."""
         ...
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """What else is worth knowing, the same names every time."""
+        """Return further metrics, under the same names in every call."""
         ...
 
 
@@ -87,7 +87,7 @@ class Quadratic:
         return torch.zeros(self.dimension, dtype=self.dtype)
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """See `Problem.gradients`."""
+        """Return the gradients as `Problem.gradients` specifies."""
         gradients = (x - self.optimum - self._offset(workers)) * self.eigenvalues
         if self.noise:
             generator = _generator(self.seed, 2, step)
@@ -99,7 +99,7 @@ class Quadratic:
         return float(((x - self.optimum).square() * self.eigenvalues).sum() / 2)
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """See the class."""
+        """Return the metrics that the class documents."""
         away = x - self.optimum
         return {"distance": float(away.norm()), "gradient_norm": float((away * self.eigenvalues).norm())}
 
@@ -160,7 +160,7 @@ class _LinearModel:
         return torch.zeros(self.dimension, dtype=self.dtype)
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """See `Problem.gradients`."""
+        """Return the gradients as `Problem.gradients` specifies."""
         first = _dealt(self.rows, workers)
         # Weights of workers with a row more than others: the mean of gradients is that of all rows.
         shares = first.diff().to(x) * workers / self.rows
@@ -225,7 +225,7 @@ class LeastSquares(_LinearModel):
         self.smoothness = float(torch.linalg.eigvalsh(hessian)[-1])
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """See the class."""
+        """Return the metrics that the class documents."""
         away = x - self.optimum
         squares = (self.features @ away).square().mean() + self.regularisation * away.square().sum()
         return {
@@ -257,7 +257,7 @@ class LogisticRegression(_LinearModel):
     regularisation: float = 0.1
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """See the class."""
+        """Return the metrics that the class documents."""
         right = (self.features @ x) * self.targets > 0
         return {"accuracy": float(right.double().mean()), "gradient_norm": float(self._gradient(x).norm())}
 
@@ -329,7 +329,7 @@ class DigitsMLP:
         return torch.cat(parts)
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """See `Problem.gradients`."""
+        """Return the gradients as `Problem.gradients` specifies."""
         first = _dealt(len(self._labels), workers)
         rows = _drawn(first, self.batch, _generator(self.seed, 2, step))
         each = x.detach().expand(workers, -1).clone().requires_grad_()
@@ -344,7 +344,7 @@ class DigitsMLP:
         return float(F.cross_entropy(self._logits(x[None], self._images[None])[0], self._labels))
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """See the class."""
+        """Return the metrics that the class documents."""
         images, labels = self._test
         right = self._logits(x[None], images[None])[0].argmax(1) == labels
         return {"accuracy": float(right.double().mean())}

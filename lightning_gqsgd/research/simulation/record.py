@@ -1,4 +1,4 @@
-"""What a simulated run recorded: arrays, a table, a picture."""
+"""Record of a simulated run: arrays, a table, a picture."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 class Trainer(Protocol):
-    """What `simulate` leads: virtual workers, and what they have in common."""
+    """Virtual workers that `simulate` leads, with their common state."""
 
     config: GQSGDConfig
     error: float
@@ -188,7 +188,7 @@ def _trainer(
 
 
 def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
-    """What makes the optimizer."""
+    """Return the function that makes the optimizer."""
     if make is None:
         return lambda parameters: torch.optim.SGD(parameters, lr=DEFAULT_LR if lr is None else lr)
     if lr is not None:

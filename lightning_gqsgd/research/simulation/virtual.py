@@ -61,7 +61,7 @@ class VirtualRanks:
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def errors(self) -> Tensor:
-        """What each rank remembers of the errors of its own messages, e of `spec.memories.Memory`: [ranks, d].
+        """Return each rank's memory of its own messages' errors, e of `spec.memories.Memory`: [ranks, d].
 
         Raises:
             ConfigError: the configuration has no error memory.
@@ -82,7 +82,7 @@ class VirtualRanks:
         return torch.stack(kept)
 
     def average(self, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
-        """What each rank would hold after reducing its gradient; all with the same bits.
+        """Return what each rank would hold after reducing its gradient; all with the same bits.
 
         Raises:
             ConfigError: the gradients and the segments have different numbers of coordinates.
@@ -117,7 +117,7 @@ def average(
     preset: str | None = None,
     **fields: Any,
 ) -> list[Tensor]:
-    """What each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
+    """Return what each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
 
     Args:
         gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.

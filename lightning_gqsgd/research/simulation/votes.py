@@ -117,7 +117,7 @@ class FedVote:
         return torch.tanh(self.slope * latents.detach())
 
     def _votes(self, weights: Tensor, number: int) -> Tensor:
-        """What the workers send, each 1 or -1: [workers, voted]."""
+        """Return the votes that the workers send, each 1 or -1: [workers, voted]."""
         generator = torch.Generator().manual_seed((self.seed << 32) + number)
         uniform = torch.rand(weights.shape, generator=generator, dtype=weights.dtype)
         votes = torch.where(2 * uniform < 1 + weights, 1.0, -1.0).to(weights)
