@@ -301,7 +301,7 @@ class Steering:
         return 0 if seconds is None else round(1e6 * seconds)
 
     def plain_digest(self, digest: int) -> int:
-        """Return the digest that ranks compare while plain DDP has the hook's place; ``digest``: that of all other facts."""
+        """Return the digest that ranks compare while plain DDP has the hook's place; ``digest``: of all others."""
         return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
 
     def _say_what_follows(self) -> None:
