@@ -295,10 +295,11 @@ class GQSGDState:
                 reached DDP.
         """
         # Activations are computed again while a backward pass is under way.
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or self.is_closed:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         plain = self._plain
-        if model.require_backward_grad_sync:
+        is_closed = self.is_closed  # then the backward pass raises, also while plain DDP carries the gradients
+        if model.require_backward_grad_sync and not is_closed:
             self._trained.check()
             self._is_in_step = False  # of a backward pass that was broken off
         if plain is not None and plain.is_due(model):
@@ -306,7 +307,7 @@ class GQSGDState:
             plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
             if was_on and not plain.is_on:
                 self.step = self.step  # counted by the hook again, and compared first
-        if self._watch is not None:
+        if self._watch is not None and not is_closed:
             self._watch.before_forward(model, has_hook=plain is None or not plain.is_on)
 
     def _begin_step(self, step: int) -> Stamp | None:
