@@ -87,11 +87,11 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential, Optimizer, int], None], str | 
     "frozen": (_freeze, None),
 }
 
-#: Without a memory, with one, bits by name, and several fragments with a delay.
+#: Without a memory, with one, with one on the way back too, and several fragments with a delay.
 WAYS: dict[str, dict[str, Any]] = {
     "none": {"every": 3, "preset": "gqsgd_4bit"},
     "ef": {"every": 3, "preset": "gqsgd_4bit", "memory": "ef"},
-    "by name": {"every": 3, "preset": "gqsgd", "bits": {"*": 4, "4.*": 8}},
+    "both ways": {"every": 3, "preset": "gqsgd_4bit", "memory": "ef", "memory_down": "ef"},
     "fragments": {"every": 3, "preset": "gqsgd_4bit", "fragments": 2, "delay": 1},
 }
 

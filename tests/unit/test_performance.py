@@ -309,7 +309,7 @@ def test_a_profile_does_not_load_torchs_compiler() -> None:
         "from lightning_gqsgd import GQSGDConfig\n"
         "from lightning_gqsgd.kernels.layout import PieceSize, Segment\n"
         "from lightning_gqsgd.predict.profile import bucket_profiles\n"
-        "from lightning_gqsgd.reducers import resolve\n"
+        "from lightning_gqsgd.config.resolving import resolve\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "bucket_profiles(resolve(GQSGDConfig(), 2), [Segment(0, 1000, raw=False)], 2, torch.float32, PieceSize())\n"
         "assert 'torch._dynamo' not in sys.modules\n"
