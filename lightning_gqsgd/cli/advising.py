@@ -28,21 +28,16 @@ from lightning_gqsgd.predict.advice import (
     over_probe,
     recommendation,
 )
-from lightning_gqsgd.predict.costs import ESTIMATES, Costs, Link
+from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Costs, Link, inside_of
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.timeline import Timeline, estimated
-from lightning_gqsgd.predict.units import bytes_per_second, seconds
+from lightning_gqsgd.predict.units import bytes_per_second, rate_in_words, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"
 #: The codec that is assumed where neither an option nor a probe says one.
 ASSUMED = "h100"
-#: The latency of a link where it is not given, and the rate between the ranks of a node in each direction: NVLink's
-#: rated one for these devices, and that of others.
-LATENCY = "50us"
-INTRA = {"h100": "3.6tbit", "a100": "2.4tbit"}
-OTHER_INTRA = "200gbit"
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ class Question:
     def _intra(self, codec: str, probe: Probe | None) -> str:
         """The rate between the ranks of a node: as given, or else that of the device."""
         device = probe.device.lower() if codec == MEASURED and probe is not None else codec
-        return self.intra or next((rate for name, rate in INTRA.items() if name in device), OTHER_INTRA)
+        return self.intra or rate_in_words(inside_of(device))
 
     def _check_codes(self, probe: Probe) -> None:
         """Check that a probe has timed a codec that can be recommended.
@@ -146,7 +141,8 @@ class Question:
             ConfigError: a rate or a latency is none, or the probe has other nodes.
         """
         if self.link is not None:
-            link = Link(bytes_per_second(self.link, "--link"), seconds(self.latency or LATENCY, "--latency"))
+            latency_s = seconds(self.latency, "--latency") if self.latency else LATENCY_S
+            link = Link(bytes_per_second(self.link, "--link"), latency_s)
             inside = Link(bytes_per_second(self._intra(codec, probe), "--intra"), min(link.latency_s, 5e-6))
             return over_links(lambda given: _costs(codec, probe, given), per_node, link, inside), link.bytes_per_s
         assert probe is not None

@@ -13,8 +13,9 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.nodes import Layout, layouts
 from lightning_gqsgd.session.opening import Side, compile_together, facts_of, open_engines
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
@@ -37,8 +38,9 @@ _MESSAGES = Messages("all_reduce", "call all_reduce in a process of its own, sta
 class _Reductions:
     """All calls on one process group and device."""
 
-    def __init__(self, engine: Engine, group: dist.ProcessGroup) -> None:
+    def __init__(self, engine: Engine, group: dist.ProcessGroup, layout: Layout) -> None:
         self.engine = engine
+        self.layout = layout
         self._group = group
         self._calls = 1  # the call that makes this object
         self._prepared: set[tuple[GQSGDConfig, torch.dtype]] = set()
@@ -174,7 +176,7 @@ def all_reduce(
     if known is not None:
         number = known.number()  # counted on all ranks, also where one refuses
         try:
-            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
+            config = _checked(tensor, out, parent, step, make_config(preset, **fields), known.layout)
             target, flat = _copied(tensor, out)
         except Exception as error:
             # The other ranks hear of it in what would be the call's agreement. This rank need not wait for them.
@@ -185,11 +187,12 @@ def all_reduce(
     if reductions is None:
         number = 0
         with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
-            config = _checked(tensor, out, parent, step, make_config(preset, **fields))
+            (layout,) = layouts(meeting)
+            config = _checked(tensor, out, parent, step, make_config(preset, **fields), layout)
             target, flat = _copied(tensor, out)
             side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
             with open_engines(meeting, [side], tensor.device, messages=_MESSAGES) as (engine,):
-                reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent)
+                reductions = _reductions[parent, tensor.device] = _Reductions(engine, parent, layout)
     job = reductions.start(flat, config, number if step is None else step, number)
     reduction = Reduction(job, flat, target)
     return reduction if async_op else reduction.wait()
@@ -229,6 +232,7 @@ def _checked(
     group: dist.ProcessGroup,
     step: int | None,
     config: GQSGDConfig,
+    layout: Layout,
 ) -> GQSGDConfig:
     """Returns the configuration of a call, with its reducer chosen.
 
@@ -250,7 +254,9 @@ def _checked(
         )
     if step is not None:
         check_integer("step", step, 0, MAX_STEP)
-    config = resolve(with_nodes(config, group), dist.get_world_size(group))
+    # Numbers of coordinates of the same power of two share a prediction, and a reducer.
+    numel = 1 << tensor.numel().bit_length()
+    config = resolve(fitted(config, layout, numel, tensor.dtype, tensor.device).config, len(layout.nodes))
     refuse_for(config, "all_reduce, which takes dense tensors")
     if config.remembers:
         raise ConfigError(

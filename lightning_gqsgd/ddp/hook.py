@@ -42,11 +42,12 @@ from lightning_gqsgd.ddp.unaveraged import BackwardWatch
 from lightning_gqsgd.ddp.unused import UnusedParameters
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
-from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, segments_of
 from lightning_gqsgd.session.report import report
@@ -102,12 +103,17 @@ class GQSGDState:
         self._is_in_step = False  # some buckets of a backward pass have come, and not the last one
         with meeting or self._meeting("register_gqsgd") as start:
             check_model(model)
-            config = with_nodes(config, self._group)
+            (layout,) = layouts(start)
             check_tables(model, config, post_local_sgd)
             check_group(post_local_sgd, model)
             named = dict(model.module.named_parameters())
             numbered = number_parameters(named, config)
             self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
+            dtypes = dtypes_of(model)
+            numel = sum(entry.numel for entry in numbered if not entry.raw)
+            fit = fitted(config, layout, numel, dtypes[0], self._device)
+            config = fit.config
+            self._note = fit.note
             world_size = dist.get_world_size(self._group)
             steering = self._steering = Steering(config, world_size) if config.chooses_bits else None
             by_bits = resolve_each(config, world_size) if steering is None else steering.candidates
@@ -116,7 +122,6 @@ class GQSGDState:
             # Candidates take turns in steps, while configurations by name share each step.
             self._others = tuple(self._configs[1:]) if steering is None else ()
             self._choices = {bits: number for number, bits in enumerate(by_bits)}
-            dtypes = dtypes_of(model)
             self._dtype = dtypes[0]
             self._store = new_store(self.config, world_size, _sizes(numbered), self._dtype, self._device)
             self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
@@ -537,6 +542,7 @@ class GQSGDState:
         else:
             dense = [parameter for parameter in self._trained.parameters if parameter.number not in tables]
             text = report(self.requested, configs, dense, ranks, self.step, has_tables=bool(tables))
+        text += self._note
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(configs)}"
 
     def summary(self) -> dict[str, float]:

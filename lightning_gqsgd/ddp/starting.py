@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -65,8 +64,6 @@ def own_facts(
     }
     if requested.auto:
         facts["what keeps the hook in its place"] = obstacle(model)
-    if requested.reducer == "hierarchical":
-        facts["ranks on the node (LOCAL_WORLD_SIZE)"] = os.environ.get("LOCAL_WORLD_SIZE")
     return facts
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,13 +17,6 @@ from lightning_gqsgd.presets import Preset, make_config
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
 CHECKPOINT_KEY = "gqsgd"
-
-
-def on_nodes(config: GQSGDConfig, processes_per_node: int) -> GQSGDConfig:
-    """The configuration with the size of nodes that Lightning knows, unless the user gives one."""
-    if config.reducer != "hierarchical" or config.node_size:
-        return config
-    return replace(config, node_size=processes_per_node)
 
 
 def split_arguments(

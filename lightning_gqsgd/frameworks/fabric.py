@@ -14,7 +14,7 @@ from torch.nn import Module
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted
-from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
+from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, split_arguments
 from lightning_gqsgd.frameworks.local import LocalTraining, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
@@ -82,8 +82,7 @@ class FabricMixin(_Base):
             self._modules.append(module)
             return module
         model = super().setup_module(module)
-        config = on_nodes(self.gqsgd_config, self.num_processes)
-        state = register_gqsgd(model, config, timeout=self._timeout)
+        state = register_gqsgd(model, self.gqsgd_config, timeout=self._timeout)
         self._hooks.append(state)
         self._restore([state])
         state.announce(self._rank_zero_info)
@@ -93,8 +92,7 @@ class FabricMixin(_Base):
         """With local steps, begin to average the parameters of an optimizer, whose model has been set up before."""
         optimizer = super().setup_optimizer(optimizer)
         if self._local is not None:
-            config = on_nodes(self.gqsgd_config, self.num_processes)
-            trained = self._local.begin(self._module_of(optimizer), [optimizer], config, self._timeout)
+            trained = self._local.begin(self._module_of(optimizer), [optimizer], self.gqsgd_config, self._timeout)
             self._restore([trained])
             self._rank_zero_info(trained.averages.report())
         return optimizer

@@ -40,10 +40,11 @@ from lightning_gqsgd.frameworks.fsdp_modules import (
 )
 from lightning_gqsgd.frameworks.fsdp_starting import check_groups, check_replicas, check_request
 from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state, is_count
-from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.nodes import Layout, layouts
 from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
@@ -119,7 +120,9 @@ class GQSGDFSDPState:
             check_request(config, replicate, reduce_scatter)
             check_groups(self._groups, replicate)
             scattered = _for_scatter(config, self._replica) if reduce_scatter else []
-            averaged = _for_average(config, replicate) if replicate is not None else []
+            layout = layouts(start)[-1]
+            numel = sum(p.numel for group in self._groups for p in group.parameters) // dist.get_world_size(shards)
+            averaged = _for_average(config, layout, numel, device) if replicate is not None else []
             own = {
                 "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
                 "reduce_scatter": reduce_scatter,
@@ -338,8 +341,8 @@ class GQSGDFSDPState:
                     "written"
                 )
         self.config = replace(self.config, seed=state["seed"])
-        if self._average is not None and self._replicas is not None:
-            self._average.configs = _for_average(self.config, self._replicas)
+        if self._average is not None:
+            self._average.configs = [replace(one, seed=state["seed"]) for one in self._average.configs]
             self._average.engine.plans.clear()
         if self._scatter is not None:
             self._scatter.configs = _for_scatter(self.config, self._replica)
@@ -465,9 +468,17 @@ def register_gqsgd_fsdp(
     return state
 
 
-def _for_average(config: GQSGDConfig, replicate: dist.ProcessGroup) -> list[GQSGDConfig]:
-    """Returns the configurations of means over replicas, in the order of their bits in ``bits``."""
-    return list(resolve_each(with_nodes(config, replicate), replicate.size()).values())
+def _for_average(config: GQSGDConfig, layout: Layout, numel: int, device: torch.device) -> list[GQSGDConfig]:
+    """Returns the configurations of means over replicas, in the order of their bits in ``bits``.
+
+    Args:
+        config: the configuration as requested.
+        layout: nodes of the replicas.
+        numel: coordinates that a rank reduces in a step.
+        device: device of the gradients, whose dtype is known in the first step only.
+    """
+    fit = fitted(config, layout, numel, torch.float32, device)
+    return list(resolve_each(fit.config, len(layout.nodes)).values())
 
 
 def _for_scatter(config: GQSGDConfig, replica: int) -> list[GQSGDConfig]:

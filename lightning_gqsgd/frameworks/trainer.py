@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.config import GQSGDConfig, Memory
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, check_one_of
-from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, on_nodes, split_arguments
+from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, split_arguments
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.presets import PRESETS
@@ -162,7 +162,7 @@ class TrainerMixin(_Base):
                 self._local.trained.clear()  # those of an earlier fit
                 module = self.lightning_module
                 optimizers = self.optimizers
-                trained = self._local.begin(module, optimizers, self._nodes_config(), self._timeout)
+                trained = self._local.begin(module, optimizers, self.gqsgd_config, self._timeout)
                 self._rank_zero_info(trained.averages.report())
             return  # what was loaded is for later: the optimizers have not taken their states yet
         if self._loaded is not None and self._model_averager is not None:
@@ -178,7 +178,7 @@ class TrainerMixin(_Base):
         self._pl_static_graph_delay_done = False  # of an earlier fit
         if self._ddp_comm_state is not None:
             self._ddp_comm_state.iter = 0  # of an earlier fit; Lightning makes the averager anew, too
-        config = self._nodes_config()
+        config = self.gqsgd_config
         patience = self._timeout
         state = register_gqsgd(self.model, config, timeout=patience, post_local_sgd=self._ddp_comm_state)
         self._check_installed()
@@ -260,9 +260,6 @@ class TrainerMixin(_Base):
         self._gqsgd_state.load_state_dict(self._loaded)
         if self._model_averager is not None:
             self._model_averager.step = self._loaded.get("averager_step", self._model_averager.step)
-
-    def _nodes_config(self) -> GQSGDConfig:
-        return on_nodes(self.gqsgd_config, self.num_processes)
 
     def _wrap_anew(self, module: Any) -> DistributedDataParallel:
         self.model = module  # ends the old DDP, whose buckets are as large as the gradients

@@ -50,8 +50,9 @@ from lightning_gqsgd.local_steps.starting import (
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
+from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.reducers import new_store
-from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.sparse.options import refuse_for
@@ -171,8 +172,12 @@ class LocalAverages(AveragingLoop[Average]):
             check_optimizers(optimizers)
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
-            self.config = resolve(with_nodes(config, self.group), dist.get_world_size(self.group))
             refuse_for(config, "local steps, which average whole models")
+            (layout,) = layouts(start)
+            weights = list(trained.values())
+            fit = fitted(config, layout, sum(p.numel() for p in weights), weights[0].dtype, self.device)
+            self._note = fit.note
+            self.config = resolve(fit.config, len(layout.nodes))
             options.averaging.check(self.config)
             self._facts, parameters, buffers = numbered(model, trained, config)
             super().__init__(options, fragments_of(parameters, buffers, options))
@@ -326,7 +331,7 @@ class LocalAverages(AveragingLoop[Average]):
         if options.delay:
             text += f", and used {options.delay} steps later"
         after = f" after {options.outer_after} steps" if options.outer_after else ""
-        return f"{text}; outer {describe_outer(self.outer)}{after}"
+        return f"{text}; outer {describe_outer(self.outer)}{after}{self._note}"
 
     def check_open(self) -> None:
         """Raise RuntimeError if this was closed, or if an error or a signal has ended the wait for an average."""

@@ -203,6 +203,20 @@ def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
     return replace(costs, collectives=scaled)
 
 
+#: The latency of a link between nodes, in seconds, where it is not known.
+LATENCY_S = 50e-6
+#: Bits per second between the ranks of a node, in each direction: NVLink's rated one for these devices. Processes on a
+#: CPU send to each other by the loopback device of their machine.
+_INSIDE = {"h100": 3.6e12, "a100": 2.4e12, "cpu": 16e9}
+#: The same for other devices.
+_OTHER_INSIDE = 200e9
+
+
+def inside_of(device: str) -> float:
+    """Returns the bytes per second that a rank sends to the ranks of its node; ``device``: a name such as "h100"."""
+    return next((rate for name, rate in _INSIDE.items() if name in device), _OTHER_INSIDE) / 8
+
+
 #: Codecs that have estimates, with their bits.
 _CODECS = {f"{family}/{bits}": bits for family in ("linear", "companded") for bits in range(1, 9)}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,33 +39,31 @@ class Card:
         facts: what all ranks must have in common: plain values by name.
         error: why the rank refuses; empty if it does not.
         is_own: whether the error is the rank's own, and not one that it heard of elsewhere.
+        news: what the rank tells the others, plain values by name; they need not be equal.
     """
 
     purpose: str
     facts: Mapping[str, Any]
     error: str = ""
     is_own: bool = True
+    news: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Returns the card as text, with an error cut to `ERROR_LENGTH` characters."""
-        return json.dumps([self.purpose, self.facts, self.error[:ERROR_LENGTH], self.is_own], sort_keys=True)
+        error = self.error[:ERROR_LENGTH]
+        return json.dumps([self.purpose, self.facts, error, self.is_own, dict(self.news)], sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Card:
         """Returns the card of a text. A text that is no card gives a card that refuses: its rank has another
         version."""
         try:
-            purpose, facts, error, is_own = json.loads(text)
+            fields = tuple(json.loads(text))
         except (TypeError, ValueError, RecursionError):  # a text like "[[[[[..." is too deep to parse
-            purpose = None
-            facts = None
-            error = None
-            is_own = None
-        if not (isinstance(purpose, str) and isinstance(facts, dict)):
-            facts = None
-        if facts is None or not isinstance(error, str) or not isinstance(is_own, bool):
+            fields = ()
+        if tuple(map(type, fields)) != (str, dict, str, bool, dict):
             return cls("", {}, f"its card cannot be read ({text:.100}); install the same version on every rank")
-        return cls(purpose, facts, error, is_own)
+        return cls(*fields)
 
 
 def verdict(cards: Sequence[Card]) -> str:

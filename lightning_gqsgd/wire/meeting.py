@@ -4,10 +4,11 @@ A `Meeting` uses nothing but the store of torch.distributed. So a rank that call
 others a timeout and an error that names it, and never a collective that finds the wrong partner.
 
 One round goes as follows. Every rank writes a card: what it is about to do, or why it refuses. Rank 0 of the process
-group compares the cards and writes the minutes: the verdict, a token that was never used before, and the nonces of the
-cards. The others acknowledge minutes that list their own nonce; when all have, rank 0 writes that the round is done,
-and all leave with the verdict. Nonces and tokens are random. So cards of an earlier attempt, or of processes that have
-died since, do no harm: nobody acknowledges minutes that list them, and rank 0 writes new minutes when a new card comes.
+group compares the cards and writes the minutes: the verdict, a token that was never used before, the nonces of the
+cards, and the news on them. The others acknowledge minutes that list their own nonce; when all have, rank 0 writes that
+the round is done, and all leave with the verdict. Nonces and tokens are random. So cards of an earlier attempt, or of
+processes that have died since, do no harm: nobody acknowledges minutes that list them, and rank 0 writes new minutes
+when a new card comes.
 
 The token is what the process groups of the ranks are made under. No rank counts anything, so an attempt that failed on
 some ranks, or a store that outlives its processes, leaves no trace. Under it, ranks that prepare for long also show
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -136,6 +137,22 @@ class Meeting:
         self._keys = self._agree(facts, self._timeout_s)
         return self._keys
 
+    def exchange(self, news: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+        """Hold a round in which each rank tells the others something. A collective.
+
+        Args:
+            news: what this rank tells: plain values by name.
+
+        Returns:
+            For each group, what its ranks have told, in the order of ranks.
+
+        Raises:
+            ConfigError: a rank refuses; raised on every rank.
+            CollectiveError: a rank did not come in time.
+        """
+        self._agree([{}] * len(self._circles), self._timeout_s, news)
+        return [circle.told for circle in self._circles]
+
     @contextmanager
     def preparing(self, patience_s: float) -> Iterator[None]:
         """Show other ranks that this one is alive while the block runs, and then wait for them to come to its end. A
@@ -156,9 +173,11 @@ class Meeting:
         yield
         self._agree([{}] * len(self._circles), self._timeout_s + patience_s)
 
-    def _agree(self, facts: Sequence[Mapping[str, Any]], patience_s: float) -> list[str]:
+    def _agree(
+        self, facts: Sequence[Mapping[str, Any]], patience_s: float, news: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[str]:
         try:
-            keys, problem = self._hold(facts, "", patience_s)
+            keys, problem = self._hold(facts, "", patience_s, news)
         except BaseException as error:
             self._told = True  # the other ranks see for themselves that this one has left
             self._say_last_words(error)
@@ -168,19 +187,25 @@ class Meeting:
             raise ConfigError(problem)
         return keys
 
-    def _hold(self, facts: Sequence[Mapping[str, Any]], error: str, patience_s: float) -> tuple[list[str], str]:
+    def _hold(
+        self,
+        facts: Sequence[Mapping[str, Any]],
+        error: str,
+        patience_s: float,
+        news: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[list[str], str]:
         """Go round all groups, and back, so that a problem in the last group reaches all ranks."""
         keys: dict[int, str] = {}
         problem = error
         is_own = bool(error)
         there = list(range(len(self._circles)))
         for index in [*there, *there[-2::-1]]:
-            card = Card(self._purpose, facts[index], problem, is_own)
-            key, news = self._circles[index].round(card, min(patience_s, self._patience_of(error)))
+            card = Card(self._purpose, facts[index], problem, is_own, news)
+            key, heard = self._circles[index].round(card, min(patience_s, self._patience_of(error)))
             keys.setdefault(index, key)
             # The first problem is what all ranks are told, on the way back as well.
-            if news and not problem:
-                problem = news
+            if heard and not problem:
+                problem = heard
                 is_own = False
         return [keys[index] for index in there], problem
 
@@ -189,7 +214,11 @@ class Meeting:
 
 
 class _Circle:
-    """The rounds of one process group."""
+    """The rounds of one process group.
+
+    Attributes:
+        told: the news on the cards of the latest round, in the order of ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank = dist.get_rank(group)
@@ -201,6 +230,7 @@ class _Circle:
         self._timeout_s = timeout_s
         self._store = Store(dist.distributed_c10d._get_default_store(), timeout_s).under(f"gqsgd/meeting/{name}")
         self.pulse: Pulse | None = None
+        self.told: list[Mapping[str, Any]] = []
 
     def show_life(self, key: str) -> None:
         """From now on, watch whether the other ranks are alive; ``key``: that of a round."""
@@ -215,6 +245,7 @@ class _Circle:
         """
         nonce = secrets.token_hex(8)
         if self.size == 1:
+            self.told = [card.news]
             return nonce, verdict([card])
         try:
             self._store.set(f"card/{self.rank}", card.to_json())
@@ -242,8 +273,10 @@ class _Circle:
             if not missing and nonces != listed:
                 listed = nonces
                 token = secrets.token_hex(8)
-                problem = verdict([Card.from_json(self._store.get(f"card/{rank}")) for rank in ranks])
-                self._store.set("minutes", json.dumps([token, listed, problem]))
+                cards = [Card.from_json(self._store.get(f"card/{rank}")) for rank in ranks]
+                problem = verdict(cards)
+                self.told = [card.news for card in cards]
+                self._store.set("minutes", json.dumps([token, listed, problem, [dict(news) for news in self.told]]))
             if not missing:
                 missing = [rank for rank in ranks[1:] if self._store.get(f"acknowledged/{rank}") != token]
             if not missing:
@@ -258,10 +291,11 @@ class _Circle:
             minutes = self._store.get("minutes")
             if token and self._store.get(f"done/{token}"):
                 return token, problem
-            latest, listed, said = json.loads(minutes) if minutes else ("", [], "")
+            latest, listed, said, told = json.loads(minutes) if minutes else ("", [], "", [])
             if latest != token and len(listed) == self.size and listed[self.rank] == nonce:
                 token = latest
                 problem = said
+                self.told = told
                 self._store.set(f"acknowledged/{self.rank}", token)
             waiting.pause(self._absent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gqsgd import all_reduce
+from lightning_gqsgd import LocalSteps, all_reduce, session
 from lightning_gqsgd.ddp.functional import close
-from tests.distributed.models import finish, train, wrapped
+from tests.distributed.models import finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 
 FIELDS = {"reducer": "hierarchical", "node_size": 2, "sample_every": 1}
@@ -70,3 +71,38 @@ def test_any_tensor(tmp_path: Path) -> None:
         assert np.linalg.norm(every[0][k - 1] - k * exact) < 0.02 * np.linalg.norm(k * exact)
     assert np.isnan(every[0][3][5])
     assert np.isfinite(every[0][3][256:]).all()
+
+
+def _by_itself(rank: int, nodes: str) -> dict[str, str]:
+    """What is reported, and the weights at the end, on a machine that stands for several nodes."""
+    os.environ["GROUP_RANK"] = nodes[rank]
+    session.nodes.link_rate = lambda: 0.0  # whatever this machine has
+    reports = {}
+    model, state = wrapped({}, {}, mlp(1024))
+    train(model, rank, range(3))
+    reports["hook"] = state.report()
+    reports["bits"] = finish(state, model)["bits"]
+    model, state = wrapped({}, {"auto": True, "allow": (32, 8)}, mlp(1024))
+    train(model, rank, range(3))
+    reports["auto"] = state.report()
+    finish(state, model)
+    module = mlp(1024)
+    local = LocalSteps(module, torch.optim.SGD(module.parameters(), lr=0.1), every=2)
+    reports["local steps"] = local.report()
+    local.close()
+    reports["tensor"] = str(all_reduce(torch.arange(5000.0) * rank, sample_every=1)[4999].item())
+    close()
+    return reports
+
+
+@pytest.mark.parametrize(
+    "nodes", ["0011", "0001", *(pytest.param(rest, marks=pytest.mark.slow) for rest in ("0101", "0000", "0123"))]
+)
+def test_auto_takes_two_levels_on_nodes_of_equal_size_by_itself(nodes: str, tmp_path: Path) -> None:
+    first, *others = run(_by_itself, 4, tmp_path, nodes)
+    assert all(other["bits"] == first["bits"] and other["tensor"] == first["tensor"] for other in others)
+    has_levels = nodes == "0011"
+    assert ("by hierarchical over 4 ranks (2 nodes of 2)" in first["hook"]) == has_levels
+    assert ("hierarchical, because 2 ranks share the link of a node: on an assumed" in first["hook"]) == has_levels
+    assert ("by hierarchical" in first["local steps"]) == has_levels
+    assert float(first["tensor"]) == pytest.approx(4999 * 1.5, rel=0.02)

@@ -162,9 +162,9 @@ def _stale_store(rank: int) -> list[Any]:
     circle = Meeting("x", [model.process_group], timedelta(seconds=1))._circles[0]
     if rank == 0:
         for stale in range(2):
-            circle._store.set(f"card/{stale}", '["register_gqsgd", {"bits": 3}, "a dead rank refuses", true]')
+            circle._store.set(f"card/{stale}", '["register_gqsgd", {"bits": 3}, "a dead rank refuses", true, {}]')
             circle._store.set(f"nonce/{stale}", "0123456789abcdef")
-        circle._store.set("minutes", '["feedfeed", ["0123456789abcdef", "0123456789abcdef"], "old"]')
+        circle._store.set("minutes", '["feedfeed", ["0123456789abcdef", "0123456789abcdef"], "old", [{}, {}]]')
         circle._store.set("done/feedfeed", "1")
         circle._store.set("acknowledged/1", "feedfeed")
     del store

@@ -33,4 +33,4 @@ def test_a_card_with_any_error_and_any_facts_can_be_read_by_other_ranks(error: s
 def test_a_card_that_fits_travels_as_it_is() -> None:
     card = Card("all_reduce", {"bits": 4}, "too few", is_own=False)
     (exchange,) = next(compared(card, 2, torch.device("cpu")))
-    assert json.loads(bytes(exchange.input.tolist())) == ["all_reduce", {"bits": 4}, "too few", False]
+    assert json.loads(bytes(exchange.input.tolist())) == ["all_reduce", {"bits": 4}, "too few", False, {}]

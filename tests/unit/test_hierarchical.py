@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.reducers.hierarchical import between_nodes
 from lightning_gqsgd.research.simulation import average, relative_error
-from lightning_gqsgd.session.nodes import node_size_of
+from lightning_gqsgd.session.nodes import Layout, link_rate, this_node, with_nodes
 
 SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
 
@@ -104,6 +105,9 @@ def test_levels_that_are_not_there_are_left_out() -> None:
     assert reducer(1, 4) == "native"
 
 
+LEVELS = GQSGDConfig(reducer="hierarchical")
+
+
 @pytest.mark.parametrize(
     ("ranks", "size"),
     [
@@ -115,20 +119,54 @@ def test_levels_that_are_not_there_are_left_out() -> None:
         ([4, 5, 6, 7, 0, 1, 2, 3], 4),
     ],
 )
-def test_size_of_nodes_comes_from_torchrun(ranks: Sequence[int], size: int) -> None:
-    assert node_size_of(ranks, "4") == size
+def test_size_of_nodes_is_that_of_the_group_on_each(ranks: Sequence[int], size: int) -> None:
+    layout = Layout(tuple(rank // 4 for rank in ranks))
+    assert layout.node_size == size
+    assert with_nodes(LEVELS, layout).node_size == size
 
 
 @pytest.mark.parametrize("ranks", [range(6), [0, 1, 4], [0, 4, 1, 5], range(2, 6 + 1)])
 def test_a_group_with_unequal_or_mixed_nodes_is_refused(ranks: Sequence[int]) -> None:
+    layout = Layout(tuple(rank // 4 for rank in ranks))
+    assert with_nodes(GQSGDConfig(), layout) == GQSGDConfig()
     with pytest.raises(ConfigError, match=r"are not in order on nodes of equal size.*give node_size"):
-        node_size_of(ranks, "4")
+        with_nodes(LEVELS, layout)
 
 
 @pytest.mark.parametrize("text", ["abc", "", "0", "-4", "4.5"])
-def test_a_number_of_processes_that_is_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no number of ranks per node; give node_size"):
-        node_size_of(range(4), text)
+def test_a_number_of_processes_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(ConfigError, match="is no number of processes of this node; correct or unset it"):
+        this_node()
+
+
+def test_a_machine_stands_for_several_nodes_where_a_launcher_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    plain = this_node()
+    assert plain == this_node()
+    monkeypatch.setenv("GROUP_RANK", "0")
+    first = this_node()
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert len({plain, first, this_node()}) == 3
+
+
+def test_the_rate_of_a_node_is_that_of_its_infiniband_ports_or_of_its_fastest_card(tmp_path: Path) -> None:
+    assert link_rate(tmp_path) == 0
+    for name, speed, is_real in (("eth0", "1000", True), ("eth1", "25000", True), ("docker0", "100000", False)):
+        card = tmp_path / "net" / name
+        card.mkdir(parents=True)
+        (card / "speed").write_text(speed)
+        if is_real:
+            (card / "device").mkdir()
+    (tmp_path / "net" / "wlan0" / "device").mkdir(parents=True)
+    assert link_rate(tmp_path) == 25e9 / 8
+    for device, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "1: DOWN")):
+        port = tmp_path / "infiniband" / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text("100 Gb/sec (4X EDR)")
+        (port / "state").write_text(state)
+    assert link_rate(tmp_path) == 200e9 / 8
 
 
 def test_stages_of_two_levels() -> None:
@@ -138,8 +176,6 @@ def test_stages_of_two_levels() -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give node_size, or start with torchrun"):
-        node_size_of(range(8), None)
     with pytest.raises(ConfigError, match="how many ranks each node has: give node_size"):
         resolve(GQSGDConfig(reducer="hierarchical"), 8)
     with pytest.raises(ConfigError, match="8 ranks do not make nodes of 3"):

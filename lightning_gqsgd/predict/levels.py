@@ -1,0 +1,184 @@
+"""The reducer for nodes of several ranks: one level or two, whichever is predicted to take less time.
+
+Where several ranks share a node's link, a reducer of one level sends each rank's codes through it. `Hierarchical` sends
+them once per node, and sends uncompressed gradients inside of nodes for that. Which of the two takes less time depends
+on both rates and on the number of bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Link, collectives_between, inside_of
+from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
+from lightning_gqsgd.session.nodes import with_nodes
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.session.nodes import Layout
+
+#: Bytes per second of the links between nodes, by the device of gradients, where no node knows its own: 1 Gbit/s for
+#: machines without GPUs, and 10 Gbit/s for others.
+ASSUMED_RATES = {"cpu": 1.25e8}
+OTHER_ASSUMED_RATE = 1.25e9
+#: A prediction that is longer than that of plain DDP by more than this share is said at the start.
+TOLERANCE = 0.01
+#: Buckets that are predicted at most. All full buckets are alike, so more of them take longer in proportion.
+_BUCKETS = 4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A configuration that fits the nodes of a process group.
+
+    Attributes:
+        config: the configuration; its reducer is "hierarchical" where that is predicted to take less time.
+        note: a clause that says so, or that plain DDP is predicted to take less time; empty where neither is.
+    """
+
+    config: GQSGDConfig
+    note: str = ""
+
+
+def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype, device: torch.device) -> Fit:
+    """Returns a configuration with the reducer that fits the nodes of a process group best, if the user leaves it open.
+
+    All ranks with the same layout return the same.
+
+    Args:
+        config: any configuration.
+        layout: nodes of the process group's ranks.
+        numel: coordinates that are reduced in a step.
+        dtype: dtype of the gradients.
+        device: device of the gradients.
+
+    Raises:
+        ConfigError: ``reducer="hierarchical"`` has no ``node_size``, and nodes are of unequal size.
+    """
+    config = with_nodes(config, layout)
+    widths = _widths(config)
+    if layout.num_nodes == 1 or not widths or not numel:
+        return Fit(config)
+    flat, two_levels = _ways(config, layout.node_size)
+    # Candidates of `auto` share one way: that of the widest one, from which plain DDP is the nearest.
+    seconds = _Seconds(layout, numel, dtype, _name_of(device))
+    one_s = seconds.of(flat, max(widths)) if flat is not None else math.inf
+    two_s = seconds.of(two_levels, max(widths)) if two_levels is not None else math.inf
+    chosen = two_levels if two_levels is not None and two_s < one_s else config
+    note = ""
+    if flat is not None and chosen is two_levels:
+        note = (
+            f"; hierarchical, because {layout.node_size} ranks share the link of a node: on {seconds.link_in_words}, "
+            f"the gradients of a step are predicted to take {_ms(two_s)}, and {_ms(one_s)} without levels"
+        )
+    return Fit(chosen, note + seconds.warning(min(one_s, two_s), has_choice=bool(config.auto)))
+
+
+def _widths(config: GQSGDConfig) -> list[int]:
+    """Returns the bits that parameters have, or may have, and that are codes of a quantiser."""
+    configs = config.candidates() if config.chooses_bits else config.by_bits()
+    return [bits for bits in configs if 1 <= bits <= 8]
+
+
+def _ways(config: GQSGDConfig, node_size: int) -> tuple[GQSGDConfig | None, GQSGDConfig | None]:
+    """Returns the configuration with one level and that with two; None where it is not possible, or not asked for."""
+    if config.reducer == "hierarchical":
+        return None, config
+    if config.reducer != "auto" or node_size < 2:
+        return config, None
+    try:
+        return config, replace(config, reducer="hierarchical", node_size=node_size)
+    except ConfigError:  # some memories and codecs go with one level only
+        return config, None
+
+
+class _Seconds:
+    """Predicted seconds of a step's gradients, between the nodes of a process group."""
+
+    def __init__(self, layout: Layout, numel: int, dtype: torch.dtype, device: str) -> None:
+        self._is_known = bool(layout.bytes_per_s)
+        self._rate = layout.bytes_per_s or ASSUMED_RATES.get(device, OTHER_ASSUMED_RATE)
+        self._size = max(1, layout.node_size)
+        self._nodes = len(layout.nodes) // self._size
+        self._device = device
+        self._dtype = dtype
+        bucket = max(1, BUCKET_BYTES // dtype.itemsize)
+        count = max(1, min(_BUCKETS, numel // bucket))
+        self._bucket = min(bucket, numel)
+        self._count = count
+        self._factor = numel / (count * self._bucket)
+        self._plain_s = self.of_method("native")
+
+    def of(self, config: GQSGDConfig, bits: int) -> float:
+        """Returns the seconds of a configuration at a number of bits.
+
+        The codec is taken to be the default one, whose costs are known: both ways have the same.
+        """
+        hierarchical = {"reducer": "hierarchical", "node_size": self._size}
+        levels = hierarchical if config.reducer == "hierarchical" and self._size > 1 else {"reducer": "two_shot"}
+        return self.of_method(resolve(GQSGDConfig(bits=bits, sample_every=0, **levels), self._nodes * self._size))
+
+    def of_method(self, method: GQSGDConfig | str) -> float:
+        """Returns the seconds of a method; see `model.predict`."""
+        key = (self._nodes, self._size, self._rate, self._device)
+        return self._factor * _seconds(method, *key, self._dtype, self._bucket, self._count)
+
+    @property
+    def link_in_words(self) -> str:
+        """The rate of the link."""
+        return f"{'' if self._is_known else 'an assumed '}{8 * self._rate / 1e9:.3g} Gbit/s"
+
+    def warning(self, seconds: float, *, has_choice: bool) -> str:
+        """Returns a clause that says that plain DDP is predicted to take less time; empty where it is not.
+
+        A link whose rate nobody knows gives no warning, and nor does a configuration that may choose plain DDP.
+        """
+        if not self._is_known or has_choice or seconds <= self._plain_s * (1 + TOLERANCE):
+            return ""
+        return (
+            f"; PREDICTED TO BE SLOWER than plain DDP: on {self.link_in_words}, {_ms(seconds)} for the gradients of a "
+            f"step against {_ms(self._plain_s)}; `gqsgd advise` says what pays, and auto=True never stays slower"
+        )
+
+
+@lru_cache(maxsize=256)
+def _seconds(
+    method: GQSGDConfig | str,
+    nodes: int,
+    node_size: int,
+    rate: float,
+    device: str,
+    dtype: torch.dtype,
+    numel: int,
+    count: int,
+) -> float:
+    """Returns the seconds from the first of some equal buckets to the mean of the last, with no computation beside."""
+    # The model of steps takes a while to import, and most starts have one node.
+    from lightning_gqsgd.predict.model import predict
+
+    inside = Link(inside_of(device), min(LATENCY_S, 5e-6))
+    collectives = collectives_between(nodes, node_size, Link(rate, LATENCY_S), inside)
+    buckets = tuple(Bucket((Segment(number, numel, raw=False),), 0.0) for number in range(count))
+    timeline = Timeline(buckets, 0.0, dtype=dtype)
+    return predict(timeline, ESTIMATES[device].costs(collectives), nodes * node_size, method).step_s
+
+
+def _name_of(device: torch.device) -> str:
+    """Returns the name of the estimates for a device."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    is_newer = any(model in name for model in ("h100", "h200", "b100", "b200", "gh200"))
+    return "h100" if is_newer else "a100"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,114 @@
+"""The reducer that "auto" takes on nodes of several ranks, by predicted time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import default_reducer
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.predict.levels import fitted
+from lightning_gqsgd.predict.timeline import estimated
+from lightning_gqsgd.session.nodes import Layout
+
+CPU = torch.device("cpu")
+NUMEL = 25_000_000
+
+
+def on(nodes: int, per_node: int, gbit: float = 10) -> Layout:
+    return Layout(tuple(rank // per_node for rank in range(nodes * per_node)), gbit * 1e9 / 8)
+
+
+def reducer(layout: Layout, *, device: torch.device = CPU, **fields: Any) -> str:
+    fit = fitted(GQSGDConfig(**fields), layout, NUMEL, torch.float32, device)
+    return resolve(fit.config, len(layout.nodes)).reducer
+
+
+def test_several_ranks_of_a_node_share_its_link_by_two_levels() -> None:
+    fit = fitted(GQSGDConfig(), on(4, 8, 1), NUMEL, torch.float32, CPU)
+    assert (fit.config.reducer, fit.config.node_size) == ("hierarchical", 8)
+    assert fit.note.startswith("; hierarchical, because 8 ranks share the link of a node: on 1 Gbit/s, the gradients")
+
+
+def test_one_level_is_taken_where_there_is_nothing_to_choose() -> None:
+    assert reducer(on(1, 8)) == "two_shot"
+    assert reducer(on(8, 1)) == "two_shot"
+    unequal = Layout((0, 0, 0, 1, 1), 1e8)
+    mixed = Layout((0, 1, 0, 1), 1e8)
+    assert reducer(unequal) == reducer(mixed) == "two_shot"
+
+
+def test_what_the_user_asks_for_stays() -> None:
+    layout = on(4, 8, 1)
+    for fields in (
+        {"reducer": "two_shot"},
+        {"reducer": "gather"},
+        {"memory": "ef"},  # two levels keep no memory
+        {"bits": 32},
+        {"reducer": "hierarchical", "node_size": 4},
+    ):
+        config = GQSGDConfig(**fields)
+        assert fitted(config, layout, NUMEL, torch.float32, CPU).config == config
+
+
+@pytest.mark.parametrize(
+    "fields", [{"auto": True}, {"bits": "auto"}, {"bits": {"*": 8, "head.*": 4}}, {"scale": "global"}]
+)
+def test_every_candidate_has_two_levels(fields: dict[str, Any]) -> None:
+    fit = fitted(GQSGDConfig(**fields), on(4, 8, 1), NUMEL, torch.float32, CPU)
+    candidates = fit.config.candidates() if fit.config.chooses_bits else fit.config.by_bits()
+    reducers = {bits: resolve(candidate, 32).reducer for bits, candidate in candidates.items()}
+    assert {name for bits, name in reducers.items() if bits <= 8} == {"hierarchical"}
+
+
+def test_a_fast_link_between_nodes_and_a_slow_one_inside_make_one_level_faster() -> None:
+    # Two ranks of a CPU node: 16 Gbit/s between them, and 100 Gbit/s to other nodes.
+    assert reducer(on(2, 2, 100), bits=4) == "two_shot"
+    assert reducer(on(2, 2, 1), bits=4) == "hierarchical"
+
+
+def test_an_unknown_link_is_assumed_and_gives_no_warning() -> None:
+    unknown = Layout(on(4, 8).nodes)
+    fit = fitted(GQSGDConfig(), unknown, NUMEL, torch.float32, CPU)
+    assert fit.config.reducer == "hierarchical"
+    assert "on an assumed 1 Gbit/s" in fit.note
+    flat = Layout(on(4, 1).nodes)
+    assert fitted(GQSGDConfig(), flat, NUMEL, torch.float32, CPU).note == ""
+
+
+def test_slower_than_plain_ddp_is_said() -> None:
+    fit = fitted(GQSGDConfig(), on(4, 1, 400), NUMEL, torch.float32, CPU)
+    assert "PREDICTED TO BE SLOWER than plain DDP: on 400 Gbit/s" in fit.note
+    assert "gqsgd advise" in fit.note
+    assert fitted(GQSGDConfig(auto=True), on(4, 1, 400), NUMEL, torch.float32, CPU).note == ""
+    assert fitted(GQSGDConfig(), on(4, 1, 1), NUMEL, torch.float32, CPU).note == ""
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_default_is_near_the_best_reducer_and_says_where_plain_ddp_is_faster(
+    device: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(default_reducer, "BITS", bits)
+    timeline = estimated(nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]), 0.06)
+    for nodes, per_node, gbit in itertools.product((2, 16, 64), (1, 2, 8), (1.0, 10.0, 100.0)):
+        row = default_reducer.row(timeline, "a stack of layers", nodes, per_node, gbit, device)
+        assert row.above_best <= 0.05, row
+        assert row.is_warned or row.above_ddp <= 0.01, row
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_the_committed_grid_holds(device: str) -> None:
+    text = (default_reducer.RESULTS / f"default_reducer_{device}.json").read_text()
+    rows = [default_reducer.Row(**row) for row in json.loads(text)]
+    assert {row.nodes for row in rows} >= {2, 64}
+    assert len(rows) == 360
+    for row in rows:
+        assert row.above_best <= 0.05, row
+        assert row.is_warned or row.above_ddp <= 0.01, row
