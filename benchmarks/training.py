@@ -31,7 +31,11 @@ PROGRAM = "python -m benchmarks.training"
 
 CLASSES = 10
 COMPUTE = "no communication"
-PRESETS = {"gqsgd": "gqsgd", "gqsgd_4bit": "gqsgd_4bit"}
+HOOKS: dict[str, dict[str, Any]] = {
+    "gqsgd": {"preset": "gqsgd"},
+    "gqsgd_4bit": {"preset": "gqsgd_4bit"},
+    "gqsgd on one level": {"preset": "gqsgd", "reducer": "two_shot"},  # with several ranks per host
+}
 
 
 def mlp() -> tuple[nn.Module, tuple[int, ...]]:
@@ -64,8 +68,8 @@ class Case:
         self.state: GQSGDState | None = None
         if name == "ddp_bf16":
             self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif name in PRESETS:
-            self.state = register_gqsgd(self.model, PRESETS[name], sample_every=0)
+        elif name in HOOKS:
+            self.state = register_gqsgd(self.model, **HOOKS[name], sample_every=0)
 
     def step(self) -> None:
         """Make one step: forward, backward, optimizer."""
@@ -102,6 +106,7 @@ def work(options: argparse.Namespace) -> None:
         "seconds": {name: slowest(values).tolist() for name, values in seconds.items()},
         "bytes": {name: case.sent_bytes(name, ranks) for name, case in cases.items()},
         "numel": next(iter(cases.values())).numel,
+        "reducers": {name: case.state.config.reducer for name, case in cases.items() if case.state is not None},
     }
     for case in cases.values():
         if case.state is not None:
@@ -111,8 +116,9 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
+    several = f"_{options.ranks_per_host}_ranks_per_host" if options.ranks_per_host > 1 else ""
     report = Report(
-        f"training_netlab_{options.model}",
+        f"training_netlab_{options.model}" + several,
         f"Training step of {options.model}, {options.batch_size} samples per host, over shaped links",
         {
             "case": "",
@@ -138,23 +144,26 @@ def measure(options: argparse.Namespace) -> Report:
 def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> None:
     seconds = {name: torch.tensor(values).numpy() for name, values in result["seconds"].items()}
     for name, values in seconds.items():
-        step, sent = Spread.of(values), result["bytes"][name]
-        wire = wire_seconds(sent, rate)
+        step = Spread.of(values)
+        sent = result["bytes"][name]
+        # With two levels, most bytes stay inside of a host.
+        wire = wire_seconds(sent, rate) if result["reducers"].get(name) != "hierarchical" else None
         spread = f"{1e3 * step.low:.0f} to {1e3 * step.high:.0f}"
         ratios = [ratio(seconds, plain, name) if plain in seconds else None for plain in ("ddp", "ddp_bf16")]
+        by = f" ({result['reducers'][name]})" if name in result["reducers"] else ""
         report.rows.append(
-            [name, hosts, rate, sent / 1e6, 1e3 * wire if wire else None, 1e3 * step.median, spread, *ratios]
+            [name + by, hosts, rate, sent / 1e6, 1e3 * wire if wire else None, 1e3 * step.median, spread, *ratios]
         )
 
 
 def main() -> None:
     """Run the command line."""
-    cases = [COMPUTE, "ddp", "ddp_bf16", *PRESETS]
+    cases = [COMPUTE, "ddp", "ddp_bf16", *HOOKS]
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     add_labs(parser)
     parser.add_argument("--model", choices=list(MODELS), default="mlp")
     parser.add_argument("--batch-size", type=int, default=8, help="per host (default 8)")
-    parser.add_argument("--case", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--case", nargs="+", choices=cases, default=cases[:-1])
     parser.add_argument("--rounds", type=int, default=20)
     work_or_present(parser, work, measure)
 
