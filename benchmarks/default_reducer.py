@@ -1,25 +1,24 @@
 """The reducer that "auto" takes, against the best one, over clusters of nodes with several GPUs.
 
-    python -m benchmarks.default_reducer [--save] [--device h100]
+    python -m benchmarks.default_reducer --device h100 --save
 
 For each cluster and model, the predicted step of `reducer="auto"` is compared with the shortest one among reducers at 8
-bits, and with that of plain DDP (`gqsgd advise` makes the same predictions). "auto" chooses before it knows how long
-the backward pass takes.
+bits, and with that of plain DDP. `gqsgd advise` makes the same predictions. "auto" chooses before it knows how long the
+backward pass takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
+from benchmarks.report import Report, present
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Link, collectives_between, inside_of
+from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Costs, Link, collectives_between, inside_of
 from lightning_gqsgd.predict.levels import Fit, fitted
 from lightning_gqsgd.predict.model import NATIVE, predict
 from lightning_gqsgd.predict.models import build
@@ -27,117 +26,141 @@ from lightning_gqsgd.predict.timeline import Timeline, estimated
 from lightning_gqsgd.session.nodes import Layout
 
 #: Models, and seconds of their backward passes.
-MODELS = {"torchvision:resnet50": 0.06, "torchvision:vgg16": 0.12, "transformers:gpt2": 0.1}
+MODELS = {"torchvision:resnet50": 0.06, "torchvision:vgg16": 0.12, "transformers:gpt2": 0.12}
 NODES = (2, 4, 8, 16, 32, 64)
 PER_NODE = (1, 2, 4, 8)
 GBITS = (1.0, 2.5, 10.0, 25.0, 100.0)
 BITS = 8
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
-class Row:
-    """Predicted milliseconds of a step, and what "auto" takes."""
+class Cluster:
+    """Nodes with as many ranks each, the rate of their links in Gbit/s, and the name of their device."""
 
-    model: str
     nodes: int
     per_node: int
     gbit: float
-    taken: str
-    is_warned: bool
-    ddp_ms: float
-    one_level_ms: float
-    two_levels_ms: float | None
+    device: str
 
     @property
-    def auto_ms(self) -> float:
-        """Milliseconds with what "auto" takes."""
-        return self.one_level_ms if self.two_levels_ms is None or self.taken == "one level" else self.two_levels_ms
+    def link(self) -> Link:
+        """The link of a node."""
+        return Link(self.gbit * 1e9 / 8, LATENCY_S)
+
+    @property
+    def costs(self) -> Costs:
+        """What everything costs."""
+        inside = Link(inside_of(self.device), min(LATENCY_S, 5e-6))
+        return ESTIMATES[self.device].costs(collectives_between(self.nodes, self.per_node, self.link, inside))
+
+    @property
+    def layout(self) -> Layout:
+        """The nodes of the ranks."""
+        ranks = range(self.nodes * self.per_node)
+        return Layout(tuple(rank // self.per_node for rank in ranks), self.link.bytes_per_s)
+
+    def fitted(self, config: GQSGDConfig, timeline: Timeline) -> Fit:
+        """Returns what the start of a training makes of a configuration."""
+        with patch("torch.cuda.get_device_name", lambda device: self.device):
+            where = torch.device("cpu" if self.device == "cpu" else "cuda")
+            return fitted(config, self.layout, timeline.numel, timeline.dtype, where)
+
+    def milliseconds(self, timeline: Timeline, method: GQSGDConfig | str) -> float:
+        """Returns the predicted length of a step."""
+        return 1e3 * predict(timeline, self.costs, self.nodes * self.per_node, method).step_s
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Predicted milliseconds of a step by plain DDP and by each reducer, and what "auto" takes and says."""
+
+    ddp: float
+    one_level: float
+    two_levels: float | None
+    takes_two: bool
+    is_warned: bool
 
     @property
     def above_best(self) -> float:
         """By which share the step is longer than that of the best reducer."""
-        return self.auto_ms / min(filter(None, (self.one_level_ms, self.two_levels_ms))) - 1
+        return self._taken / min(filter(None, (self.one_level, self.two_levels))) - 1
 
     @property
     def above_ddp(self) -> float:
         """By which share the step is longer than that of plain DDP."""
-        return self.auto_ms / self.ddp_ms - 1
+        return self._taken / self.ddp - 1
+
+    @property
+    def _taken(self) -> float:
+        return self.two_levels if self.two_levels is not None and self.takes_two else self.one_level
 
 
-def row(timeline: Timeline, name: str, nodes: int, per_node: int, gbit: float, device: str) -> Row:
+def steps_of(cluster: Cluster, timeline: Timeline, bits: int = BITS) -> Steps:
     """Returns the predictions for a cluster."""
-    rate = gbit * 1e9 / 8
-    inside = Link(inside_of(device), min(LATENCY_S, 5e-6))
-    costs = ESTIMATES[device].costs(collectives_between(nodes, per_node, Link(rate, LATENCY_S), inside))
-    layout = Layout(tuple(rank // per_node for rank in range(nodes * per_node)), rate)
-
-    def milliseconds(method: GQSGDConfig | str) -> float:
-        return 1e3 * predict(timeline, costs, nodes * per_node, method).step_s
-
-    config = GQSGDConfig(bits=BITS, sample_every=0)
-    fit = _fitted(config, layout, timeline, device)
+    config = GQSGDConfig(bits=bits, sample_every=0)
+    one_level = GQSGDConfig(bits=bits, sample_every=0, reducer="two_shot")
     levels = None
-    if per_node > 1:
-        levels = milliseconds(GQSGDConfig(bits=BITS, sample_every=0, reducer="hierarchical", node_size=per_node))
-    taken = "hierarchical" if fit.config.reducer == "hierarchical" else "one level"
-    is_warned = "SLOWER" in fit.note
-    return Row(name, nodes, per_node, gbit, taken, is_warned, milliseconds(NATIVE), milliseconds(config), levels)
+    if cluster.per_node > 1:
+        method = GQSGDConfig(bits=bits, sample_every=0, reducer="hierarchical", node_size=cluster.per_node)
+        levels = cluster.milliseconds(timeline, method)
+    fit = cluster.fitted(config, timeline)
+    return Steps(
+        cluster.milliseconds(timeline, NATIVE),
+        cluster.milliseconds(timeline, one_level),
+        levels,
+        fit.config.reducer == "hierarchical",
+        "SLOWER" in fit.note,
+    )
 
 
-def _fitted(config: GQSGDConfig, layout: Layout, timeline: Timeline, device: str) -> Fit:
-    with patch("torch.cuda.get_device_name", lambda number: device):
-        where = torch.device("cpu" if device == "cpu" else "cuda")
-        return fitted(config, layout, timeline.numel, timeline.dtype, where)
-
-
-def table(rows: list[Row], device: str) -> str:
-    """Returns the page."""
-    compared = [one for one in rows if one.per_node > 1]
-    slower = [one for one in rows if one.above_ddp > 0.01]
-    silent = [one for one in slower if not one.is_warned]
-    wrong = [one for one in rows if one.is_warned and one.above_ddp <= 0]
-    lines = [
-        f'# What reducer="auto" takes at {BITS} bits, predicted for {device}',
-        "",
-        f"`python -m benchmarks.default_reducer --device {device} --save`: {len(rows)} clusters and models, "
-        f"{len(compared)} of them with several ranks on each node. Predictions, not measurements.",
-        "",
-        f"- Two levels are taken in {sum(one.taken == 'hierarchical' for one in compared)} of {len(compared)}.",
-        f"- At worst, the step is {max(one.above_best for one in rows):.1%} longer than that of the best reducer.",
-        f"- The step is more than 1% longer than plain DDP's in {len(slower)}; the start line does not say so in "
-        f"{len(silent)} of these, and says so in {len(wrong)} in which the step is not longer.",
-        "",
-        "| model | nodes | ranks per node | Gbit/s | plain DDP, ms | one level | two levels | taken |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for one in rows:
-        levels = "" if one.two_levels_ms is None else f"{one.two_levels_ms:.1f}"
-        said = ", says that plain DDP is faster" if one.is_warned else ""
-        lines.append(
-            f"| {one.model.partition(':')[2]} | {one.nodes} | {one.per_node} | {one.gbit:g} | {one.ddp_ms:.1f} | "
-            f"{one.one_level_ms:.1f} | {levels} | {one.taken}{said} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
+def measure(options: argparse.Namespace) -> Report:
     """Predict all clusters."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=[*ESTIMATES], default="h100")
-    parser.add_argument("--save", action="store_true", help=f"write the table into {RESULTS.name}/")
-    options = parser.parse_args()
-    rows = []
+    report = Report(
+        f"default_reducer_{options.device}",
+        f'What reducer="auto" takes at {BITS} bits, predicted for {options.device}',
+        {
+            "model": "",
+            "nodes": "d",
+            "ranks per node": "d",
+            "Gbit/s": "g",
+            "plain DDP (ms)": ".1f",
+            "one level (ms)": ".1f",
+            "two levels (ms)": ".1f",
+            "taken": "",
+            "says that plain DDP is faster": "",
+        },
+        machine=f"Predictions for {options.device}, not measurements",
+    )
+    every = []
     for name, backward_s in MODELS.items():
         timeline = estimated(build(name, 1, torch.device("meta")).model, backward_s)
         for nodes, per_node, gbit in product(NODES, PER_NODE, GBITS):
-            rows.append(row(timeline, name, nodes, per_node, gbit, options.device))
-    page = table(rows, options.device)
-    print(page)
-    if options.save:
-        stem = RESULTS / f"default_reducer_{options.device}"
-        stem.with_suffix(".md").write_text(page)
-        stem.with_suffix(".json").write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+            steps = steps_of(Cluster(nodes, per_node, gbit, options.device), timeline)
+            taken = "two levels" if steps.takes_two else "one level"
+            times = [steps.ddp, steps.one_level, steps.two_levels]
+            said = "yes" if steps.is_warned else "no"
+            report.rows.append([name.partition(":")[2], nodes, per_node, gbit, *times, taken, said])
+            every.append(steps)
+    report.notes = [_in_words(every)]
+    return report
+
+
+def _in_words(every: list[Steps]) -> str:
+    several = [steps for steps in every if steps.two_levels is not None]
+    slower = [steps for steps in every if steps.above_ddp > 0.01]
+    return (
+        f"Two levels are taken in {sum(steps.takes_two for steps in several)} of {len(several)} cases with several "
+        f"ranks on each node. At worst, the step is {max(steps.above_best for steps in every):.1%} longer than that of "
+        f"the best reducer. It is more than 1% longer than plain DDP's in {len(slower)} of {len(every)} cases; the start "
+        f"line says so in {sum(steps.is_warned for steps in slower)} of these."
+    )
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.default_reducer", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=[*ESTIMATES], default="h100")
+    present(parser, measure)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import default_reducer
+from benchmarks.default_reducer import Cluster, Steps, steps_of
+from benchmarks.report import RESULTS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.predict.levels import fitted
@@ -92,23 +93,20 @@ def test_slower_than_plain_ddp_is_said() -> None:
 
 @pytest.mark.parametrize("device", ["h100", "cpu"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_default_is_near_the_best_reducer_and_says_where_plain_ddp_is_faster(
-    device: str, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(default_reducer, "BITS", bits)
+def test_the_default_is_near_the_best_reducer_and_says_where_plain_ddp_is_faster(device: str, bits: int) -> None:
     timeline = estimated(nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]), 0.06)
     for nodes, per_node, gbit in itertools.product((2, 16, 64), (1, 2, 8), (1.0, 10.0, 100.0)):
-        row = default_reducer.row(timeline, "a stack of layers", nodes, per_node, gbit, device)
-        assert row.above_best <= 0.05, row
-        assert row.is_warned or row.above_ddp <= 0.01, row
+        cluster = Cluster(nodes, per_node, gbit, device)
+        steps = steps_of(cluster, timeline, bits)
+        assert steps.above_best <= 0.05, cluster
+        assert steps.is_warned or steps.above_ddp <= 0.01, cluster
 
 
 @pytest.mark.parametrize("device", ["h100", "cpu"])
 def test_the_committed_grid_holds(device: str) -> None:
-    text = (default_reducer.RESULTS / f"default_reducer_{device}.json").read_text()
-    rows = [default_reducer.Row(**row) for row in json.loads(text)]
-    assert {row.nodes for row in rows} >= {2, 64}
-    assert len(rows) == 360
-    for row in rows:
-        assert row.above_best <= 0.05, row
-        assert row.is_warned or row.above_ddp <= 0.01, row
+    saved = json.loads((RESULTS / f"default_reducer_{device}.json").read_text())
+    assert len(saved["rows"]) == 360
+    for *cluster, ddp, one_level, two_levels, taken, said in saved["rows"]:
+        steps = Steps(ddp, one_level, two_levels, taken == "two levels", said == "yes")
+        assert steps.above_best <= 0.05, cluster
+        assert steps.is_warned or steps.above_ddp <= 0.01, cluster
