@@ -148,11 +148,12 @@ def measure(options: argparse.Namespace) -> Report:
 def _in_words(every: list[Steps]) -> str:
     several = [steps for steps in every if steps.two_levels is not None]
     slower = [steps for steps in every if steps.above_ddp > 0.01]
+    worst = max(steps.above_best for steps in every)
     return (
         f"Two levels are taken in {sum(steps.takes_two for steps in several)} of {len(several)} cases with several "
-        f"ranks on each node. At worst, the step is {max(steps.above_best for steps in every):.1%} longer than that of "
-        f"the best reducer. It is more than 1% longer than plain DDP's in {len(slower)} of {len(every)} cases; the start "
-        f"line says so in {sum(steps.is_warned for steps in slower)} of these."
+        f"ranks on each node. At worst, the step is {worst:.1%} longer than that of the best reducer. It is more than "
+        f"1% longer than plain DDP's in {len(slower)} of {len(every)} cases; the start line says so in "
+        f"{sum(steps.is_warned for steps in slower)} of these."
     )
 
 
