@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.ddp.trained import TrainedParameters
-from lightning_gqsgd.ddp.unaveraged import BackwardWatch
+from lightning_gqsgd.ddp.unaveraged import BackwardWatch, TrainedParameters
 from lightning_gqsgd.session.parameters import number_parameters
 
 #: Calls that are timed together.

@@ -18,21 +18,20 @@ before one step and read before the next, so no rank waits for it.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.session.copies import on_gradients, remove_all
 from lightning_gqsgd.spec.decisions import Rules
-from lightning_gqsgd.wire.agreement import Stamp
+from lightning_gqsgd.wire.agreement import Stamp, StepCounter
 from lightning_gqsgd.wire.engine import Engine
 from lightning_gqsgd.wire.job import Job
 
@@ -57,7 +56,7 @@ Hook = tuple[Any, Callable[..., Any]]
 
 
 def obstacle(model: DistributedDataParallel) -> str:
-    """Why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
+    """Returns why plain DDP cannot take the hook's place on a model, in a few words; empty if it can."""
     missing = [name for name in _NEEDED if not hasattr(model, name)]
     missing += [] if hasattr(torch._C, "_current_graph_task_id") else ["torch._C._current_graph_task_id"]
     missing += [] if hasattr(getattr(model, "reducer", None), "_remove_autograd_hooks") else ["_remove_autograd_hooks"]
@@ -133,6 +132,19 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
     return True
 
 
+def why_hook_stays(model: DistributedDataParallel, steering: Steering, needs: Mapping[str, object]) -> str:
+    """Returns why plain DDP cannot take the hook's place, in a few words; empty if it can.
+
+    Args:
+        model: the DDP model.
+        steering: that of the hook.
+        needs: what else needs the hook, by name; None: it is not there.
+    """
+    noise = ['bits="auto"'] if steering.gauge is not None else []
+    reasons = [name for name, value in needs.items() if value is not None]
+    return "; ".join([*noise, *reasons]) or obstacle(model)
+
+
 class PlainPath:
     """Lets plain DDP carry the gradients of one model while `auto` has decided for 32 bits.
 
@@ -140,22 +152,33 @@ class PlainPath:
         model: the DDP model, with the hook on it; `obstacle` is empty.
         engine: that of the hook.
         steering: that of the hook.
+        steps: number of the step, which is counted here while plain DDP carries the gradients.
+        is_countable: see below; as it was on the DDP model before, around the same module.
 
     Attributes:
         is_on: whether plain DDP has the hook's place.
-        passed: steps that plain DDP has carried since the hook's number of steps was last set.
+        is_countable: whether the latest steps of the hook would have been counted correctly without it.
     """
 
-    def __init__(self, model: DistributedDataParallel, engine: Engine, steering: Steering) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        engine: Engine,
+        steering: Steering,
+        steps: StepCounter,
+        *,
+        is_countable: bool = False,
+    ) -> None:
         self.is_on = False
-        self.passed = 0
+        self.is_countable = is_countable
+        self._steps = steps
         self._engine = engine
         self._steering = steering
         self._rules = Rules()
         self._parameters, _ = model._build_params_for_reducer()
         self._bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         self._numel = sum(p.numel() for p in self._parameters)
-        self._expectation = _Expectation()
+        self._expects = False  # a forward pass has announced a backward pass that was not counted yet
         # backward passes so far, and those of them that were dealt with
         self._counted = 0
         self._seen = 0
@@ -166,50 +189,27 @@ class PlainPath:
         self._goes_back = False
         # Any parameter may be one that a backward pass does not use, if DDP allows for such parameters.
         watched = self._parameters if model.find_unused_parameters else self._parameters[-1:]
-        count = _counter(self._expectation, weakref.ref(self))
-        self._handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in watched]
-        weakref.finalize(model, _remove, self._handles)  # the module may be trained without DDP afterwards
+        self._handles = on_gradients(watched, model, self, PlainPath._count_gradient)
 
-    @classmethod
-    def on(
-        cls, model: DistributedDataParallel, engine: Engine, steering: Steering, needs: Mapping[str, object]
-    ) -> PlainPath | None:
-        """The path of a model; None if the hook has to stay.
+    def forget_comparison(self) -> None:
+        """Draw no conclusion from a comparison that is under way: the step was set, perhaps by a state that was loaded.
 
-        Args:
-            model: the DDP model.
-            engine: that of the hook.
-            steering: that of the hook, which is told.
-            needs: what else needs the hook, by name; None: it is not there.
+        Other ranks might have loaded nothing. The next comparison finds that.
         """
-        if engine.world_size == 1:
-            return None  # there are no steps to compare
-        noise = ['bits="auto"'] if steering.gauge is not None else []
-        reasons = [name for name, value in needs.items() if value is not None]
-        why = "; ".join([*noise, *reasons]) or obstacle(model)
-        steering.permit_plain(why)
-        return None if why else cls(model, engine, steering)
-
-    def restart(self) -> None:
-        """Count from 0 again: the hook's number of steps was set, perhaps by a state that was loaded.
-
-        A comparison under way was started before. Nothing follows from it on this rank, because other ranks might have
-        loaded nothing. The next comparison finds that.
-        """
-        self.passed = 0
         self._comparing = None
 
     def forget(self) -> None:
         """Count no backward pass before the next forward pass, and let go of the parameters: the hook was closed."""
-        self._expectation.is_open = False
+        self._expects = False
         self._comparing = None
         self._parameters = []
 
     def remove(self) -> None:
         """Count no backward pass any more: another DDP model is wrapped around the module."""
         self.forget()
+        self._steps.compares_first = True
         self._steering.end_plain()
-        _remove(self._handles)
+        remove_all(self._handles)
 
     def end_hook_step(self) -> None:
         """Note that the hook has got the last bucket of a step, and whether the step was counted without the hook.
@@ -219,16 +219,16 @@ class PlainPath:
         """
         self._matches = self._matches + 1 if self._counted == self._seen + 1 else 0
         self._seen = self._counted
-        self._steering.is_countable = self._matches >= self._rules.matches
+        self.is_countable = self._matches >= self._rules.matches
 
     def is_due(self, model: DistributedDataParallel) -> bool:
-        """Whether `go_on` is to be called before a forward pass. The backward pass that may follow is counted.
+        """Returns whether `go_on` is to be called before a forward pass. The backward pass that may follow is counted.
 
         Under torch's `Join`, some ranks make no forward passes. So nothing is counted or changed there, nor afterwards,
         because torch keeps a model prepared for `Join` once it was used.
         """
-        self._expectation.is_open = model.require_backward_grad_sync and not model._join_config.enable
-        if not self._expectation.is_open or self._engine.is_closed:  # if it is closed, the backward pass raises that
+        self._expects = model.require_backward_grad_sync and not model._join_config.enable
+        if not self._expects or self._engine.is_closed:  # if it is closed, the backward pass raises that
             return False
         if self.is_on:
             return self._goes_back or self._counted != self._seen
@@ -253,13 +253,15 @@ class PlainPath:
         if self._goes_back:
             self._return_to_hook(model, stamp.step, hook)
 
-    def count_backward(self) -> None:
-        """Count a backward pass that a forward pass has announced."""
-        self._expectation.is_open = False
+    def _count_gradient(self) -> None:
+        """Count a backward pass that a forward pass has announced, at its first watched gradient."""
+        if not self._expects:
+            return
+        self._expects = False
         self._counted += 1
         if self.is_on:
             self._engine.check_open()
-            self.passed += 1
+            self._steps.number += 1
             self._steering.count_step()
             sent = ring_bytes(self._bytes, self._engine.world_size)
             self._engine.telemetry.add_plain_step(self._numel, self._bytes, sent)
@@ -270,7 +272,7 @@ class PlainPath:
         self.is_on = True
         self._since = 0
         self._lengths.clear()
-        self._engine.forget_agreed()
+        self._engine.agreed()
         self._engine.plans.clear()
         self._steering.begin_plain()
         self._engine.telemetry.choice = self._steering.choice()
@@ -280,7 +282,7 @@ class PlainPath:
         """Time a step, and start or read a comparison."""
         self._seen = self._counted
         self._since += 1
-        length = self._steering.time_plain_step()
+        length = self._steering.clock.begin_step()
         if length:
             self._lengths.append(length)
         if self._comparing is not None:
@@ -294,11 +296,11 @@ class PlainPath:
         """Read the comparison that was started a step ago, and decide whether the hook is needed again in the step that
         begins."""
         assert self._comparing is not None
-        (step, job), self._comparing = self._comparing, None
+        step, job = self._comparing
+        self._comparing = None
         job.wait()
-        self._engine.read_stamps()
-        period_us = self._engine.agreed(step)[step].period_us
-        self._steering.watch_plain(self._rules.compare_every, period_us, begins, logs=self._engine.rank == 0)
+        period_us = self._engine.agreed(at_once=True)[step].period_us
+        self._steering.watch_plain(self._rules.compare_every, period_us, begins)
         self._engine.telemetry.choice = self._steering.choice()
         self._goes_back = not self._steering.rests
 
@@ -308,34 +310,10 @@ class PlainPath:
         self.is_on = False
         self._goes_back = False
         self._matches = 0
-        self._steering.is_countable = False
+        self.is_countable = False
+        self._steps.compares_first = True  # before the hook sends anything again
         self._steering.end_plain()
         self._log(f"the hook carries the gradients again from step {step} on")
 
     def _log(self, text: str) -> None:
-        if self._engine.rank == 0:
-            self._steering.say(f"gqsgd: {text}")
-
-
-class _Expectation:
-    """Whether a forward pass has announced a backward pass that was not counted yet, as ``is_open``."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-
-def _counter(expectation: _Expectation, path: weakref.ref[PlainPath]) -> Callable[[nn.Parameter], None]:
-    """Return the hook for each accumulated gradient of a parameter. It does not keep the path alive."""
-
-    def count(_: nn.Parameter) -> None:
-        if expectation.is_open:
-            here = path()
-            if here is not None:
-                here.count_backward()
-
-    return count
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+        self._steering.say(f"gqsgd: {text}")

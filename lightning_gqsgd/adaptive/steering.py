@@ -14,39 +14,24 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_gqsgd.adaptive import announcing
 from lightning_gqsgd.adaptive.clock import StepClock
-from lightning_gqsgd.adaptive.describing import describe
 from lightning_gqsgd.adaptive.noise import NoiseGauge, NoiseSums, Way
 from lightning_gqsgd.adaptive.prediction import StepPredictor
 from lightning_gqsgd.adaptive.sampling import GradientSampler, Taken
-from lightning_gqsgd.adaptive.trials import Trials
+from lightning_gqsgd.adaptive.trials import UNKNOWN, Trials
+from lightning_gqsgd.adaptive.words import describe, say
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.spec.decisions import Decision, count
-from lightning_gqsgd.wire.agreement import Agreed, digest_of
-
-
-class Begun(NamedTuple):
-    """A step that has begun.
-
-    Attributes:
-        config: the configuration to use.
-        period_us: length of the step before on this rank in microseconds; 0: it does not count.
-        numbers: what else this rank tells the others, see `Stamp.numbers`.
-    """
-
-    config: GQSGDConfig
-    period_us: int
-    numbers: tuple[int, ...]
+from lightning_gqsgd.wire.agreement import Agreed, Stamp, digest_of
 
 
 class Steering:
@@ -55,21 +40,22 @@ class Steering:
     Args:
         config: a configuration whose bits are chosen while training.
         ranks: number of ranks.
+        says: whether this rank says decisions to people.
 
     Attributes:
         candidates: the configurations by their bits, widest first, with their reducers chosen.
         trials: what has been tried and decided; None without ``auto``.
         gauge: the noise of the gradients; None without ``bits="auto"``.
         bits: the bits of the latest step; before the first step, those of the first.
-        is_countable: whether this rank can count its steps without the hook; set by `plain.PlainPath`.
-        say: what says a line to people.
-        leaves_hook: whether all ranks let plain DDP take the hook's place after the step under way.
+        clock: measures the steps of this rank.
+        sampler: measures the noise of this rank's gradients.
+        is_plain: whether plain DDP has the hook's place.
 
     Raises:
         ConfigError: a candidate cannot work with so many ranks.
     """
 
-    def __init__(self, config: GQSGDConfig, ranks: int) -> None:
+    def __init__(self, config: GQSGDConfig, ranks: int, *, says: bool = False) -> None:
         self.candidates = {bits: resolve(candidate, ranks) for bits, candidate in config.candidates().items()}
         self._ranks = ranks
         self._predictor = StepPredictor(self.candidates, ranks)
@@ -79,18 +65,15 @@ class Steering:
             ways = {bits: Way.of(candidate, ranks) for bits, candidate in self.candidates.items()}
             self.gauge = NoiseGauge(ways, ranks, config.max_slowdown)
         self.bits = max(self.candidates)
-        self._sampler = GradientSampler(self.candidates)
+        self.sampler = GradientSampler(self.candidates)
         self._changes: list[Decision] = []  # without trials
         self._inherited = 0  # decisions of the run whose state was loaded
         self._inbox: dict[int, Agreed] = {}  # stamps that are not used yet, by the step that they were exchanged in
         self._measuring: int | None = None  # the step that is measured, until its sums are sent
-        self._clock = StepClock()
+        self.clock = StepClock()
         self._exposed_s: float | None = None
-        self.is_countable = False
-        self.say: Callable[[str], None] = announcing.say
-        self.leaves_hook = False
-        self._obstacle: str | None = None  # why the hook stays at 32 bits; empty: nothing prevents that it is left
-        self._all_countable = False
+        self._say: Callable[[str], None] | None = say if says else None
+        self._plain = UNKNOWN
         self.is_plain = False
         self._total_bits = 0
         self._total_steps = 0
@@ -112,14 +95,10 @@ class Steering:
         step."""
         return self._total_bits / self._total_steps if self._total_steps else math.nan
 
-    def watch(self, model: nn.Module) -> None:
-        """Count the forward passes of a model, see `clock.StepClock`."""
-        self._clock.watch(model)
-
     def compile(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile what measures the noise of gradients, so that no step waits for a compiler."""
         if self.gauge is not None and self._ranks > 1:
-            self._sampler.compile(dtype, device)
+            self.sampler.compile(dtype, device)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -131,43 +110,37 @@ class Steering:
         """
         self._inbox |= {number: told for number, told in agreed.items() if any(told.numbers)}
 
-    def begin_step(self, step: int, exposed_s: float | None, *, logs: bool) -> Begun:
-        """Begin a step. What was received of steps up to ``step - 2`` counts.
+    def begin_step(self, step: int, exposed_s: float | None, *, digest: int = 0, is_countable: bool = False) -> Stamp:
+        """Begin a step: choose its bits. What was received of steps up to ``step - 2`` counts.
 
         Args:
             step: number of the step.
             exposed_s: seconds in which this rank's backward passes have waited for gradients so far; None: not known.
-            logs: whether to say a decision.
+            digest: of what ranks compare beside the bits.
+            is_countable: whether this rank can count its steps without the hook (see `plain.PlainPath`).
+
+        Returns:
+            The stamp of the step, which tells other ranks what this one has measured in the step before.
         """
-        period_us = self._clock.begin_step()
+        period_us = self.clock.begin_step()
         begun = time.perf_counter()
         known = len(self.decisions)
         for compared_in in sorted(number for number in self._inbox if number <= step - 2):
             self._use(compared_in, self._inbox.pop(compared_in), step)
-        self.bits = self._fewest() if self.trials is None else self.trials.choose(step)
-        self.leaves_hook = self.rests and self._obstacle == "" and self._all_countable
+        self.bits = self._fewest() if self.trials is None else self.trials.choose(step, self._plain)
         self.count_step()
-        self._log(known, logs=logs)
-        told = (int(self.is_countable),) if self.gauge is None else self._sums(step)
+        self._say_from(known)
+        told = (int(is_countable),) if self.gauge is None else self._sums(step)
         numbers = (*self._waits(exposed_s), *told)
-        self._clock.skip(time.perf_counter() - begun)  # a prediction takes a while, once per trial
-        return Begun(self.config, period_us, numbers)
-
-    def end_backward(self) -> None:
-        """Note that the last bucket of a step has come."""
-        self._clock.end_backward()
+        self.clock.skip(time.perf_counter() - begun)  # a prediction takes a while, once per trial
+        return Stamp(self.config.seed, step, digest_of(f"{digest} {self.bits}"), period_us, numbers)
 
     def take(self, x: Tensor, segments: Sequence[Segment], step: int) -> Taken | None:
         """Copy what is to be measured of a bucket before it is reduced; None: nothing is."""
         if self.gauge is None or self._ranks == 1 or step % self.gauge.rules.every:
             return None
         self._measuring = step
-        return self._sampler.take(x, segments, step, self.config.seed)
-
-    @property
-    def sampler(self) -> GradientSampler:
-        """Return the sampler that measures a bucket taken for the sample."""
-        return self._sampler
+        return self.sampler.take(x, segments, step, self.config.seed)
 
     def choice(self) -> dict[str, float]:
         """The latest step in numbers, for telemetry: ``bits``; ``trying`` and ``plain``, with ``auto``;
@@ -180,10 +153,6 @@ class Steering:
         predicted = self.decisions[-1].predicted.get(self.bits) if self.decisions else None
         return values if predicted is None else {**values, "predicted_step_s": predicted}
 
-    def digest(self, digest: int) -> int:
-        """Return the digest that ranks compare in a step: of all facts, and of the step's bits."""
-        return digest_of(f"{digest} {self.bits}")
-
     def _use(self, compared_in: int, agreed: Agreed, step: int) -> None:
         """Let what was compared in an earlier step decide from ``step`` on."""
         waits = [row[:2] for row in agreed.numbers]
@@ -194,8 +163,7 @@ class Steering:
             backward_s = _seconds(max((row[1] for row in waits), default=0))
             period_s = agreed.period_us * 1e-6 if agreed.period_us else None
             self.trials.observe(compared_in - 1, period_s, exposed_s, backward_s)
-            self._all_countable = bool(sums) and all(map(any, sums))
-            self.trials.can_rest = self._all_countable and self.gauge is None
+            self._plain = self._plain._replace(is_countable=bool(sums) and all(map(any, sums)))
         if self.gauge is not None and sums and all(map(any, sums)):
             self.gauge.observe([_sums_of(row) for row in sums])
             self._permit(step)
@@ -214,29 +182,29 @@ class Steering:
     def _fewest(self) -> int:
         return self.bits if self.gauge is None else self.gauge.floor
 
-    def _log(self, known: int, *, logs: bool) -> None:
-        """Say the decisions beyond those that were known, where this rank says anything."""
-        for decision in self.decisions[known:] if logs else ():
+    def _say_from(self, known: int) -> None:
+        """Say the decisions beyond those that were known, if this rank says anything."""
+        for decision in self.decisions[known:]:
             self.say(f"gqsgd: {self._described(decision)}")
 
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
-        """How long the step before has waited for gradients, and its buckets have arrived, in microseconds plus 1; 0:
-        not known."""
+        """Returns how long the step before has waited for gradients, and its buckets have arrived, in microseconds plus
+        1; 0: not known."""
         before = self._exposed_s
         self._exposed_s = exposed_s
         if exposed_s is None or before is None:
             return 0, 0
-        return 1 + round(1e6 * max(0.0, exposed_s - before)), 1 + round(1e6 * self._clock.backward_s)
+        return 1 + round(1e6 * max(0.0, exposed_s - before)), 1 + round(1e6 * self.clock.backward_s)
 
     def _sums(self, step: int) -> tuple[int, ...]:
-        """Return the sums of the step before, as integers with the bits of fp64 numbers; zeros if there are none."""
+        """Returns the sums of the step before, as integers with the bits of fp64 numbers; zeros if there are none."""
         if self.gauge is None:
             return ()
         measured = self._measuring
         self._measuring = None
-        sums = self._sampler.collect() if measured == step - 1 else None
+        sums = self.sampler.collect() if measured == step - 1 else None
         if sums is None:
-            self._sampler.drop()
+            self.sampler.drop()
             return (0,) * (2 + len(self.gauge.coded))
         numbers = (sums.square, sums.inner, *sums.errors)
         return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
@@ -245,54 +213,55 @@ class Steering:
 
     @property
     def rests(self) -> bool:
-        """Whether 32 bits were kept by time alone, so that nothing needs the hook until the length of steps changes."""
+        """Returns whether 32 bits were kept by time alone, so that nothing needs the hook until the length of steps
+        changes."""
         return self.trials is not None and self.gauge is None and self.trials.is_resting
 
+    @property
+    def leaves_hook(self) -> bool:
+        """Returns whether all ranks let plain DDP take the hook's place after the step under way."""
+        return self.rests and self._plain.can_come
+
     def permit_plain(self, obstacle: str) -> None:
-        """Say whether plain DDP can take the hook's place; ``obstacle``: why not, empty if it can."""
-        self._obstacle = obstacle
-        self._say_what_follows()
+        """Note whether plain DDP can take the hook's place; ``obstacle``: why not, empty if it can."""
+        self._plain = self._plain._replace(obstacle=obstacle)
 
     def begin_plain(self) -> None:
         """Plain DDP has taken the hook's place. What was measured of the hook's steps does not count any more."""
         assert self.trials is not None
         self.trials.begin_rest()
         self.is_plain = True
-        self.leaves_hook = False
-        self._all_countable = False
+        self._plain = self._plain._replace(is_countable=False)
         self._inbox.clear()
-        self._clock.interrupt()
+        self.clock.interrupt()
 
     def end_plain(self) -> None:
         """The hook is in its place again."""
+        if self.trials is not None:
+            self.trials.end_rest()
         self.is_plain = False
-        self._clock.interrupt()
+        self.clock.interrupt()
 
     def count_step(self) -> None:
         """Count a step at the present bits, for their average."""
         self._total_bits = self._total_bits + self.bits
         self._total_steps = self._total_steps + 1
 
-    def time_plain_step(self) -> int:
-        """End a step that plain DDP has carried, and begin the next; see `clock.StepClock.begin_step`."""
-        return self._clock.begin_step()
-
-    def watch_plain(self, steps: int, period_us: int, step: int, *, logs: bool) -> None:
+    def watch_plain(self, steps: int, period_us: int, step: int) -> None:
         """Take what all ranks know of steps that plain DDP has carried; afterwards, `rests` is False if it has to end.
 
         Args:
             steps: their number since the last call.
             period_us: what `watched_us` gave, the longest over ranks.
             step: the step that begins.
-            logs: whether to say a decision.
         """
         if self.trials is not None:
             known = len(self.decisions)
             self.trials.rest(steps, period_us * 1e-6 if period_us else None, step)
-            self._log(known, logs=logs)
+            self._say_from(known)
 
     def watched_us(self, lengths_us: Sequence[int]) -> int:
-        """Return the length that this rank reports of plain DDP's steps, in microseconds; 0 if too few are known.
+        """Returns the length that this rank reports of plain DDP's steps, in microseconds; 0 if too few are known.
 
         Args:
             lengths_us: lengths of the latest steps.
@@ -301,13 +270,8 @@ class Steering:
         return 0 if seconds is None else round(1e6 * seconds)
 
     def plain_digest(self, digest: int) -> int:
-        """Return the digest that ranks compare while plain DDP has the hook's place; ``digest``: of all others."""
+        """Returns the digest that ranks compare while plain DDP has the hook's place; ``digest``: of all others."""
         return digest_of(f"{digest} {None if self.trials is None else self.trials.describe_rest()}")
-
-    def _say_what_follows(self) -> None:
-        if self.trials is not None and self._obstacle is not None:
-            follows = f"the hook stays, because of {self._obstacle}" if self._obstacle else "plain DDP takes over"
-            self.trials.after_native = f"; {follows}"
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -316,18 +280,18 @@ class Steering:
         self.candidates = {bits: replace(config, seed=seed) for bits, config in self.candidates.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run begins with, as plain values.
+        """Returns the state that a resumed run begins with, as plain values.
 
         A measurement of noise that was not exchanged yet is dropped, because a state has what all ranks know. A rank
         that has dropped its measurement makes all ranks leave it out, so that the run goes on as a resumed run does.
         """
-        self._sampler.drop()
+        self.sampler.drop()
         self._measuring = None
         state: dict[str, Any] = {"ranks": self._ranks, "total_bits": self._total_bits, "total_steps": self._total_steps}
         if self.trials is None:
             state |= {"bits": self.bits, "decisions": [decision.to_dict() for decision in self._changes]}
         else:
-            state |= self.trials.state()
+            state |= self.trials.to_dict()
         if self.gauge is not None:
             inbox = {str(number): [list(row[2:]) for row in agreed.numbers] for number, agreed in self._inbox.items()}
             state |= {"noise": self.gauge.state(), "inbox": inbox}
@@ -339,10 +303,9 @@ class Steering:
         Raises:
             ConfigError: ``state`` is no such state.
         """
-        self._clock.interrupt()
-        self.leaves_hook = False
-        self._all_countable = False
-        self._sampler.drop()
+        self.clock.interrupt()
+        self._plain = self._plain._replace(is_countable=False)
+        self.sampler.drop()
         self._measuring = None
         self._exposed_s = None
         self._inbox = {}
@@ -373,8 +336,8 @@ class Steering:
             self.trials = Trials(allow, predictor=self._predictor)
         else:
             self.trials = Trials.resumed(allow, state, is_same_world=is_same_world, predictor=self._predictor)
-        self.bits, self._inherited = self.trials.bits, len(self.decisions)
-        self._say_what_follows()
+        self.bits = self.trials.bits
+        self._inherited = len(self.decisions)
         self._permit(0)
 
     def _read(self, state: Mapping[str, Any], is_same_world: bool) -> None:
@@ -401,8 +364,17 @@ class Steering:
 
     # --- what the user sees ------------------------------------------------------------------------------------------
 
+    def announce(self, say: Callable[[str], None]) -> None:
+        """Let ``say`` say decisions from now on, if this rank says anything."""
+        self._say = say if self._say is not None else None
+
+    def say(self, text: str) -> None:
+        """Say a line to people, if this rank says anything."""
+        if self._say is not None:
+            self._say(text)
+
     def report(self, ranks: int) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         allowed = ", ".join(map(str, self.candidates))
         rules = ["whichever makes steps shortest"] if self.trials is not None else []
         if self.gauge is not None:
@@ -421,25 +393,25 @@ class Steering:
         return self.trials is not None and self.trials.is_trying
 
     def _described(self, decision: Decision, *, is_earlier: bool = False) -> str:
-        """A decision in words."""
+        """Returns a decision in words."""
         is_native = decision.bits in decision.seconds and REDUCER_OF_BITS.get(decision.bits) == "native"
-        is_plain = is_native and self.gauge is None and self._obstacle == ""
+        is_plain = is_native and self.gauge is None and self._plain.obstacle == ""
         return describe(decision, is_plain=is_plain, is_earlier=is_earlier, is_open=self._is_trying)
 
 
 def _seconds(microseconds: int) -> float:
-    """Seconds of a number of `Steering._waits`; NaN: not known."""
+    """Returns the seconds of a number of `Steering._waits`; NaN: not known."""
     return (microseconds - 1) * 1e-6 if microseconds else math.nan
 
 
 def _sums_of(row: Sequence[int]) -> NoiseSums:
-    """The sums whose fp64 numbers have the bits of these integers."""
+    """Returns the sums whose fp64 numbers have the bits of these integers."""
     square, inner, *errors = struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
     return NoiseSums(square, inner, tuple(errors))
 
 
 def _told(value: Any) -> int:
-    """A number of a stamp that a state has.
+    """Returns a number of a stamp that a state has.
 
     Raises:
         TypeError, ValueError: it is no integer of 64 bits.

@@ -13,11 +13,10 @@ the predictor says how long steps of the other candidates would be. The candidat
 turn next, and candidates that cannot win have none, as long as later steps do not say otherwise. The widest candidate
 always has its turns.
 
-Stay: all steps use the candidate that was kept.
-
-Watch: where the median of the latest 50 steps differs from that of the decision by more than 15 %, there is a new
-trial. Where one of both is longer than the other by half, the median of the latest 20 steps is enough. Trials cost
-steps, so there is a credit of steps: each step adds a twentieth of a step, and a trial has to be paid for.
+Stay: all steps use the candidate that was kept. Where the median of the latest 50 steps differs from that of the
+decision by more than 15 %, there is a new trial. Where one of both is longer than the other by half, the median of the
+latest 20 steps is enough. Trials cost steps, so there is a credit of steps: each step adds a twentieth of a step, and a
+trial has to be paid for.
 
 Rest: where 32 bits were kept, plain DDP may take the hook's place. Steps are then not chosen one by one. Every tenth
 step, ranks say how long their latest steps took, and the watch goes on with that.
@@ -37,16 +36,43 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gqsgd.adaptive.prediction import Measured
-from lightning_gqsgd.adaptive.turns import Challenge, Trial, standard_error
+from lightning_gqsgd.adaptive.states import Challenge, Rest, Settle, State, Stay, Try, Watch, standard_error
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.spec.decisions import LAG, Decision, Rules, positive, width
 
 #: What predicts the seconds of a step at every number of bits, from those that were measured; see `prediction`.
 Predictor = Callable[[Mapping[int, Measured]], Mapping[int, "float | None"]]
+
+
+class PlainDDP(NamedTuple):
+    """Whether plain DDP can take the hook's place, as far as that is known on all ranks (see `plain`).
+
+    Attributes:
+        obstacle: why it cannot, in a few words; empty: nothing prevents it; None: nobody has looked.
+        is_countable: whether all ranks can count their steps without the hook.
+    """
+
+    obstacle: str | None = None
+    is_countable: bool = False
+
+    @property
+    def can_come(self) -> bool:
+        """Returns whether nothing keeps the hook in its place."""
+        return self.obstacle == "" and self.is_countable
+
+    def after_native(self) -> str:
+        """Returns what the reason of a decision for 32 bits says of the hook's place."""
+        if self.obstacle is None:
+            return ""
+        return f"; the hook stays, because of {self.obstacle}" if self.obstacle else "; plain DDP takes over"
+
+
+#: Nobody has looked whether plain DDP can take the hook's place.
+UNKNOWN = PlainDDP()
 
 
 class Trials:
@@ -62,8 +88,7 @@ class Trials:
         permitted: those of them that may be used at present.
         bits: the candidate of the latest step, at first the widest.
         decisions: the ends of all trials and all other changes of bits, in order.
-        after_native: what the reason of a decision for 32 bits says about the hook's place; may be empty.
-        can_rest: whether plain DDP can take the hook's place on all ranks.
+        state: what is done at present, see `states`.
     """
 
     def __init__(self, allow: Sequence[int], rules: Rules | None = None, predictor: Predictor | None = None) -> None:
@@ -73,29 +98,22 @@ class Trials:
         self._predictor = predictor
         self.bits = self.allow[0]
         self.decisions: list[Decision] = []
-        self.after_native = ""
-        self.can_rest = False
+        self.state: State = Settle("first trial", self.rules.settling)
+        self._watch = Watch(self.rules.window)
         self._cost = self.rules.longest_trial(len(self.allow)) + (2 * LAG if predictor else 0)
         self._credit = float(self.rules.most_trials * self._cost)
-        self._trial: Trial | None = None
-        self._challenge: Challenge | None = None
-        self._waiting: int | None = self.rules.settling  # steps until the first trial; None: they are over
         self._asked: str | None = None  # why there is to be a trial as soon as the credit is enough
-        self._why = "first trial"
-        self._reference_s: float | None = None  # the length of steps that the watch compares with
-        self._is_refined = False  # whether the reference is a median of steps after the decision
-        self._window: deque[float] = deque(maxlen=self.rules.window)
         self._counted: dict[int, int | None] = {}  # candidate of each recent step; None: its length does not count
 
     @property
     def is_trying(self) -> bool:
-        """Whether a trial is under way, or plain DDP has its turn."""
-        return self._trial is not None or self._challenge is not None
+        """Returns whether a trial is under way, or plain DDP has its turn."""
+        return isinstance(self.state, Try | Challenge)
 
     @property
     def is_resting(self) -> bool:
-        """Whether 32 bits were measured and kept, and nothing else is to be tried at present."""
-        if self._trial is not None or self._asked is not None or self._waiting is not None or not self.decisions:
+        """Returns whether 32 bits were measured and kept, and nothing else is to be tried at present."""
+        if isinstance(self.state, Settle | Try) or self._asked is not None or not self.decisions:
             return False
         return REDUCER_OF_BITS.get(self.bits) == "native" and self.bits in self.decisions[-1].seconds
 
@@ -110,11 +128,11 @@ class Trials:
         bits = self._counted.pop(step, None)
         if seconds is None or bits is None:
             return
-        if self._trial is not None:
-            self._trial.samples.setdefault(bits, []).append(seconds)
-            self._trial.waits.setdefault(bits, []).append((exposed_s, backward_s))
+        if isinstance(self.state, Try):
+            self.state.samples.setdefault(bits, []).append(seconds)
+            self.state.waits.setdefault(bits, []).append((exposed_s, backward_s))
         elif bits == self.bits:
-            self._window.append(seconds)
+            self._watch.window.append(seconds)
 
     def permit(self, bits: Collection[int], step: int, why: str) -> None:
         """Say which candidates may be used from a step on, before `choose` is called for the step.
@@ -126,38 +144,36 @@ class Trials:
         """
         before = self.permitted
         self.permitted = tuple(width for width in self.allow if width in bits)
-        trial = self._trial
-        is_new = not set(self.permitted) <= set(before)
-        if trial is not None:
+        if isinstance(self.state, Try):
             forbidden = set(self.allow) - set(self.permitted)
-            trial.hopeless |= forbidden
-            if trial.bits in forbidden:
-                trial.left = 0
+            self.state.hopeless |= forbidden
+            if self.state.bits in forbidden:
+                self.state.left = 0
         if self.bits not in self.permitted:
             self._retreat(step, why)
-        if is_new and (self.decisions or self._waiting is None):
-            self._asked = (
-                self._asked
-                or f"{', '.join(str(width) for width in self.permitted if width not in before)} bits are allowed"
-            )
+        new = [str(width) for width in self.permitted if width not in before]
+        # The first trial comes anyway.
+        if new and (self.decisions or not isinstance(self.state, Settle)):
+            self._asked = self._asked or f"{', '.join(new)} bits are allowed"
 
-    def choose(self, step: int) -> int:
-        """Return the candidate of a step, by its bits. Called once for each step, in order."""
-        self._credit = min(self._credit + self.rules.share, self.rules.most_trials * self._cost)
-        if self._waiting is not None:
-            self._waiting -= 1
-            if self._waiting < 0:
-                self._waiting = None
-                self._asked = self._why
-        if self._challenge is not None:
-            self._challenge.left -= 1
-            if self._challenge.left < 0:
-                self._end_challenge(self._challenge, step, None)
-        elif self._waiting is None and self._trial is None:
-            self._begin_if_due()
-        counts = True
-        if self._trial is not None:
-            counts = self._go_on(self._trial, step)
+    def choose(self, step: int, plain: PlainDDP = UNKNOWN) -> int:
+        """Returns the candidate of a step, by its bits. Called once for each step with the hook, in order.
+
+        Args:
+            step: the step.
+            plain: whether plain DDP can take the hook's place.
+        """
+        self._earn(1)
+        if isinstance(self.state, Challenge):
+            self.state.left -= 1
+            if self.state.left < 0:
+                self._end_challenge(self.state, step, None)
+        else:
+            if isinstance(self.state, Settle):
+                self._go_on_settling(self.state)
+            if isinstance(self.state, Stay):
+                self._begin_if_due()
+        counts = not isinstance(self.state, Try) or self._go_on(self.state, step, plain)
         self._counted[step] = self.bits if counts else None
         for old in [old for old in self._counted if old < step - 2 * LAG]:
             del self._counted[old]
@@ -165,9 +181,13 @@ class Trials:
 
     def begin_rest(self) -> None:
         """Forget the lengths of the steps in which the hook carried gradients: the hook's place is taken now."""
-        self._window.clear()
-        self._counted.clear()
-        self._is_refined = False
+        self._watch.is_refined = False
+        self._enter(self.state if isinstance(self.state, Challenge) else Rest())
+
+    def end_rest(self) -> None:
+        """Go on with steps that are chosen one by one: the hook is in its place again."""
+        if isinstance(self.state, Rest):
+            self._enter(Stay())
 
     def rest(self, steps: int, seconds: float | None, step: int) -> None:
         """Let steps pass for which `choose` was not called. Afterwards, `is_resting` is False if a trial has begun, or
@@ -178,21 +198,45 @@ class Trials:
             seconds: the median length of the latest steps, the longest over all ranks; None: it is not known.
             step: the step that begins.
         """
-        self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
-        if self._challenge is not None:
-            self._challenge.passed += steps
+        self._earn(steps)
+        if isinstance(self.state, Challenge):
+            self.state.passed += steps
             if seconds is not None:
-                self._end_challenge(self._challenge, step, seconds)
+                self._end_challenge(self.state, step, seconds)
         elif seconds is not None and self.is_resting:
             # The steps of the trial had the cost of the hook in them, so the first median may be shorter.
-            self._compare(seconds, expects_shorter=not self._is_refined)
+            self._compare(seconds, expects_shorter=not self._watch.is_refined)
+
+    def watched(self, lengths: Sequence[float]) -> float | None:
+        """Returns the length of steps that the watch compares with the decision's; see `Watch.length`."""
+        return self._watch.length(lengths, self.rules, at_once=isinstance(self.state, Challenge))
+
+    # --- from state to state -----------------------------------------------------------------------------------------
+
+    def _enter(self, state: State) -> None:
+        """Change the state. Lengths of steps that were chosen before say nothing about it."""
+        self.state = state
+        self._watch.window.clear()
+        self._counted.clear()
+
+    def _earn(self, steps: int) -> None:
+        """Add what steps are worth to the credit for trials."""
+        self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
+
+    def _go_on_settling(self, state: Settle) -> None:
+        state.left -= 1
+        if state.left < 0:
+            self._asked = state.why
+            self._enter(Stay())
 
     def _begin_if_due(self) -> None:
         """Begin a trial if one was asked for, or if the length of steps has changed, and if the credit is enough."""
         if len(self.permitted) < 2:
             return
         if self._asked is None:
-            self._watch()
+            now = self.watched(self._watch.window)
+            if now is not None:
+                self._compare(now)
         elif not self.decisions or self._credit >= self._cost:
             self._begin(self._asked)
 
@@ -202,28 +246,78 @@ class Trials:
         seconds = {} if latest is None else {b: s for b, s in latest.seconds.items() if b in self.permitted}
         # The fewest bits are the nearest to those that were the shortest so far.
         self.bits = min(seconds, key=lambda bits: (seconds[bits], -bits)) if seconds else self.permitted[-1]
-        if self._trial is None:
+        if not isinstance(self.state, Try):
             decision = Decision(step, self.bits, seconds, why)
             if latest is not None:
                 decision = replace(decision, predicted=latest.predicted, at_least=latest.at_least)
-            self._settle(decision)
+            self._decide(decision, self.state)
 
-    def _settle(self, decision: Decision) -> None:
-        """Note a decision, and watch the steps that follow."""
-        self.decisions.append(decision)
-        self._reference_s = decision.seconds.get(self.bits)
-        self._is_refined = False
-        self._window.clear()
-        self._counted.clear()
+    def _compare(self, now: float, *, expects_shorter: bool = False) -> None:
+        """Begin a trial if the median length of steps has changed, and if the credit is enough; see `Watch.change`."""
+        change = self._watch.change(now, self.rules, expects_shorter=expects_shorter)
+        if change is not None and self._credit >= self._cost:
+            self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
 
     def _begin(self, why: str) -> None:
+        """Begin a trial."""
         self._asked = None
-        self._trial = Trial(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted))
-        self._counted.clear()
-        self._window.clear()
+        self._enter(Try(why, deque(self.permitted), hopeless=set(self.allow) - set(self.permitted)))
 
-    def _go_on(self, trial: Trial, step: int) -> bool:
-        """Choose the candidate of the next step of a trial, or end the trial; returns whether the step's length
+    def _decide(self, decision: Decision, state: State) -> None:
+        """Note a decision, and watch the steps that follow."""
+        self.decisions.append(decision)
+        self._watch = Watch(self.rules.window, decision.seconds.get(self.bits))
+        self._enter(state)
+
+    def _end_trial(self, trial: Try, step: int, plain: PlainDDP) -> None:
+        """Decide for the candidate with the shortest steps; or for 32 bits, where plain DDP may be as short."""
+        self._credit -= trial.used if self.decisions else 0  # the first trial is free
+        medians = {bits: median(trial.samples[bits]) for bits in self.allow if trial.samples.get(bits)}
+        state: State = Stay()
+        if not self._counting(trial):
+            reason = f"{trial.why}; no step could be measured, so {self.bits} bits stay"
+        else:
+            self.bits, reason = self._best(trial)
+            reason = f"{trial.why}; {reason}"
+            if plain.can_come and self._is_challenged(medians):
+                state = Challenge(self.bits, medians)
+                self.bits = self.allow[0]
+                reason += f", by less than the hook may cost at {self.bits} bits"
+        skipped = ", ".join(map(str, sorted(trial.skipped, reverse=True)))
+        reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
+        reason += plain.after_native() if REDUCER_OF_BITS.get(self.bits) == "native" else ""
+        predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
+        at_least = tuple(sorted(trial.at_least, reverse=True))
+        self._decide(Decision(step, self.bits, medians, reason, predicted, at_least), state)
+
+    def _is_challenged(self, medians: Mapping[int, float]) -> bool:
+        """Returns whether the best candidate is shorter than 32 bits by less than the hook may cost there."""
+        widest = self.allow[0]
+        if REDUCER_OF_BITS.get(widest) != "native" or widest not in medians:
+            return False
+        return widest != self.bits and medians[self.bits] > medians[widest] * (1 - self.rules.hook)
+
+    def _end_challenge(self, challenge: Challenge, step: int, seconds: float | None) -> None:
+        """Keep plain DDP or the bits that it was compared with; ``seconds``: its median; None: it did not come."""
+        medians = dict(challenge.seconds)
+        reason = "the hook has not left its place"
+        stays = False
+        if seconds is not None:
+            medians[self.bits] = seconds
+            stays = seconds <= medians[challenge.bits] * (1 + self.rules.widest_tie)
+            reason = f"32 bits are those of plain DDP, which {'stays' if stays else 'is longer'}"
+        if not stays:
+            self.bits = challenge.bits
+            self._credit -= challenge.passed
+        latest = self.decisions[-1]
+        decision = replace(latest, step=step, bits=self.bits, seconds=medians, reason=reason)
+        self._decide(decision, Rest() if stays else Stay())
+        self._watch.is_refined = stays  # the reference is a median of plain DDP's steps
+
+    # --- a trial -----------------------------------------------------------------------------------------------------
+
+    def _go_on(self, trial: Try, step: int, plain: PlainDDP) -> bool:
+        """Choose the candidate of the next step of a trial, or end the trial. Returns whether the step's length
         counts."""
         self._give_up_hopeless(trial)
         if not trial.left and trial.draining is None:
@@ -239,10 +333,10 @@ class Trials:
             trial.draining -= 1
             trial.used += 1
             return False
-        self._decide(trial, step)
+        self._end_trial(trial, step, plain)
         return False  # it follows a step of another candidate, perhaps
 
-    def _give_up_hopeless(self, trial: Trial) -> None:
+    def _give_up_hopeless(self, trial: Try) -> None:
         medians = {bits: median(seconds) for bits, seconds in trial.samples.items() if len(seconds) > 1}
         if not medians:
             return
@@ -253,7 +347,7 @@ class Trials:
                 if bits == trial.bits:
                     trial.left = 0
 
-    def _next_turn(self, trial: Trial) -> None:
+    def _next_turn(self, trial: Try) -> None:
         """Give the next candidate its turn; where there is none, wait for the lengths of the last steps."""
         while True:
             self._predict(trial)
@@ -277,53 +371,8 @@ class Trials:
         trial.draining = LAG - 1
         self.bits = self._best(trial)[0] if self._counting(trial) else self.bits
 
-    def _decide(self, trial: Trial, step: int) -> None:
-        """End a trial."""
-        self._trial = None
-        self._credit -= trial.used if self.decisions else 0  # the first trial is free
-        medians = {bits: median(trial.samples[bits]) for bits in self.allow if trial.samples.get(bits)}
-        if not self._counting(trial):
-            reason = f"{trial.why}; no step could be measured, so {self.bits} bits stay"
-        else:
-            self.bits, reason = self._best(trial)
-            reason = f"{trial.why}; {reason}"
-            if self._is_challenged(medians):
-                self._challenge = Challenge(self.bits, medians)
-                self.bits = self.allow[0]
-                reason += f", by less than the hook may cost at {self.bits} bits"
-        skipped = ", ".join(map(str, sorted(trial.skipped, reverse=True)))
-        reason += f"; {skipped} bits were not tried, because they are predicted not to win" if skipped else ""
-        reason += self.after_native if REDUCER_OF_BITS.get(self.bits) == "native" else ""
-        predicted = {bits: trial.predicted.get(bits) for bits in self.allow}
-        at_least = tuple(sorted(trial.at_least, reverse=True))
-        self._settle(Decision(step, self.bits, medians, reason, predicted, at_least))
-
-    def _is_challenged(self, medians: Mapping[int, float]) -> bool:
-        """Whether the best candidate is shorter than 32 bits by less than the hook may cost there."""
-        widest = self.allow[0]
-        if not self.can_rest or REDUCER_OF_BITS.get(widest) != "native" or widest not in medians:
-            return False
-        return widest != self.bits and medians[self.bits] > medians[widest] * (1 - self.rules.hook)
-
-    def _end_challenge(self, challenge: Challenge, step: int, seconds: float | None) -> None:
-        """Keep plain DDP or the bits that it was compared with; ``seconds``: its median; None: it did not come."""
-        self._challenge = None
-        medians = dict(challenge.seconds)
-        reason = "the hook has not left its place"
-        stays = False
-        if seconds is not None:
-            medians[self.bits] = seconds
-            stays = seconds <= medians[challenge.bits] * (1 + self.rules.widest_tie)
-            reason = f"32 bits are those of plain DDP, which {'stays' if stays else 'is longer'}"
-        if not stays:
-            self.bits = challenge.bits
-            self._credit -= challenge.passed
-        latest = self.decisions[-1]
-        self._settle(replace(latest, step=step, bits=self.bits, seconds=medians, reason=reason))
-        self._is_refined = stays  # the reference is a median of plain DDP's steps
-
-    def _best(self, trial: Trial) -> tuple[int, str]:
-        """The candidate to keep, and why."""
+    def _best(self, trial: Try) -> tuple[int, str]:
+        """Returns the candidate to keep, and why."""
         samples = self._counting(trial)
         medians = {bits: median(seconds) for bits, seconds in samples.items()}
         shortest = min(medians, key=lambda bits: (medians[bits], -bits))
@@ -338,11 +387,11 @@ class Trials:
             return bits, "it is the shortest"
         return bits, f"it is within {tie:.0%} of {shortest} bits, the shortest"
 
-    def _counting(self, trial: Trial) -> dict[int, list[float]]:
-        """The lengths of steps by candidates that were measured and may be used, widest first."""
+    def _counting(self, trial: Try) -> dict[int, list[float]]:
+        """Returns the lengths of steps by candidates that were measured and may be used, widest first."""
         return {bits: trial.samples[bits] for bits in self.permitted if trial.samples.get(bits)}
 
-    def _predict(self, trial: Trial) -> None:
+    def _predict(self, trial: Try) -> None:
         """Predict the steps of candidates that had no turn yet, and give no turn to those that cannot win.
 
         That is done before each turn of the first round, and after each round, so that a candidate has a turn after all
@@ -368,61 +417,27 @@ class Trials:
                 trial.skipped.add(bits)
         trial.turns = deque(sorted(trial.turns, key=lambda bits: (trial.predicted[bits] or math.inf, -bits)))
 
-    def _is_refuted(self, trial: Trial, measured: Mapping[int, Measured]) -> bool:
-        """Whether steps turned out shorter than the lower bound that was predicted for them: something else has changed
-        since the first turn, so that nothing can be concluded from that turn."""
+    def _is_refuted(self, trial: Try, measured: Mapping[int, Measured]) -> bool:
+        """Returns whether steps turned out shorter than the lower bound that was predicted for them: something else has
+        changed since the first turn, so that nothing can be concluded from that turn."""
         pairs = [(trial.predicted.get(bits), medians.step_s) for bits, medians in measured.items()]
         return any(seconds is not None and length < seconds * (1 - self.rules.doubt) for seconds, length in pairs)
 
-    def watched(self, lengths: Sequence[float]) -> float | None:
-        """The length of steps that the watch compares with the decision's; None: too few steps are known.
-
-        Args:
-            lengths: of the latest steps, in seconds, up to `Rules.window` of them.
-        """
-        if len(lengths) >= self.rules.latest:
-            now = median(list(lengths)[-self.rules.latest :])
-            decided = self._reference_s
-            jumps = decided is not None and max(now / decided, decided / now) > 1 + self.rules.jump
-            if jumps or self._challenge is not None:
-                return now
-        return median(lengths) if len(lengths) == self.rules.window else None
-
-    def _watch(self) -> None:
-        """Begin a trial if the length of steps has changed and the credit is enough."""
-        now = self.watched(self._window)
-        if now is not None:
-            self._compare(now)
-
-    def _compare(self, now: float, *, expects_shorter: bool = False) -> None:
-        """Begin a trial if a median length of steps differs from the decision's, and if the credit is enough.
-
-        Args:
-            now: the median length of the latest steps, in seconds.
-            expects_shorter: whether steps that are shorter than the decision's are no reason for a trial.
-        """
-        if self._reference_s is None:
-            self._reference_s = now
-        change = now / self._reference_s - 1
-        if abs(change) <= self.rules.drift or (expects_shorter and change < 0):
-            if not self._is_refined:
-                self._reference_s = now
-                self._is_refined = True
-        elif self._credit >= self._cost:
-            self._begin(f"steps became {abs(change):.0%} {'longer' if change > 0 else 'shorter'}")
+    # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def describe_rest(self) -> str:
-        """Return the state that ranks must share to find the next trial due at the same step."""
-        facts = (self.bits, self._reference_s, self._credit, self._is_refined, self._challenge)
+        """Returns the state that ranks must share to find the next trial due at the same step."""
+        challenge = self.state if isinstance(self.state, Challenge) else None
+        facts = (self.bits, self._watch.reference_s, self._credit, self._watch.is_refined, challenge)
         return f"{len(self.decisions)} {facts}"
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run begins with, as plain values."""
-        challenge = self._challenge
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run begins with, as plain values."""
+        challenge = self.state if isinstance(self.state, Challenge) else None
         return {
             "allow": list(self.allow),
             "bits": self.decisions[-1].bits if self.decisions else None,
-            "reference_s": self._reference_s,
+            "reference_s": self._watch.reference_s,
             "credit": self._credit,
             "challenge": None if challenge is None else {"bits": challenge.bits, "seconds": challenge.seconds},
             "decisions": [decision.to_dict() for decision in self.decisions],
@@ -437,13 +452,13 @@ class Trials:
         is_same_world: bool,
         predictor: Predictor | None = None,
     ) -> Trials:
-        """Begin with what `state` gave. The candidate of the latest decision is used until there is a new trial.
+        """Begin with what `to_dict` gave. The candidate of the latest decision is used until there is a new trial.
 
         A trial follows soon where more bits are allowed than in the saved run, because they have never been measured.
 
         Args:
             allow: the candidates, by their bits.
-            state: from `state`.
+            state: from `to_dict`.
             is_same_world: whether the number of ranks is that of the saved run; if not, a trial follows soon.
             predictor: see the class.
 
@@ -470,19 +485,18 @@ class Trials:
             return trials
         trials.bits, trials._credit = bits, min(credit, trials._credit)
         fresh = [candidate for candidate in trials.allow if candidate not in tried]
-        if is_same_world and fresh:
-            trials._why = f"{', '.join(map(str, fresh))} bits are allowed now"
-        elif is_same_world:
-            trials._waiting = None
-            trials._reference_s = reference_s
-            trials._challenge = challenge if challenge is not None and challenge.bits in trials.allow else None
+        if not is_same_world:
+            trials.state = Settle("another number of ranks", trials.rules.settling)
+        elif fresh:
+            trials.state = Settle(f"{', '.join(map(str, fresh))} bits are allowed now", trials.rules.settling)
         else:
-            trials._why = "another number of ranks"
+            trials._watch.reference_s = reference_s
+            trials.state = challenge if challenge is not None and challenge.bits in trials.allow else Stay()
         return trials
 
 
 def _credit(value: Any) -> float:
-    """A credit of steps that a state has. A turn of plain DDP is paid for afterwards, so that a debt is possible.
+    """Returns a credit of steps that a state has. Plain DDP's turn is paid for afterwards, so that a debt is possible.
 
     Raises:
         TypeError, ValueError: it is no finite number.

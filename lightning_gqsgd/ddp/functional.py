@@ -60,7 +60,7 @@ class _Reductions:
         if (config, x.dtype) not in self._prepared:
             self._prepare(x, config, card)
         segments = (Segment(0, x.numel(), raw=x.numel() < config.min_numel),)
-        job = self.engine.reduce(x, Request(f"{_PURPOSE} number {step}", config, segments, step, agreement=card))
+        job = self.engine.reduce(x, Request(f"{_PURPOSE} number {step}", (config,), segments, step, agreement=card))
         self.engine.plans.trim(MAX_PLAN_BYTES)
         return job
 

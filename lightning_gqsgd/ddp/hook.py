@@ -23,12 +23,12 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.adaptive.plain import PlainPath
+from lightning_gqsgd.adaptive.plain import PlainPath, why_hook_stays
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each
-from lightning_gqsgd.ddp.starting import (
-    check_divisor,
+from lightning_gqsgd.ddp.attachment import Attachment
+from lightning_gqsgd.ddp.checks import (
     check_group,
     check_is_ddp,
     check_model,
@@ -37,31 +37,30 @@ from lightning_gqsgd.ddp.starting import (
     dtypes_of,
     own_facts,
 )
-from lightning_gqsgd.ddp.trained import TrainedParameters, average, start_alike
-from lightning_gqsgd.ddp.unaveraged import BackwardWatch
-from lightning_gqsgd.ddp.unused import UnusedParameters
+from lightning_gqsgd.ddp.parameters import NumberedParameters
+from lightning_gqsgd.ddp.unaveraged import average, start_alike
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
-from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, new_store
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
-from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters, segments_of
+from lightning_gqsgd.session.parameters import digest, number_parameters
 from lightning_gqsgd.session.report import report
-from lightning_gqsgd.session.summary import StepClock, in_words, summary
+from lightning_gqsgd.session.summary import in_words, summary
 from lightning_gqsgd.sparse.gradients import SparseGradients
 from lightning_gqsgd.sparse.missing import fill_missing_gradients
 from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.tracing import untraced
-from lightning_gqsgd.wire.agreement import Stamp, digest_of
+from lightning_gqsgd.wire.agreement import Stamp, StepCounter, digest_of
 from lightning_gqsgd.wire.communicator import Communicator, parent_group, patience_of
-from lightning_gqsgd.wire.engine import MAX_STEP, PLANS_KEPT, Engine, Messages, Request
+from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.wire.meeting import Meeting
-from lightning_gqsgd.wire.plan import check_parameters
+from lightning_gqsgd.wire.plan import PLANS_KEPT, check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
 
 _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
@@ -96,53 +95,50 @@ class GQSGDState:
         self._timeout = timeout
         self._requested = config
         self._post_local_sgd = post_local_sgd
-        self._step = 0
-        self._compares_first = False
-        self._plain: PlainPath | None = None
-        self._watch: BackwardWatch | None = None
-        self._is_in_step = False  # some buckets of a backward pass have come, and not the last one
+        self._steps = StepCounter()
         with meeting or self._meeting("register_gqsgd") as start:
             check_model(model)
             (layout,) = layouts(start)
             check_tables(model, config, post_local_sgd)
             check_group(post_local_sgd, model)
+            ranks = dist.get_world_size(self._group)
             named = dict(model.module.named_parameters())
             numbered = number_parameters(named, config)
-            self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
             dtypes = dtypes_of(model)
             numel = sum(entry.numel for entry in numbered if not entry.raw)
             fit = fitted(config, layout, numel, dtypes[0], self._device)
             config = fit.config
             self._note = fit.note
-            world_size = dist.get_world_size(self._group)
-            steering = self._steering = Steering(config, world_size) if config.chooses_bits else None
-            by_bits = resolve_each(config, world_size) if steering is None else steering.candidates
-            self._configs = list(by_bits.values())
-            self._config = self._configs[0]
+            says = dist.get_rank(self._group) == 0
+            steering = self._steering = Steering(config, ranks, says=says) if config.chooses_bits else None
+            by_bits = resolve_each(config, ranks) if steering is None else steering.candidates
+            self._candidates = list(by_bits.values())
             # Candidates take turns in steps, while configurations by name share each step.
-            self._others = tuple(self._configs[1:]) if steering is None else ()
-            self._choices = {bits: number for number, bits in enumerate(by_bits)}
-            self._dtype = dtypes[0]
-            self._store = new_store(self.config, world_size, _sizes(numbered), self._dtype, self._device)
-            self._remembered: set[int] = set()  # numbers of the parameters that have been compressed, or loaded
-            self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}
-            one_or_all = config if len(self._configs) > 1 else self.config
+            self._configs = tuple(self._candidates if steering is None else self._candidates[:1])
+            choices = {bits: number for number, bits in enumerate(by_bits)}
+            self._parameters = NumberedParameters(
+                numbered, named.values(), self.config, ranks, choices, dtypes[0], self._device
+            )
+            one_or_all = config if len(self._candidates) > 1 else self.config
             self._facts = facts_of(one_or_all, own_facts(config, model, numbered))
             self._digest = digest_of_facts(self._facts)
-            sides = [Side(self._group, self._facts, self._configs)]
-            prepare = partial(self._prepare, model)
+            tables = tables_of(model, frozen=True)
+            sends_rows = bool(tables) and config.sparse != "refuse"
+            # The calling thread starts all collectives of a step, or none.
+            direct = not sends_rows and (steering is not None or not self._compresses)
+            sides = [Side(self._group, self._facts, self._candidates, direct=direct)]
+            prepare = partial(self._prepare, list(tables.values()), dtypes[0])
             with open_engines(
                 start, sides, self._device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes, prepare=prepare
             ) as (self._engine,):
-                self._clock = StepClock(self._engine.telemetry)
-                self._install(model)
+                self._attach(model, is_countable=False)
 
-    def _prepare(self, model: DistributedDataParallel, engine: Engine) -> None:
+    def _prepare(self, tables: list[Tensor], dtype: torch.dtype, engine: Engine) -> None:
         """Make what reduces sparse gradients and measures the noise of dense ones, with its kernels compiled."""
-        tables = [self._parameters[id(table)] for table in tables_of(model, frozen=True).values()]
-        self._sparse = SparseGradients.of(engine, self._configs, tables, self._dtype)
+        entries = [self._parameters.entries[id(table)] for table in tables]
+        self._sparse = SparseGradients.of(engine, self._candidates, entries, dtype)
         if self._steering is not None:
-            self._steering.compile(self._dtype, self._device)
+            self._steering.compile(dtype, self._device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "step":
@@ -160,25 +156,29 @@ class GQSGDState:
     @property
     def config(self) -> GQSGDConfig:
         """The configuration of the latest step, with its reducer chosen."""
-        return self._config
+        return self._configs[0]
 
     @property
     def _compresses(self) -> bool:
         """True if some gradients are not averaged by the backend's own all-reduce."""
-        return any(REDUCERS[config.reducer].compresses for config in (self._config, *self._others))
+        return any(REDUCERS[config.reducer].compresses for config in self._configs)
+
+    @property
+    def _store(self) -> MemoryStore:
+        """What this rank remembers."""
+        return self._parameters.store
 
     @property
     def step(self) -> int:
         """Number of reduced backward passes. A rank that sets it compares it with others before it sends gradients."""
-        return self._step + (0 if self._plain is None else self._plain.passed)
+        return self._steps.number
 
     @step.setter
     def step(self, number: int) -> None:
         check_integer("step", plain_integer(number), 0, MAX_STEP)
-        self._step = int(number)
-        self._compares_first = True
-        if self._plain is not None:
-            self._plain.restart()
+        self._steps.go_to(int(number))
+        if self._attachment.plain is not None:
+            self._attachment.plain.forget_comparison()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -210,79 +210,110 @@ class GQSGDState:
                 gradient, or `Join` asks for another divisor.
         """
         x = bucket.buffer()
-        check_divisor(self._model())
-        is_first = bucket.index() == 0 or not self._is_in_step
-        self._is_in_step = True
-        # Told to skip unused parameters, DDP hands over no bucket without used ones, the last one included.
-        is_last = bucket.is_last() and not self._skips_buckets
+        attachment = self._attachment
+        attachment.check_divisor()
+        is_first = bucket.index() == 0 or not self._steps.is_under_way
+        is_last = bucket.is_last() and not attachment.skips_buckets
+        self._steps.is_under_way = True
         if is_last:
-            self._trained.check()
-        local = self._post_local_sgd
-        if local is not None:
-            if local.iter >= local.start_localSGD_iter:
-                if is_last:
-                    self._end_watched_step()
-                return post_localSGD_hook(local, bucket)
-            local.maybe_increase_iter(bucket)
-        step = self._step
-        stamp = self._begin_step(step) if is_first else None
-        segments = self._segments_of(bucket.parameters())
-        if self._unused is not None:
-            self._unused.watch(x, segments)
+            attachment.trained.check()
+        left = self._left_to_torch(bucket, is_last)
+        if left is not None:
+            return left
+        stamp = self._begin_step() if is_first else None
+        segments = self._parameters.segments_of(bucket.parameters())
+        attachment.before_bucket(x, segments)
+        step = self._steps.number
         steering = self._steering
-        # Rows of sparse gradients are not the same on all ranks.
+        # Rows of sparse gradients are not the same on all ranks, so no sample is taken of them.
         taken = None if steering is None or x.is_sparse else steering.take(x, segments, step)
         request = Request(
             name=f"bucket {bucket.index()} of step {step}",
-            config=self.config,
-            others=self._others,
+            configs=self._configs,
             segments=segments,
             step=step,
-            store=self._store,
+            store=self._parameters.store,
             agreement=stamp,
             bucket=bucket.index(),
             ends_step=is_last,
             compressed=step >= self.config.warmup_steps,
-            direct=self._sparse is None and (steering is not None or not self._compresses),
-            compares_first=stamp is not None and self._compares_first,
             watch=None if steering is None or taken is None else steering.sampler.watch(taken),
         )
         if is_last:
-            self._end_backward()
+            self._end_step()
         if x.is_sparse and self._sparse is not None:
             future = self._sparse.reduce(x, request)
         else:
             future = self._engine.reduce(x, request).future
-            if steering is not None and taken is not None:
-                steering.sampler.measure(taken)  # while messages are under way
-        if self._skips_buckets:
+        if steering is not None and taken is not None:
+            steering.sampler.measure(taken)  # while messages are under way
+        if attachment.skips_buckets:
             self._latest_arrival = moment(x.device)
             if is_first:
-                Variable._execution_engine.queue_callback(self._end_backward_late)
+                Variable._execution_engine.queue_callback(self._end_step_late)
         return future
 
-    def _end_backward(self) -> None:
-        """Count a step: its last bucket has come."""
-        self._step += 1
-        self._compares_first = False
-        if self._unused is not None:
-            self._unused.settle_after_backward()
+    def _left_to_torch(self, bucket: dist.GradBucket, is_last: bool) -> torch.futures.Future[Tensor] | None:
+        """Count a bucket for post-local SGD. Returns the result of torch's hook, if the bucket is left to that."""
+        local = self._post_local_sgd
+        if local is None:
+            return None
+        if local.iter < local.start_localSGD_iter:
+            local.maybe_increase_iter(bucket)
+            return None
+        if is_last:
+            self._end_backward()
+        return post_localSGD_hook(local, bucket)
+
+    def _begin_step(self) -> Stamp | None:
+        """Begin a step. Returns the stamp that ranks compare in it; None if they have compared it, or need not, because
+        the reducer "native" has neither seed nor dither."""
+        # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
+        self._engine.plans.drop_unused(self.step - (2 if self._steering is None else PLANS_KEPT))
         if self._steering is not None:
-            self._steering.end_backward()
-        if self._plain is not None:
-            self._plain.end_hook_step()
-        self._end_watched_step()
+            stamp = self._choose_bits(self._steering)
+        elif self._compresses:
+            stamp = Stamp(self.config.seed, self.step, self._digest)
+        else:
+            return None
+        if not self._steps.compares_first:
+            return stamp
+        self._engine.compare_first(stamp)
+        return None
 
-    def _end_watched_step(self) -> None:
-        self._is_in_step = False
-        self._clock.tick()
-        if self._watch is not None:
-            self._watch.end_reduction()
+    def _choose_bits(self, steering: Steering) -> Stamp:
+        """Choose the configuration of the step that begins. Returns its stamp, with what this rank has measured."""
+        engine = self._engine
+        plain = self._attachment.plain
+        steering.receive(engine.agreed(self.step - 2))
+        # On a GPU, the time of a step that waits is known later than the step's length.
+        exposed_s = None if self._device.type == "cuda" else engine.telemetry.exposed_s
+        is_countable = plain is not None and plain.is_countable
+        stamp = steering.begin_step(self.step, exposed_s, digest=self._digest, is_countable=is_countable)
+        if steering.config is not self.config:
+            # A rank that has decided otherwise than others is found before any message of another size is sent.
+            self._steps.compares_first = True
+            self._configs = (steering.config,)
+        engine.telemetry.choice = steering.choice()
+        return stamp
 
-    def _end_backward_late(self) -> None:
-        """Count a step at the end of its backward pass, because no bucket was known to be the last one as it came."""
-        self._trained.check()
+    def _end_step(self) -> None:
+        """Count a step: its last bucket has come."""
+        self._steps.end()
+        self._attachment.end_hook_step()
+        if self._steering is not None:
+            self._steering.clock.end_backward()
         self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._steps.is_under_way = False
+        self.telemetry.end_backward()
+        self._attachment.end_backward()
+
+    def _end_step_late(self) -> None:
+        """Count a step at the end of its backward pass, because no bucket was known to be the last one as it came."""
+        self._attachment.trained.check()
+        self._end_step()
         # DDP has queued a callback that waits for all results; this one comes behind it.
         Variable._execution_engine.queue_callback(self._count_step)
 
@@ -302,45 +333,15 @@ class GQSGDState:
         # Activations are computed again while a backward pass is under way.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        plain = self._plain
         is_closed = self.is_closed  # then the backward pass raises, also while plain DDP carries the gradients
         if model.require_backward_grad_sync and not is_closed:
-            self._trained.check()
-            self._is_in_step = False  # of a backward pass that was broken off
+            self._attachment.trained.check()
+            self._steps.is_under_way = False  # of a backward pass that was broken off
+        plain = self._attachment.plain
         if plain is not None and plain.is_due(model):
-            was_on = plain.is_on
             plain.go_on(model, Stamp(self.config.seed, self.step, self._digest), (self, gqsgd_hook))
-            if was_on and not plain.is_on:
-                self.step = self.step  # counted by the hook again, and compared first
-        if self._watch is not None and not is_closed:
-            self._watch.before_forward(model, has_hook=plain is None or not plain.is_on)
-
-    def _begin_step(self, step: int) -> Stamp | None:
-        """Choose the step's configuration. Returns the stamp that ranks compare in the step; None for the reducer
-        "native", which has neither seed nor dither."""
-        steering = self._steering
-        engine = self._engine
-        # DDP has rebuilt its buckets after the first step, and the plan of the whole model is of no more use.
-        engine.plans.drop_unused(step - (2 if steering is None else PLANS_KEPT))
-        if steering is None:
-            return Stamp(self.config.seed, step, self._digest) if self._compresses else None
-        steering.receive(engine.agreed(step - 2))
-        # On a GPU, the time of a step that waits is known later than the step's length.
-        exposed_s = None if self._device.type == "cuda" else engine.telemetry.exposed_s
-        before = self._config
-        begun = steering.begin_step(step, exposed_s, logs=engine.rank == 0)
-        self._config = begun.config
-        # A rank that has decided otherwise than others is found before any message of another size is sent.
-        self._compares_first |= self._config is not before
-        engine.telemetry.choice = steering.choice()
-        return Stamp(self.config.seed, step, steering.digest(self._digest), begun.period_us, begun.numbers)
-
-    def _segments_of(self, parameters: list[Tensor]) -> tuple[Segment, ...]:
-        key = tuple(map(id, parameters))
-        if key not in self._segments:
-            entries = [self._parameters[id(p)] for p in parameters]
-            self._segments[key] = segments_of(entries, self._choices)
-        return self._segments[key]
+        if not is_closed:
+            self._attachment.before_forward(model)
 
     # --- which parameters are trained --------------------------------------------------------------------------------
 
@@ -350,7 +351,7 @@ class GQSGDState:
 
         DDP reduces the parameters that required a gradient when it was built.
         """
-        return self._trained.unfrozen, self._trained.frozen
+        return self._attachment.trained.unfrozen, self._attachment.trained.frozen
 
     def rewrap(self, build: Callable[[nn.Module], DistributedDataParallel]) -> DistributedDataParallel:
         """Go on with a new DDP model around the same module, because other parameters require a gradient now, or the
@@ -370,42 +371,45 @@ class GQSGDState:
             RuntimeError: the hook was closed, or other ranks do not call this.
         """
         self._engine.check_open()
-        old = self._model()
+        before = self._attachment
+        old = before.model
         if old is None:
             raise RuntimeError(f"gqsgd: the model is gone; {_MESSAGES.remedy}")
         module = old.module
         with self._meeting("rewrap") as meeting:
             named = dict(module.named_parameters())
             numbered = number_parameters(named, self.requested)
-            if self._sparse is not None and numbered != list(self._parameters.values()):
+            if self._sparse is not None and numbered != self._parameters.numbered:
                 raise ConfigError(
                     "the module has other parameters than before, and tables with sparse gradients, which are known by "
                     "number; call register_gqsgd on a new DistributedDataParallel model instead"
                 )
             check_parameters({name: p for name, p in named.items() if p.requires_grad})
-            trained = [entry for entry, p in zip(numbered, named.values(), strict=True) if p.requires_grad]
-            new = self._trained.new_in(module)
-            left = self._trained.left_behind(old.reducer)
+            new = before.trained.new_in(module)
+            left = before.trained.left_behind(old.reducer)
             dtypes = list(dict.fromkeys(p.dtype for p in named.values() if p.requires_grad))
             facts = {
                 "parameters": digest(numbered),
-                "parameters that require a gradient": digest(trained),
+                "parameters that require a gradient": digest(
+                    entry for entry in numbered if named[entry.name].requires_grad
+                ),
                 "new parameters": digest(new),
                 "frozen with a gradient": digest(left),
                 "dtypes": ", ".join(map(str, dtypes)),
             }
             meeting.agree([facts])
-            compile_together(meeting, {self._engine: self._configs}, dtypes)
+            compile_together(meeting, {self._engine: self._candidates}, dtypes)
         average(left.values(), self._group)
         start_alike(new.values(), self._group)
         del old
-        self._renumber(numbered, named, dtypes[0])
+        if self._parameters.renumber(numbered, named.values(), dtypes[0]):
+            if self._steering is not None:
+                self._steering.sampler.drop()
+            self._facts = {**self._facts, "parameters": digest(numbered)}
+            self._digest = digest_of_facts(self._facts)
+        self._engine.plans.clear()
         self._ends_with.detach()
-        if self._watch is not None:
-            self._watch.remove()
-        if self._plain is not None:
-            self.step = self.step  # takes over the steps that plain DDP has counted
-            self._plain.remove()
+        before.detach()
         try:
             model = build(module)
             check_wrapped_anew(model, module, self._group)
@@ -413,27 +417,8 @@ class GQSGDState:
         except BaseException:
             self.close()
             raise
-        self._install(model)
+        self._attach(model, is_countable=before.plain is not None and before.plain.is_countable)
         return model
-
-    def _renumber(self, numbered: list[Parameter], named: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
-        """Give parameters their new numbers, and keep what is remembered of those that were there before."""
-        before = self._parameters
-        self._parameters = {id(p): entry for entry, p in zip(numbered, named.values(), strict=True)}
-        self._segments.clear()
-        self._engine.plans.clear()
-        if numbered == list(before.values()) and self._parameters.keys() == before.keys() and dtype == self._dtype:
-            return
-        same = {entry.number: self._parameters[key].number for key, entry in before.items() if key in self._parameters}
-        store = new_store(self.config, self._engine.world_size, _sizes(numbered), dtype, self._device)
-        store.take_from(self._store, same)
-        self._store = store
-        self._dtype = dtype
-        self._remembered = {same[number] for number in self._remembered if number in same}
-        if self._steering is not None:
-            self._steering.sampler.drop()
-        self._facts = {**self._facts, "parameters": digest(numbered)}
-        self._digest = digest_of_facts(self._facts)
 
     @property
     def is_closed(self) -> bool:
@@ -442,32 +427,34 @@ class GQSGDState:
 
     def is_on(self, model: nn.Module) -> bool:
         """Returns True for the model that the hook was registered on, and False for copies of it."""
-        return self._model() is model
+        return self._attachment.is_on(model)
 
-    def _install(self, model: DistributedDataParallel) -> None:
-        """Register the hook on a model; the hook is closed when that model is deleted."""
-        self._trained = TrainedParameters(model, self._parameters)
-        numbers = [entry.number for entry in self._trained.parameters]
-        self._remembered |= {entry.number for entry in self._trained.parameters if not entry.raw}
-        drops_results = model.find_unused_parameters and not model.static_graph
-        watches = self.config.remembers and drops_results
-        self._unused = UnusedParameters(model, self._store, numbers) if watches else None
-        self._skips_buckets = getattr(model, "skip_all_reduce_unused_params", False)
-        if self._steering is not None:
-            self._steering.watch(model)
+    def _attach(self, model: DistributedDataParallel, *, is_countable: bool) -> None:
+        """Register the hook on a model; the hook is closed when that model is deleted.
+
+        ``is_countable``: see `PlainPath`.
+        """
+        steering = self._steering
+        ranks = self._engine.world_size
+        if steering is not None:
+            steering.clock.watch(model)
         if model.find_unused_parameters:
             fill_missing_gradients(model, tables_of(model).values())
         model.register_comm_hook(self, gqsgd_hook)
-        if self._steering is not None and self._steering.trials is not None:
+        plain = None
+        if steering is not None and steering.trials is not None and ranks > 1:  # else there are no steps to compare
             needs = {"sparse gradients": self._sparse, "post-local SGD": self._post_local_sgd}
-            self._plain = PlainPath.on(model, self._engine, self._steering, needs)
-        if self._engine.world_size > 1:
-            self._watch = BackwardWatch(model, list(self._trained.reduced.values()))
+            why = why_hook_stays(model, steering, needs)
+            steering.permit_plain(why)
+            if not why:
+                plain = PlainPath(model, self._engine, steering, self._steps, is_countable=is_countable)
+        remembers = self.config.remembers
+        self._attachment = Attachment(model, self._parameters, ranks=ranks, remembers=remembers, plain=plain)
+        self._parameters.remembered |= {entry.number for entry in self._attachment.trained.parameters if not entry.raw}
         model.register_forward_pre_hook(before_forward)
         model.register_forward_pre_hook(say_if_detached)
         # Also at exit: Gloo groups that are still open then can abort the process.
         self._ends_with = weakref.finalize(model, self.close)
-        self._model = weakref.ref(model)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -484,7 +471,7 @@ class GQSGDState:
             state["post_local_iter"] = self._post_local_sgd.iter
         if self._steering is not None:
             # While plain DDP carries the gradients, a comparison that is under way is for its next step to read.
-            self._steering.receive({} if self._steering.is_plain else self._engine.agreed_so_far())
+            self._steering.receive({} if self._steering.is_plain else self._engine.agreed(at_once=True))
             state["auto"] = self._steering.state()
         return {**state, "memory": self._all_memory()} if self.config.remembers else state
 
@@ -501,20 +488,16 @@ class GQSGDState:
         if self._steering is not None:
             self._steering.resume(state.get("auto"))
         if self.config.remembers:
-            numbers = checkpoint.take_memory(self._store, state, self._engine.rank, self._engine.world_size)
+            self._parameters.take_memory(state, self._engine.rank, self._attachment.trained.parameters)
             # Seed and step of states may be equal where memories are not.
             self._digest = digest_of(f"{digest_of_facts(self._facts)} {checkpoint.memory_digest(state)}")
-            if numbers is not None:
-                checkpoint.say_what_is_missing(self._trained.parameters, numbers)
-                self._remembered |= numbers
-        self._config, *others = (replace(config, seed=state["seed"]) for config in (self._config, *self._others))
-        self._others = tuple(others)
+        self._configs = tuple(replace(config, seed=state["seed"]) for config in self._configs)
         self._requested = replace(self._requested, seed=state["seed"])
         self.step = state["step"]
         if self._steering is not None:
-            self._engine.forget_agreed()
+            self._engine.agreed()  # nobody is told of the steps before
             self._steering.reseed(state["seed"])
-            self._config = self._steering.config
+            self._configs = (self._steering.config,)
         if self._post_local_sgd is not None:
             self._post_local_sgd.iter = state.get("post_local_iter", self._post_local_sgd.iter)
         self._engine.plans.clear()
@@ -522,12 +505,12 @@ class GQSGDState:
     def _all_memory(self) -> dict[str, dict[int, Tensor]] | None:
         # A rank that calls this alone would send rows where others send stamps, which aborts Gloo.
         with self._meeting("state_dict") as meeting:
-            (key,) = meeting.agree([{"parameters": digest(sorted(self._remembered))}])
+            (key,) = meeting.agree([{"parameters": digest(sorted(self._parameters.remembered))}])
         if not self.is_closed:
-            return checkpoint.gathered_memory(self._engine.communicator, self._store, self._remembered)
+            return self._parameters.gathered_memory(self._engine.communicator)
         # Lightning closes the hook before users save a model that has been fitted.
         with closing(Communicator(self._device, self._group, key, self._timeout)) as communicator:
-            return checkpoint.gathered_memory(communicator, self._store, self._remembered)
+            return self._parameters.gathered_memory(communicator)
 
     # --- what the user sees ------------------------------------------------------------------------------------------
 
@@ -535,19 +518,18 @@ class GQSGDState:
         """Returns one line that says what is compressed, to how many bits and by which reducer, and what is not; with
         ``auto`` or ``bits="auto"``, also the bits that are allowed, their average so far, and the latest decision."""
         ranks = self._engine.world_size
-        configs = (self.config, *self._others)
         tables = frozenset() if self._sparse is None else self._sparse.numbers
         if self._steering is not None and ranks > 1:
             text = self._steering.report(ranks)
         else:
-            dense = [parameter for parameter in self._trained.parameters if parameter.number not in tables]
-            text = report(self.requested, configs, dense, ranks, self.step, has_tables=bool(tables))
+            dense = [parameter for parameter in self._attachment.trained.parameters if parameter.number not in tables]
+            text = report(self.requested, self._configs, dense, ranks, self.step, has_tables=bool(tables))
         text += self._note
-        return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(configs)}"
+        return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(self._configs)}"
 
     def summary(self) -> dict[str, float]:
         """Returns what compression did since the hook was made, in numbers (see `summary.summary`)."""
-        return summary(self.telemetry, self._clock, self._engine.world_size)
+        return summary(self.telemetry, self._engine.world_size)
 
     def summary_line(self) -> str:
         """Returns the summary as one line: bytes against those of fp32, bits, error, and the share of waiting."""
@@ -559,26 +541,17 @@ class GQSGDState:
         ``say`` must not refer to the model, which would never be freed then.
         """
         if self._steering is not None:
-            self._steering.say = say
+            self._steering.announce(say)
         if self._engine.rank == 0:
             say(self.report())
 
     def close(self) -> None:
         """Stop using threads and process groups. The model cannot be trained by this hook any more."""
-        if self._plain is not None:
-            self._plain.forget()
-        if self._watch is not None:
-            self._watch.remove()
-        self._trained.forget()
+        self._attachment.close()
         self._engine.close()
 
     def _meeting(self, purpose: str) -> Meeting:
         return Meeting(purpose, [self._group], patience_of(self._timeout, self._group, self._device))
-
-
-def _sizes(parameters: list[Parameter]) -> dict[int, int]:
-    """Returns the number of coordinates of each compressed parameter, by the parameter's number."""
-    return {entry.number: entry.numel for entry in parameters if not entry.raw}
 
 
 def before_forward(model: nn.Module, inputs: Any) -> None:

@@ -18,7 +18,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.adaptive.announcing import print_to_stderr
+from lightning_gqsgd.adaptive.words import print_to_stderr
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean

@@ -53,7 +53,7 @@ from lightning_gqsgd.wire.agreement import Stamp, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
 from lightning_gqsgd.wire.engine import Engine, Messages, Request
 from lightning_gqsgd.wire.meeting import Meeting
-from lightning_gqsgd.wire.plan import Plan, ScatterPlan
+from lightning_gqsgd.wire.plan import ScatterPlan
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,6 @@ class _Collective:
         name: for messages and checkpoints.
         engine: the ranks that take part.
         configs: the configuration, with its reducer chosen; or that of each number of bits that is given by name.
-        plan: what cuts a flat tensor into pieces.
         rows: which ranks' shards are in a flat tensor, see `fsdp_modules`.
         first_bucket: number of its first counters.
     """
@@ -81,7 +80,6 @@ class _Collective:
     name: str
     engine: Engine
     configs: list[GQSGDConfig]
-    plan: type[Plan]
     rows: Sequence[int]
     first_bucket: int
 
@@ -130,7 +128,7 @@ class GQSGDFSDPState:
             }
             facts = facts_of(config, own)
             # The dither of reduce-scatters depends on the replica, so the shards of one must agree on its place.
-            sides = [Side(shards, {**facts, "place among replicas": self._replica}, scattered)]
+            sides = [Side(shards, {**facts, "place among replicas": self._replica}, scattered, ScatterPlan)]
             if replicate is not None:
                 sides.append(Side(replicate, facts, averaged))
             self._choices = {bits: number for number, bits in enumerate(config.by_bits())}
@@ -147,11 +145,11 @@ class GQSGDFSDPState:
                 self._average = None
                 self._scatter = None
                 if replicate is not None:
-                    self._average = _Collective("all-reduce", engines[1], averaged, Plan, [engines[0].rank], 0)
+                    self._average = _Collective("all-reduce", engines[1], averaged, [engines[0].rank], 0)
                 if reduce_scatter:
                     before = len(self._groups) if replicate is not None else 0
                     every = range(self._sharded.world_size)
-                    self._scatter = _Collective("reduce-scatter", self._sharded, scattered, ScatterPlan, every, before)
+                    self._scatter = _Collective("reduce-scatter", self._sharded, scattered, every, before)
                 self.telemetry: Telemetry = self._sharded.telemetry
                 self._install(model)
 
@@ -222,18 +220,19 @@ class GQSGDFSDPState:
         begun = moment(x.device)
         parameters = group.reduced()
         segments, has_all = self._segments(collective, group, x, parameters)
+        stamp = self._stamp(collective, step) if is_first else None
+        if stamp is not None and before not in ("", self._trained):
+            # Messages of a rank where other parameters were frozen may have other sizes.
+            collective.engine.compare_first(stamp)
+            stamp = None
         request = Request(
             name=f"{name}, number {step}",
-            config=collective.configs[0],
-            others=tuple(collective.configs[1:]),
+            configs=tuple(collective.configs),
             segments=segments,
             step=step,
-            agreement=self._stamp(collective, step) if is_first else None,
-            # Messages of a rank where other parameters were frozen may have other sizes.
-            compares_first=before not in ("", self._trained),
+            agreement=stamp,
             bucket=collective.first_bucket + group.index,
             compressed=has_all and step >= self.config.warmup_steps,
-            plan=collective.plan,
         )
         collective.engine.reduce(x, request).wait()
         self.telemetry.expose(begun, moment(x.device))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.ddp.starting import wrapped_otherwise
+from lightning_gqsgd.ddp.checks import wrapped_otherwise
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.session.parameters import number_parameters

@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from lightning_gqsgd.adaptive.announcing import print_to_stderr
+from lightning_gqsgd.adaptive.words import print_to_stderr
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, enable_accelerator

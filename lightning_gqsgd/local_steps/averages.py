@@ -475,7 +475,7 @@ class LocalAverages(AveragingLoop[Average]):
     def _request(self, segments: tuple[Segment, ...], fragment: int, count: int = 0) -> Request:
         return Request(
             name=f"average {self.averages} (fragment {fragment}, after step {self.step})",
-            config=self.config,
+            configs=(self.config,),
             segments=segments,
             step=self.averages * self.options.averaging.most_requests + count,
             store=self.store,

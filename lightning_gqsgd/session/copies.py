@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Handles = list[RemovableHandle]
 
 
 class DetachedState:
@@ -65,6 +69,29 @@ class OwnHook:
 
     def __reduce__(self) -> Any:
         return _no_hook, ()
+
+
+def on_gradients(parameters: Iterable[nn.Parameter], model: nn.Module, owner: T, call: Callable[[T], None]) -> Handles:
+    """Call a function with its owner for each gradient that parameters accumulate, until owner or model is gone.
+
+    The hooks keep neither alive: the module may be trained without its DDP model afterwards.
+    """
+    here = weakref.ref(owner)
+
+    def accumulated(_: nn.Parameter) -> None:
+        alive = here()
+        if alive is not None:
+            call(alive)
+
+    handles = [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in parameters]
+    weakref.finalize(model, remove_all, handles)
+    return handles
+
+
+def remove_all(handles: Handles) -> None:
+    """Remove hooks."""
+    for handle in handles:
+        handle.remove()
 
 
 def _no_hook() -> Callable[..., None]:

@@ -24,17 +24,25 @@ from lightning_gqsgd.wire.agreement import digest_of
 from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.plan import Plan
 
 
 class Side(NamedTuple):
-    """The ranks of a process group, the facts that they must share, and the configurations that they reduce with.
+    """What is reduced over the ranks of one process group.
 
-    Configurations have their reducers chosen. There are none where each call brings its own.
+    Attributes:
+        group: the process group.
+        facts: what its ranks must share.
+        configs: the configurations, with their reducers chosen; none where each call brings its own.
+        plan: what cuts tensors into pieces.
+        direct: see `Engine`.
     """
 
     group: dist.ProcessGroup
     facts: Mapping[str, Any]
     configs: Sequence[GQSGDConfig]
+    plan: type[Plan] = Plan
+    direct: bool = False
 
 
 @contextmanager
@@ -75,9 +83,16 @@ def open_engines(
     engines: list[Engine] = []
     with ExitStack() as undo:
         for side, key in zip(sides, keys, strict=True):
-            first = engines[0] if engines else None
             engine = Engine(
-                device, side.group, key, timeout=timeout, streams=streams, shares_runner_of=first, messages=messages
+                device,
+                side.group,
+                key,
+                timeout=timeout,
+                streams=streams,
+                shares_runner_of=engines[0] if engines else None,
+                messages=messages,
+                plan=side.plan,
+                direct=side.direct,
             )
             undo.callback(engine.close)
             engines.append(engine)

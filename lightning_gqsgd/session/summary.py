@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.wire.telemetry import Telemetry
 
-#: Steps whose lengths are kept, at most: the latest ones.
-STEPS_KEPT = 256
 FP32_BYTES = 4
 
 
-class _Tick(NamedTuple):
-    """The end of a backward pass: seconds of the host's clock, and the telemetry's counters."""
-
-    moment: float
-    exposed_s: float
-    plain_steps: int
-
-
-class StepClock:
-    """Lengths of the latest steps, and of the parts of them in which backward waited, both in seconds.
-
-    Medians are reported, so that a validation or a checkpoint between two steps does not count.
-
-    Args:
-        telemetry: counters of this process, which are only read.
-    """
-
-    def __init__(self, telemetry: Telemetry) -> None:
-        self._telemetry = telemetry
-        self._latest: _Tick | None = None
-        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)
-
-    def tick(self) -> None:
-        """Note that a backward pass has filled its last bucket."""
-        now = _Tick(time.perf_counter(), self._telemetry.exposed_s, self._telemetry.plain_steps)
-        before = self._latest
-        self._latest = now
-        # Between these two, plain DDP may have carried steps, which nothing measures.
-        if before is not None and now.plain_steps == before.plain_steps:
-            self._steps.append((now.moment - before.moment, now.exposed_s - before.exposed_s))
-
-    @property
-    def step_s(self) -> float:
-        """Median seconds from one backward pass to the next; NaN before the second."""
-        return statistics.median(length for length, _ in self._steps) if self._steps else math.nan
-
-    @property
-    def exposed_s(self) -> float:
-        """Median seconds of a step in which backward waited for gradients; NaN before the second step."""
-        return statistics.median(waited for _, waited in self._steps) if self._steps else math.nan
-
-
-def summary(telemetry: Telemetry, clock: StepClock, ranks: int) -> dict[str, float]:
+def summary(telemetry: Telemetry, ranks: int) -> dict[str, float]:
     """Returns what compression did since the hook was made, as this rank has counted it. Waits for a GPU.
 
     Args:
         telemetry: counters of this process.
-        clock: lengths of its steps.
         ranks: number of ranks.
 
     Returns:
@@ -85,6 +36,8 @@ def summary(telemetry: Telemetry, clock: StepClock, ranks: int) -> dict[str, flo
     sent = totals["bytes_sent"]
     error = telemetry.error
     reference = telemetry.reference
+    step_s = telemetry.lengths.step_s
+    exposed_s = telemetry.lengths.exposed_s
     return {
         "steps": totals["steps"],
         "bytes_sent": sent,
@@ -92,9 +45,9 @@ def summary(telemetry: Telemetry, clock: StepClock, ranks: int) -> dict[str, flo
         "compression_ratio": fp32_bytes / sent if sent else math.nan,
         "bits_per_coordinate": totals["bits_per_coordinate"],
         "mean_rel_l2": math.sqrt(error / reference) if reference > 0 else math.nan,
-        "step_s": clock.step_s,
-        "exposed_s": clock.exposed_s,
-        "waiting_share": min(1.0, clock.exposed_s / clock.step_s) if clock.step_s > 0 else math.nan,
+        "step_s": step_s,
+        "exposed_s": exposed_s,
+        "waiting_share": min(1.0, exposed_s / step_s) if step_s > 0 else math.nan,
     }
 
 

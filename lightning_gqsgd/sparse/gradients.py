@@ -139,7 +139,7 @@ class SparseGradients:
 
     def _mean(self, gradient: Tensor, request: Request, counters: BucketCounters) -> Mean:
         engine = self._engine
-        config = request.config
+        (config,) = request.configs
         ((number, numel, raw, _),) = request.segments
         height = gradient.shape[0]
         table = Table(number, height, numel // height if height else 0, raw)
@@ -171,7 +171,7 @@ class SparseGradients:
     ) -> Mean:
         engine = self._engine
         x = dense_gradient(table, touched, dtype)
-        store = request.store or new_store(request.config, engine.world_size, {}, dtype, x.device)
+        store = request.store or new_store(request.configs[0], engine.world_size, {}, dtype, x.device)
         plan = engine.plan(x, request)
         pieces = [start() for start in plan.starts(x, engine.rank, request.step, store, counters, engine.telemetry)]
         counters.calls -= 1  # the plan counts this call and its coordinates

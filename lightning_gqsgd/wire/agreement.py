@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from lightning_gqsgd.reducers.base import Exchange
 #: Bytes of a card on the wire: JSON, padded.
 CARD_BYTES = 2048
 
-#: Steps whose periods are kept.
-PERIODS = 16
+#: Steps whose stamps are kept, if nobody asks for them.
+STEPS_KEPT = 16
 
 #: Characters of an error that are passed on to other ranks.
 ERROR_LENGTH = 1000
@@ -160,11 +161,37 @@ class Stamp(NamedTuple):
         return cls(seed, step, digest, period_us, tuple(numbers))
 
 
+class StepCounter:
+    """The number of a rank's step, and whether other ranks have to hear of it before anything else.
+
+    Attributes:
+        number: of the step that is under way, or comes next.
+        is_under_way: whether some buckets of a backward pass have come, and not the last one.
+        compares_first: whether this rank compares its stamp before it sends anything else in the step, because it may
+            be at another step than others, or send other messages.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_under_way = False
+        self.compares_first = False
+
+    def go_to(self, number: int) -> None:
+        """Go on at another step."""
+        self.number = number
+        self.compares_first = True
+
+    def end(self) -> None:
+        """Go on to the next step: the last bucket of this one has come."""
+        self.number += 1
+        self.compares_first = False
+
+
 class Agreed(NamedTuple):
     """The numbers that all ranks know from the stamps of one step.
 
     Attributes:
-        period_us: see `StampCheck.periods`.
+        period_us: the longest ``period_us`` over ranks, or 0 if a rank has none.
         numbers: the `Stamp.numbers` of all ranks, in the order of ranks.
     """
 
@@ -195,10 +222,6 @@ class StampCheck:
         device: where messages lie that the host writes and reads.
         differ: why stamps may differ, and what to do then, for the error.
 
-    Attributes:
-        periods: for each step whose stamps were read, the longest ``period_us`` over ranks, or 0 if a rank has none;
-            of the latest `PERIODS` steps.
-        numbers: for each of these steps, the `Stamp.numbers` of all ranks, in the order of ranks.
     """
 
     def __init__(self, world_size: int, device: torch.device, differ: str = STATE_DIFFERS) -> None:
@@ -206,8 +229,8 @@ class StampCheck:
         self._device = device
         self._differ = differ
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
-        self.periods: dict[int, int] = {}
-        self.numbers: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._agreed: dict[int, Agreed] = {}  # by step, until somebody takes them
+        self._unawaited: dict[int, threading.Event] = {}  # when those steps' stamps have been read, if no job waits
 
     def exchange(self, stamp: Stamp) -> Exchange:
         """Returns the exchange of stamps between all ranks, whose output is for `read`."""
@@ -227,30 +250,54 @@ class StampCheck:
         _check(stamps, self._differ)
         periods = [stamp.period_us for stamp in stamps]
         # Steps are as long as the slowest rank takes, and every rank computes the same maximum.
-        self.periods[stamps[0].step] = max(periods) if all(periods) else 0
-        self.numbers[stamps[0].step] = tuple(stamp.numbers for stamp in stamps)
-        for step in list(self.periods)[:-PERIODS]:
-            del self.periods[step], self.numbers[step]
+        period_us = max(periods) if all(periods) else 0
+        self._agreed[stamps[0].step] = Agreed(period_us, tuple(stamp.numbers for stamp in stamps))
+        for step in list(self._agreed)[:-STEPS_KEPT]:
+            del self._agreed[step]
 
-    def steps(self, stamp: Stamp, *, at_once: bool = False) -> Generator[Sequence[Exchange], None, int]:
+    def take(self, until_step: int) -> dict[int, Agreed]:
+        """Returns what is known from the stamps of steps, by step, and forgets it; of the latest `STEPS_KEPT` steps."""
+        return {step: self._agreed.pop(step) for step in sorted(self._agreed) if step <= until_step}
+
+    def wait_for_unawaited(self, until_step: int, timeout_s: float) -> None:
+        """Wait until the stamps of steps for which no job waits have been read.
+
+        Raises:
+            TimeoutError: they have not come.
+        """
+        for step in [step for step in self._unawaited if step <= until_step]:
+            # The backend ends the comparison at its own timeout, so that this wait runs out only where it does not.
+            if not self._unawaited.pop(step).wait(timeout_s):
+                raise TimeoutError(f"no answer in step {step} within {timeout_s:g} s")
+
+    def steps(
+        self, stamp: Stamp, *, at_once: bool = False, is_awaited: bool = True
+    ) -> Generator[Sequence[Exchange], None, int]:
         """Returns the exchange that compares stamps over all ranks, as steps.
 
         Args:
             stamp: this rank's.
             at_once: over NCCL, the host waits for the GPU, and reads the numbers in this step.
+            is_awaited: whether a job waits for the steps; if none does, `wait_for_unawaited` does.
 
         Raises:
             ConfigError: stamps differ; raised on every rank.
         """
         self.read_sent()
         exchange = self.exchange(stamp)
-        yield (exchange,)
-        if self._device.type == "cuda":
-            self._unread = _sent_to_host(exchange.output)
-            if at_once:
-                self.read_sent()
-        else:
-            self.read(exchange.output)
+        read = threading.Event()
+        if not is_awaited:
+            self._unawaited[stamp.step] = read
+        try:
+            yield (exchange,)
+            if self._device.type == "cuda":
+                self._unread = _sent_to_host(exchange.output)
+                if at_once:
+                    self.read_sent()
+            else:
+                self.read(exchange.output)
+        finally:  # also after an error, which whoever waits will find elsewhere
+            read.set()
         return 0
 
     def read_sent(self) -> None:

@@ -13,95 +13,91 @@ they have read its stamp.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_gqsgd.reducers.base import Steps
-from lightning_gqsgd.wire.agreement import Stamp, StampCheck
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Runner
 
 
 class DirectRunner:
-    """Runs native jobs of one communicator over Gloo, on tensors in the host's memory.
+    """Runs the native jobs of one communicator over Gloo, on tensors in the host's memory.
+
+    All jobs of a step are native, or none is: two threads would start their collectives in any order.
 
     Args:
         communicator: the ranks.
-
-    Attributes:
-        error: the error after which nothing can be run any more; None: there was none.
+        behind: runs all other jobs of the communicator.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, behind: Runner) -> None:
         self._communicator = communicator
+        self._behind = behind
         self._lock = threading.Lock()
         self._under_way: list[Job] = []
-        self._comparing: dict[int, threading.Event] = {}  # by step: when its stamps have been read
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
 
-    def compare(self, stamps: StampCheck, stamp: Stamp) -> None:
-        """Start to compare a stamp over all ranks. If stamps differ, all jobs fail."""
-        exchange = stamps.exchange(stamp)
-        work = self._communicator.start(exchange, stage=0)
-        read = threading.Event()
-        self._comparing[stamp.step] = read
-
-        def arrived(future: torch.futures.Future[Any]) -> None:
-            try:
-                future.value()
-                stamps.read(exchange.output)
-            except Exception as error:
-                self.fail(error, "the comparison of stamps")
-            # Also after an error, or `settle` would wait for the timeout.
-            read.set()
-
-        work.get_future().add_done_callback(arrived)
-
-    def settle(self, until_step: int) -> None:
-        """Wait until the stamps of all steps up to ``until_step`` have been read; after the timeout, all jobs fail."""
-        timeout_s = self._communicator.timeout.total_seconds()
-        for step in [step for step in self._comparing if step <= until_step]:
-            # The backend ends the comparison at its own timeout, so that this wait runs out only where it does not.
-            if not self._comparing.pop(step).wait(timeout_s):
-                self.fail(TimeoutError(f"no answer within {timeout_s:g} s"), f"the comparison of step {step}")
-
-    def submit(self, job: Job, steps: Steps) -> None:
-        """Start a job's only piece, which has one exchange."""
+    def submit(self, communicator: Communicator, job: Job) -> None:
+        """Start a job; see `Runner.submit`."""
+        error = self.error_of(communicator)
+        if error is None and not job.is_direct:
+            self._behind.submit(communicator, job)
+            return
+        if error is not None:  # perhaps of the other runner, which uses the same groups
+            self._fail(error, job.name)
         with self._lock:
             # The lock makes the check and the entry one step: a backend's thread may fail all jobs at any time.
-            error = self.error
+            error = self._error
             if error is None:
                 self._under_way.append(job)
         if error is not None:
-            job.finish(self._communicator.describe(error, f"{job.name}, after an earlier failure,"))
+            job.finish(communicator.describe(error, f"{job.name}, after an earlier failure,"))
             return
         try:
-            (exchange,) = next(steps)
-            future = self._communicator.start(exchange, stage=1).get_future()
+            if job.preface is not None:
+                comparison = job.preface()
+                self._begin(comparison, 0, partial(self._compared, comparison))
+            (start,) = job.pieces
+            steps = start()
+            self._begin(steps, 1, partial(self._arrived, job, steps))
         except Exception as cause:  # reported through the job's future
-            self.fail(cause, job.name)
-            return
-        future.add_done_callback(partial(self._arrived, job, steps))
+            self._fail(cause, job.name)
 
-    def fail(self, error: BaseException, what: str) -> None:
-        """Fail all jobs that are under way, and all that come after."""
-        with self._lock:
-            self.error = self.error or error
-            # Jobs are finished outside the lock: callbacks of their futures run here, and may submit other jobs.
-            jobs = self._under_way
-            self._under_way = []
-        for job in jobs:
-            where = what if job.name == what else f"{job.name}, because of {what},"
-            job.finish(self._communicator.describe(error, where))
+    def error_of(self, communicator: Communicator) -> BaseException | None:
+        """Returns the error after which nothing can be run any more; see `Runner.error_of`."""
+        return self._error or self._behind.error_of(communicator)
 
-    def _arrived(self, job: Job, steps: Steps, future: torch.futures.Future[Any]) -> None:
-        """Complete a job; on a thread of the backend."""
+    def close(self, communicator: Communicator) -> None:
+        """Fail what is under way; see `Runner.close`."""
+        self._fail(RuntimeError("it was closed"), "its end")
+        self._behind.close(communicator)
+
+    def _begin(self, steps: Steps, stage: int, then: Callable[[torch.futures.Future[Any]], None]) -> None:
+        """Start the only exchange of some steps; ``then`` is called on a thread of the backend."""
+        (exchange,) = next(steps)
+        self._communicator.start(exchange, stage).get_future().add_done_callback(then)
+
+    def _compared(self, comparison: Steps, future: torch.futures.Future[Any]) -> None:
+        """Read stamps. If they differ, all jobs fail."""
         try:
             future.value()  # raises the collective's error
+            next(comparison, None)
         except Exception as error:
-            self.fail(error, job.name)
+            self._fail(error, "the comparison of stamps")
+        finally:
+            comparison.close()
+
+    def _arrived(self, job: Job, steps: Steps, future: torch.futures.Future[Any]) -> None:
+        """Complete a job."""
+        try:
+            future.value()
+        except Exception as error:
+            self._fail(error, job.name)
             return
         with self._lock:
             if job not in self._under_way:
@@ -112,3 +108,14 @@ class DirectRunner:
             job.finish()
         except Exception as error:  # a defect; DDP would wait for ever
             job.finish(error)
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        """Fail all jobs that are under way, and all that come after."""
+        with self._lock:
+            self._error = self._error or error
+            # Jobs are finished outside the lock: callbacks of their futures run here, and may submit other jobs.
+            jobs = self._under_way
+            self._under_way = []
+        for job in jobs:
+            where = what if job.name == what else f"{job.name}, because of {what},"
+            job.finish(self._communicator.describe(error, where))

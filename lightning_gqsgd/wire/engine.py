@@ -7,18 +7,18 @@ jobs and the plans. It knows nothing of models; its callers know them, count ste
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, Setting, Steps, new_store, setting_for, stages
 from lightning_gqsgd.reducers.memory import MemoryStore
@@ -28,7 +28,7 @@ from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.direct import DirectRunner
 from lightning_gqsgd.wire.job import Job, Start
 from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
-from lightning_gqsgd.wire.plan import Plan, check_gradient
+from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey, check_gradient
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import codec_threads
 
@@ -37,9 +37,6 @@ MAX_STEP = 2**63 - 1
 
 #: Seconds that ranks that are alive are waited for beyond the timeout where kernels may have to be compiled.
 COMPILE_PATIENCE_S = 600.0
-
-#: Steps without a plan's use after which the plan is dropped, where configurations take turns.
-PLANS_KEPT = 100
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,8 @@ class Request:
 
     Attributes:
         name: for messages.
-        config: the configuration, with its reducer chosen.
-        others: the configurations of segments whose choice is 1, 2 and so on. They differ from the first in ``bits``
-            alone, and in what follows from that.
+        configs: the configuration, with its reducer chosen; where segments have different ones, that of each choice.
+            They differ in ``bits`` alone, and in what follows from that.
         segments: the parameters in the tensor, in order.
         step: number of the step, and of its dither.
         store: what this rank remembers; None: nothing.
@@ -74,19 +70,13 @@ class Request:
         bucket: index of the counters.
         ends_step: whether the tensor is the last one of its step.
         compressed: False: everything travels uncompressed.
-        plan: what cuts the tensor into pieces.
-        direct: whether a native all-reduce over Gloo is started by the calling thread, and a stamp compared without any
-            job that waits for it; see `wire.direct`. The same for all tensors that are under way together, because
-            two threads would start collectives in any order.
         varies: whether messages may have other sizes in other steps, so that a stamp is compared before they are sent.
-        compares_first: whether this rank compares its stamp before it sends anything else, because its state was
-            loaded, or its bits have changed.
         watch: what is called with the mean as soon as it is there, on the thread and the stream that complete the job;
             None: nothing. It changes nothing.
     """
 
     name: str
-    config: GQSGDConfig
+    configs: tuple[GQSGDConfig, ...]
     segments: tuple[Segment, ...]
     step: int
     store: MemoryStore | None = None
@@ -94,18 +84,20 @@ class Request:
     bucket: int = 0
     ends_step: bool = False
     compressed: bool = True
-    plan: type[Plan] = Plan
-    direct: bool = False
     varies: bool = False
-    compares_first: bool = False
     watch: Callable[[Tensor], None] | None = None
-    others: tuple[GQSGDConfig, ...] = ()
 
     def alone(self) -> Request:
         """Returns the request for a tensor of one segment, without the configurations of other segments."""
         (segment,) = self.segments
-        config = (self.config, *self.others)[segment.choice]
-        return replace(self, config=config, others=(), segments=(segment._replace(choice=0),))
+        return replace(self, configs=(self.configs[segment.choice],), segments=(segment._replace(choice=0),))
+
+    @property
+    def is_special(self) -> bool:
+        """Returns whether a rank at another step might send other messages: as the request says, in steps that sample
+        errors, and in the warm-up."""
+        every = self.configs[0].sample_every
+        return self.varies or not self.compressed or bool(every) and self.step % every == 0
 
 
 class Engine:
@@ -122,6 +114,8 @@ class Engine:
         shares_runner_of: another engine, which was made with one stream. Both engines use the other engine's runner,
             so that their collectives never run at the same time, and both add to the same counters.
         messages: what errors say of the caller.
+        plan: what cuts tensors into pieces.
+        direct: whether the calling thread starts native all-reduces over Gloo itself; see `wire.direct`.
 
     Attributes:
         communicator: the ranks.
@@ -142,22 +136,26 @@ class Engine:
         streams: int = 2,
         shares_runner_of: Engine | None = None,
         messages: Messages | None = None,
+        plan: type[Plan] = Plan,
+        direct: bool = False,
     ) -> None:
         self._threads = codec_threads(group.size()) if device.type == "cpu" else 1
         self.communicator = Communicator(device, group, key, timeout)
         self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
+        self._plan_type = plan
         self._messages = messages or Messages()
         self._process = os.getpid()
         self._stamps = StampCheck(self.world_size, self.communicator.control_device, self._messages.differ)
-        self._refusal: BaseException | None = None  # why this rank sends nothing any more
-        self._owns_runner = shares_runner_of is None
-        self._runner: Runner | None = (
-            runner_for(self.communicator, streams) if shares_runner_of is None else shares_runner_of._runner
-        )
+        self._borrowed: Runner | None = None  # what `close` gives back
+        if shares_runner_of is None:
+            self._borrowed = runner_for(self.communicator, streams)
+        self._runner: Runner | None = self._borrowed if shares_runner_of is None else shares_runner_of._runner
         # On a GPU, a native all-reduce needs the runner's streams, and over Gloo copies in host memory.
-        is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.communicator.size > 1
-        self._direct = DirectRunner(self.communicator) if is_simple else None
+        is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.world_size > 1
+        self._is_direct = direct and is_simple
+        if self._is_direct and self._runner is not None:
+            self._runner = DirectRunner(self.communicator, self._runner)
 
     @property
     def rank(self) -> int:
@@ -177,7 +175,7 @@ class Engine:
     @property
     def failed(self) -> bool:
         """Returns whether an error has left the ranks at different places, so that nothing can be reduced any more."""
-        return self._error() is not None
+        return self._runner is not None and self._runner.error_of(self.communicator) is not None
 
     def connect(self, *configs: GQSGDConfig) -> None:
         """Make the process groups that configurations need and that do not exist yet. A collective.
@@ -210,27 +208,16 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         self.check_open()
-        request = self._compare_first_if_asked(request)
         counters = self.telemetry.bucket(request.bucket)
-        telemetry = self.telemetry
-        starts = []
-        preface = None
-        blocks = True
-        if self.world_size > 1:
-            preface, blocks = self._preface(request)  # also of nothing, which other ranks may have something for
+        starts: Sequence[Start] = ()
+        is_direct = False
         if self.world_size > 1 and x.numel():
-            store = request.store or new_store(request.config, self.world_size, {}, x.dtype, x.device)
             plan = self.plan(x, request)
-            starts = plan.starts(x, self.rank, request.step, store, counters, telemetry)
-            if request.direct and plan.is_native and self._direct is not None:
-                return self._reduce_directly(x, request, starts[0], self._direct)
-        job = Job(x, starts, request.name, counters, telemetry, request.ends_step, preface, blocks, request.watch)
-        job.kept_if_refused = isinstance(request.agreement, Card)
-        # Pieces of one parameter share what is remembered of it. A single piece is nothing to share among threads.
-        job.threads = 1 if request.config.remembers or len(starts) == 1 else self._threads
-        job.connections = request.config.connections
-        self._submit(job)
-        return job
+            is_direct = self._is_direct and plan.is_native
+            store = request.store or new_store(request.configs[0], self.world_size, {}, x.dtype, x.device)
+            starts = plan.starts(x, self.rank, request.step, store, counters, self.telemetry)
+        connections = request.configs[0].connections
+        return self._submit(self._job(x, starts, request, connections=connections, is_direct=is_direct))
 
     def run(self, x: Tensor, request: Request, start: Callable[[BucketCounters], Steps]) -> Job:
         """Start steps of the caller's own, in the order of `reduce`; on every rank, with any tensor.
@@ -247,62 +234,47 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         self.check_open()
-        request = self._compare_first_if_asked(request)
         counters = self.telemetry.bucket(request.bucket)
-        starts = []
-        preface = None
-        blocks = True
-        if self.world_size > 1:
-            starts = [partial(start, counters)]
-            preface, blocks = self._preface(request)
-        job = Job(x, starts, request.name, counters, self.telemetry, request.ends_step, preface, blocks)
-        self._submit(job)
-        return job
+        return self._submit(self._job(x, [partial(start, counters)] if self.world_size > 1 else [], request))
 
-    def agreed(self, until_step: int) -> dict[int, Agreed]:
+    def agreed(self, until_step: int = MAX_STEP, *, at_once: bool = False) -> dict[int, Agreed]:
         """Returns what all ranks know from the stamps of steps, by step, and forgets it.
 
         Args:
             until_step: the latest step whose stamps count. If they were exchanged in the step before the last one, or
                 earlier, this waits for nobody.
+            at_once: over NCCL, the host waits for the GPU, so that stamps of the latest step count.
+
+        Raises:
+            CollectiveError: other ranks have not answered within the timeout.
         """
-        if self._direct is not None:
-            self._direct.settle(until_step)
-        stamps = self._stamps
-        steps = [step for step in sorted(stamps.periods) if step <= until_step]
-        return {step: Agreed(stamps.periods.pop(step), stamps.numbers.pop(step)) for step in steps}
-
-    def agreed_so_far(self) -> dict[int, Agreed]:
-        """Returns what all ranks know from the stamps of all steps so far, and forgets it. Waits for other ranks."""
-        self.read_stamps()
-        return self.agreed(MAX_STEP)
-
-    def read_stamps(self) -> None:
-        """Wait until the stamps of all steps so far have been read, so that `agreed` knows them."""
-        if self._direct is not None:
-            self._direct.settle(MAX_STEP)
-        self._stamps.read_sent()
-
-    def forget_agreed(self) -> None:
-        """Forget the stamps of all steps so far: a state was loaded."""
-        if self._direct is not None:
-            self._direct.settle(MAX_STEP)
-        self._stamps.periods.clear()
-        self._stamps.numbers.clear()
+        if at_once:
+            self._stamps.read_sent()
+        try:
+            self._stamps.wait_for_unawaited(until_step, self.communicator.timeout.total_seconds())
+        except TimeoutError as error:
+            raise self.communicator.describe(error, "the comparison of stamps") from None
+        return self._stamps.take(until_step)
 
     def compare(self, stamp: Stamp) -> Job:
-        """Start to compare a stamp over all ranks, between steps. `agreed` knows it when the job is done; over NCCL,
-        when `read_stamps` was called after that.
+        """Start to compare a stamp over all ranks, between steps. `agreed` knows it when the job is done.
 
         Returns:
-            The job, whose `Job.wait` raises ConfigError if stamps differ; over NCCL, `read_stamps` raises that.
+            The job, whose `Job.wait` raises ConfigError if stamps differ; over NCCL, `agreed` raises that.
         """
-        self.check_open()
-        nothing = torch.empty(0, device=self.communicator.control_device)
-        steps = partial(self._stamps.steps, stamp)
-        job = Job(nothing, [], f"step {stamp.step}", self.telemetry.bucket(0), self.telemetry, False, steps)
-        self._submit(job)
-        return job
+        return self._compare_alone(f"step {stamp.step}", partial(self._stamps.steps, stamp))
+
+    def compare_first(self, stamp: Stamp) -> None:
+        """Compare a stamp over all ranks before this rank sends anything else of the step: a state was loaded on this
+        rank, or its messages have changed. Waits for other ranks, which compare theirs while messages are under way.
+
+        If stamps differ, all later jobs fail with what is raised on the other ranks.
+        """
+        if self.world_size > 1:
+            # Not a comparison that blocks: after those, ranks go on where they differ.
+            steps = partial(self._stamps.steps, stamp, at_once=True)
+            with suppress(ConfigError, CollectiveError):  # the jobs that come after it raise that
+                self._compare_alone(f"step {stamp.step}", steps, blocks=False).wait()
 
     def agree(self, card: Card) -> Job:
         """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
@@ -310,12 +282,7 @@ class Engine:
         Returns:
             The job, whose `Job.wait` raises ConfigError if ranks differ, or one refuses.
         """
-        self.check_open()
-        nothing = torch.empty(0, device=self.communicator.control_device)
-        preface = self._compare(card) if self.world_size > 1 else None
-        job = Job(nothing, [], card.purpose, self.telemetry.bucket(0), self.telemetry, False, preface)
-        self._submit(job)
-        return job
+        return self._compare_alone(card.purpose, self._steps_of(card) if self.world_size > 1 else None)
 
     def check_open(self) -> None:
         """Raise RuntimeError if the engine is closed."""
@@ -334,78 +301,11 @@ class Engine:
         self._runner = None
         if runner is None or self._process != os.getpid():
             return
-        if self._direct is not None:
-            owner = self._messages.owner
-            self._direct.fail(RuntimeError(f"{owner} was closed"), f"the end of {owner}")
         # First the jobs, then the groups that they use.
         runner.close(self.communicator)
-        if self._owns_runner:
-            release(runner)
+        if self._borrowed is not None:
+            release(self._borrowed)
         self.communicator.close()
-
-    def _reduce_directly(self, x: Tensor, request: Request, start: Start, direct: DirectRunner) -> Job:
-        """Start a native all-reduce in this thread."""
-        if isinstance(request.agreement, Stamp):
-            direct.compare(self._stamps, request.agreement)
-        counters = self.telemetry.bucket(request.bucket)
-        telemetry = self.telemetry
-        job = Job(x, [], request.name, counters, telemetry, request.ends_step, watch=request.watch)
-        # A failure of the runner has to fail direct jobs as well: the two use the same groups.
-        error = self._error()
-        if error is not None and direct.error is None:
-            direct.fail(error, request.name)
-        direct.submit(job, start())
-        return job
-
-    def _agree_on(self, stamp: Stamp) -> None:
-        """Compare a stamp over all ranks, and wait for that. If stamps differ, this job and all later ones fail."""
-        nothing = torch.empty(0, device=self.communicator.control_device)
-        steps = partial(self._stamps.steps, stamp, at_once=True)
-        job = Job(nothing, [], f"step {stamp.step}", self.telemetry.bucket(0), self.telemetry, False, steps)
-        self._submit(job)
-        try:
-            job.wait()
-        except Exception as error:  # reported through the futures of jobs, as other ranks report it
-            self._refusal = self._refusal or error
-
-    def _error(self) -> BaseException | None:
-        """Returns the error that has left the ranks at different places; None: there was none."""
-        if self._refusal is not None:
-            return self._refusal
-        if self._direct is not None and self._direct.error is not None:
-            return self._direct.error
-        return None if self._runner is None else self._runner.error_of(self.communicator)
-
-    def _submit(self, job: Job) -> None:
-        assert self._runner is not None
-        error = self._refusal or (None if self._direct is None else self._direct.error)
-        if error is not None:
-            job.finish(self.communicator.describe(error, f"{job.name}, after an earlier failure,"))
-        elif job.left:
-            self._runner.submit(self.communicator, job)
-        else:
-            job.finish()
-
-    def _compare(self, card: Card) -> Start:
-        return partial(compared, card, self.world_size, self.communicator.control_device)
-
-    def _compare_first_if_asked(self, request: Request) -> Request:
-        """Compare a stamp that has to be compared before anything else is sent, and return the request without it.
-
-        Other requests are returned as they are.
-        """
-        if request.compares_first and isinstance(request.agreement, Stamp) and self.world_size > 1:
-            self._agree_on(request.agreement)
-            return replace(request, agreement=None)
-        return request
-
-    def _preface(self, request: Request) -> tuple[Start | None, bool]:
-        """Returns the steps of a request's agreement, and whether they are over before the first piece starts."""
-        if isinstance(request.agreement, Card):
-            return self._compare(request.agreement), True
-        if request.agreement is not None:
-            return partial(self._stamps.steps, request.agreement), _is_special(request)
-        return None, True
 
     def plan(self, x: Tensor, request: Request) -> Plan:
         """Returns the plan that cuts a flat tensor into pieces for a request.
@@ -413,13 +313,12 @@ class Engine:
         Raises:
             ConfigError: a tensor that cannot be reduced.
         """
-        configs = (request.config, *request.others)
-        key = PlanKey(request.plan, configs, request.segments, x.dtype, request.compressed)
+        key = PlanKey(request.configs, request.segments, x.dtype, request.compressed)
         return self.plans.get(key, request.step, lambda: self._planned(x, request))
 
     def _planned(self, x: Tensor, request: Request) -> Plan:
         check_gradient(x, "a gradient")
-        configs = (request.config, *request.others)
+        configs = request.configs
         segments = request.segments
         if not request.compressed:  # all parameters travel in the same way then
             configs = configs[:1]
@@ -428,69 +327,54 @@ class Engine:
         for config in configs:
             bits = config.num_bits if request.compressed else 32  # fewer uncompressed coordinates fill a message
             settings.append(Setting(config, self.world_size, x.dtype, self.communicator.piece_size(bits)))
-        plan = request.plan(segments, *[setting_for(setting, compressed=request.compressed) for setting in settings])
+        plan = self._plan_type(segments, *[setting_for(each, compressed=request.compressed) for each in settings])
         if plan.numel != x.numel():
             raise RuntimeError(f"gqsgd: {request.name} has {x.numel()} coordinates, its parameters {plan.numel}")
         return plan
 
+    def _job(
+        self, x: Tensor, starts: Sequence[Start], request: Request, *, connections: int = 1, is_direct: bool = False
+    ) -> Job:
+        """Returns the job of a request, whose pieces are started by ``starts``; for the others, see `Job`."""
+        is_card = isinstance(request.agreement, Card)
+        # Also for nothing, because other ranks may have something.
+        agrees = request.agreement is not None and self.world_size > 1
+        return Job(
+            x,
+            starts,
+            request.name,
+            self.telemetry.bucket(request.bucket),
+            self.telemetry,
+            request.ends_step,
+            preface=self._steps_of(request.agreement, is_awaited=not is_direct) if agrees else None,
+            preface_blocks=is_card or request.is_special,
+            watch=request.watch,
+            kept_if_refused=is_card,
+            # Pieces of one parameter share what is remembered of it. A single piece is nothing to share among threads.
+            threads=1 if len(starts) == 1 or request.configs[0].remembers else self._threads,
+            connections=connections,
+            is_direct=is_direct,
+        )
 
-def _is_special(request: Request) -> bool:
-    """Returns whether a rank at another step might send other messages: as the request says, in steps that sample
-    errors, and in the warm-up."""
-    config = request.config
-    samples = bool(config.sample_every) and request.step % config.sample_every == 0
-    return request.varies or samples or not request.compressed
+    def _compare_alone(self, name: str, preface: Start | None, *, blocks: bool = True) -> Job:
+        """Start the steps of an agreement, without anything to reduce."""
+        self.check_open()
+        nothing = torch.empty(0, device=self.communicator.control_device)
+        counters = self.telemetry.bucket(0)
+        return self._submit(Job(nothing, [], name, counters, self.telemetry, False, preface, blocks))
 
+    def _steps_of(self, agreement: Card | Stamp | None, *, is_awaited: bool = True) -> Start:
+        """Returns what starts the steps that compare a card or a stamp; ``is_awaited``: see `StampCheck.steps`."""
+        if isinstance(agreement, Card):
+            return partial(compared, agreement, self.world_size, self.communicator.control_device)
+        assert agreement is not None
+        return partial(self._stamps.steps, agreement, is_awaited=is_awaited)
 
-class PlanKey(NamedTuple):
-    """The values that a plan depends on, apart from the engine."""
-
-    plan: type[Plan]
-    configs: tuple[GQSGDConfig, ...]
-    segments: tuple[Segment, ...]
-    dtype: torch.dtype
-    compressed: bool
-
-
-class PlanCache:
-    """Plans by what they depend on, in the order of their latest use.
-
-    The tables of a plan take about a quarter of a byte of memory per coordinate, three times.
-    """
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
-        self._used_in: dict[PlanKey, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
-        """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
-        if key not in self._plans:
-            self._plans[key] = make()
-        self._plans.move_to_end(key)
-        self._used_in[key] = step
-        return self._plans[key]
-
-    def drop_unused(self, since_step: int) -> None:
-        """Forget the plans that no step has used from ``since_step`` on."""
-        for key in [key for key, step in self._used_in.items() if step < since_step]:
-            self._drop(key)
-
-    def trim(self, most_bytes: int) -> None:
-        """Forget the plans that were not used for longest, until the others take ``most_bytes`` bytes, or one is
-        left."""
-        total = sum(plan.nbytes for plan in self._plans.values())
-        while total > most_bytes and len(self._plans) > 1:
-            key = next(iter(self._plans))
-            total -= self._plans[key].nbytes
-            self._drop(key)
-
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._plans.clear()
-        self._used_in.clear()
-
-    def _drop(self, key: PlanKey) -> None:
-        del self._plans[key], self._used_in[key]
+    def _submit(self, job: Job) -> Job:
+        """Give a job to the runner, which also knows why nothing can be run any more. All jobs come through here."""
+        assert self._runner is not None  # see `check_open`
+        if job.left or self.failed:
+            self._runner.submit(self.communicator, job)
+        else:  # there is one rank, or nothing to send
+            job.finish()
+        return job

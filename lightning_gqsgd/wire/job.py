@@ -42,6 +42,7 @@ class Job:
         threads: how many pieces may be encoded and decoded at once. More than 1 only if pieces have nothing in common
             that they change, such as a memory.
         connections: how many connections the pieces take in turns.
+        is_direct: whether the calling thread starts its only piece, which needs no codec; see `wire.direct`.
         error: the error, once complete.
     """
 
@@ -57,6 +58,7 @@ class Job:
     kept_if_refused: bool = False
     threads: int = 1
     connections: int = 1
+    is_direct: bool = False
 
     def __post_init__(self) -> None:
         # A future of a CUDA tensor has to know its device: `wait` then synchronises streams, not the host.

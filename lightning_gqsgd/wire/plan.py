@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import LENGTH, START, Segment, cut, pieces
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -19,6 +21,9 @@ from lightning_gqsgd.reducers.base import HasSteps
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.reducers.scatter import Scatter
 from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
+
+#: Steps without a plan's use after which the plan is dropped, where configurations take turns.
+PLANS_KEPT = 100
 
 
 def check_gradient(tensor: Tensor, what: str) -> None:
@@ -246,6 +251,59 @@ class ScatterPlan(Plan):
     def is_native(self) -> bool:
         """Always False: a rank needs the mean of its part only, which an all-reduce does not give."""
         return False
+
+
+class PlanKey(NamedTuple):
+    """The values that a plan depends on, apart from the engine."""
+
+    configs: tuple[GQSGDConfig, ...]
+    segments: tuple[Segment, ...]
+    dtype: torch.dtype
+    compressed: bool
+
+
+class PlanCache:
+    """Plans by what they depend on, in the order of their latest use.
+
+    The tables of a plan take about a quarter of a byte of memory per coordinate, three times.
+    """
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
+        self._used_in: dict[PlanKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
+        """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        self._plans.move_to_end(key)
+        self._used_in[key] = step
+        return self._plans[key]
+
+    def drop_unused(self, since_step: int) -> None:
+        """Forget the plans that no step has used from ``since_step`` on."""
+        for key in [key for key, step in self._used_in.items() if step < since_step]:
+            self._drop(key)
+
+    def trim(self, most_bytes: int) -> None:
+        """Forget the plans that were not used for longest, until the others take ``most_bytes`` bytes, or one is
+        left."""
+        total = sum(plan.nbytes for plan in self._plans.values())
+        while total > most_bytes and len(self._plans) > 1:
+            key = next(iter(self._plans))
+            total -= self._plans[key].nbytes
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._plans.clear()
+        self._used_in.clear()
+
+    def _drop(self, key: PlanKey) -> None:
+        del self._plans[key], self._used_in[key]
 
 
 def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run]:

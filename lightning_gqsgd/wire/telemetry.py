@@ -7,6 +7,7 @@ when they are read.
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -25,6 +26,9 @@ SAMPLE_NUMEL = 4096
 
 #: Measurements on a GPU that have not ended yet, at most; older ones are left out.
 MAX_MEASURING = 64
+
+#: Steps whose lengths are kept, at most: the latest ones.
+STEPS_KEPT = 256
 
 #: A point in time: seconds of the host's clock, or a timing event on a GPU.
 Moment = float | torch.cuda.Event
@@ -125,6 +129,41 @@ class BucketCounters:
         return int(self._nonfinite.total())
 
 
+class StepLengths:
+    """Lengths of the latest steps, and of the parts of them in which backward waited, both in seconds.
+
+    Medians are reported, so that a validation or a checkpoint between two steps does not count.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[float, float, int] | None = None
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)
+
+    def add(self, now: float, exposed_s: float, plain_steps: int) -> None:
+        """Note the end of a backward pass.
+
+        Args:
+            now: seconds of the host's clock.
+            exposed_s: see `Telemetry`, so far.
+            plain_steps: see `Telemetry`, so far.
+        """
+        before = self._latest
+        self._latest = (now, exposed_s, plain_steps)
+        # Between these two, plain DDP may have carried steps, which nothing measures.
+        if before is not None and plain_steps == before[2]:
+            self._steps.append((now - before[0], exposed_s - before[1]))
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds from one backward pass to the next; NaN before the second."""
+        return statistics.median(length for length, _ in self._steps) if self._steps else math.nan
+
+    @property
+    def exposed_s(self) -> float:
+        """Median seconds of a step in which backward waited for gradients; NaN before the second step."""
+        return statistics.median(waited for _, waited in self._steps) if self._steps else math.nan
+
+
 @dataclass
 class Telemetry:
     """Counters of one process; all are totals since the start.
@@ -142,6 +181,7 @@ class Telemetry:
             ``bits``; ``trying``, 1 while candidates or plain DDP are tried and 0 otherwise; ``plain``, 1 while plain
             DDP carries the gradients and 0 otherwise; ``noise_scale`` and ``predicted_step_s``, where they are known.
             Otherwise empty.
+        lengths: of the latest steps, where `end_backward` is called.
     """
 
     steps: int = 0
@@ -150,6 +190,7 @@ class Telemetry:
     exposed_s: float = 0.0
     buckets: dict[int, BucketCounters] = field(default_factory=dict)
     choice: dict[str, float] = field(default_factory=dict)
+    lengths: StepLengths = field(default_factory=StepLengths, repr=False, compare=False)
     _measuring: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
         default_factory=lambda: deque(maxlen=MAX_MEASURING), repr=False
     )
@@ -184,6 +225,10 @@ class Telemetry:
             while self._measuring and self._measuring[0][1].query():
                 since, until = self._measuring.popleft()
                 self.exposed_s += since.elapsed_time(until) / 1e3
+
+    def end_backward(self) -> None:
+        """Note that a backward pass has filled its last bucket."""
+        self.lengths.add(time.perf_counter(), self.exposed_s, self.plain_steps)
 
     def end_step(self) -> None:
         """Close a step."""

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.adaptive import plain as plain_module
+from lightning_gqsgd.adaptive.trials import UNKNOWN
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.spec.decisions import Decision
@@ -61,10 +62,10 @@ def on_plain(rank: int, ddp: dict[str, Any], module: nn.Module | None = None):
 def asks_for_a_trial(state: GQSGDState) -> None:
     """Let the watch find at the next comparison that steps have become longer."""
     assert state._steering is not None
-    trials, path = state._steering.trials, state._plain
+    trials, path = state._steering.trials, state._attachment.plain
     assert trials is not None
     assert path is not None
-    trials._reference_s, trials._is_refined = 1e-6, True
+    trials._watch.reference_s, trials._watch.is_refined = 1e-6, True
     path._lengths.extend([10_000] * 50)
 
 
@@ -271,8 +272,8 @@ def _copied_and_closed(rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         facts["closed"] = str(error)
     module = model.module
-    assert state._plain is not None
-    facts["keeps"] = len(state._plain._parameters)
+    assert state._attachment.plain is not None
+    facts["keeps"] = len(state._attachment.plain._parameters)
     del model
     gc.collect()
     nn.functional.cross_entropy(module(x), y).backward()  # without DDP
@@ -301,8 +302,7 @@ def _stays(rank: int) -> list[tuple[str, str, str]]:
         model, state = auto(options)
         train(model, rank, range(LEAVES_AFTER + 4))
         assert state._steering is not None
-        assert state._steering.trials is not None
-        results.append((carrier(model), state._steering.trials.after_native, fingerprint(model)))
+        results.append((carrier(model), state._steering._plain.after_native(), fingerprint(model)))
         state.close()
     return results
 
@@ -367,7 +367,8 @@ def _fails(rank: int) -> list[tuple[str, str, str]]:
             except MemoryError:
                 said.append(carrier(model))
                 model._ddp_init_helper = whole
-                state._steering.leaves_hook = step > LEAVES_AFTER  # the hook carries another step
+                assert step == LEAVES_AFTER
+                state._steering._plain = UNKNOWN._replace(obstacle="")  # the hook carries another step
                 train(model, rank, range(step, step + 1))
                 said.append(carrier(model))
         said.append(carrier(model))

@@ -24,8 +24,8 @@ def decided(function: Callable[..., Any], rank: int, *args: Any) -> Any:
     """Call a function in this process, in which every hook begins with a decision for 32 bits."""
     whole = Steering.__init__
 
-    def begin(steering: Steering, config: GQSGDConfig, ranks: int) -> None:
-        whole(steering, config, ranks)
+    def begin(steering: Steering, config: GQSGDConfig, ranks: int, **fields: Any) -> None:
+        whole(steering, config, ranks, **fields)
         rows = [Decision(3, 32, {32: 0.1}, "made up").to_dict()]
         state = {"bits": 32, "reference_s": None, "credit": 0.0, "decisions": rows}
         steering.trials = Trials.resumed(tuple(steering.candidates), state, is_same_world=True)

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_gqsgd.adaptive import announcing
+from lightning_gqsgd.adaptive import words
 from lightning_gqsgd.adaptive.clock import StepClock
-from lightning_gqsgd.adaptive.describing import describe
+from lightning_gqsgd.adaptive.states import Stay
 from lightning_gqsgd.adaptive.steering import Steering
+from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.cli.facts import facts_of, notes
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
@@ -193,7 +194,8 @@ def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> 
     for step in range(60):
         # Stamps of step - 2 say how long step - 3 took.
         steering.receive({step - 2: Agreed(length_us[used[step - LAG]], ((0, 0), (0, 0)))} if step >= LAG else {})
-        config = steering.begin_step(step, None, logs=False).config
+        steering.begin_step(step, None)
+        config = steering.config
         assert config == resolve(GQSGDConfig(bits=config.num_bits), 2)
         used.append(config.num_bits)
     assert steering.decisions[-1].bits == 4
@@ -214,13 +216,13 @@ def test_steering_gives_each_step_its_configuration_and_pins_are_described() -> 
         again.resume(7)
 
 
-def steered(decision: Decision, **fields: object) -> Steering:
+def steered(decision: Decision, *, says: bool = False, **fields: object) -> Steering:
     """What has decided so, in a run that has tried 32 and 4 bits, or those that are given."""
-    steering = Steering(GQSGDConfig(**{"auto": True, "allow": (32, 4), **fields}), 2)
+    steering = Steering(GQSGDConfig(**{"auto": True, "allow": (32, 4), **fields}), 2, says=says)
     assert steering.trials is not None
     steering.trials.decisions.append(decision)
     steering.trials.bits = steering.bits = decision.bits
-    steering.trials._waiting = None
+    steering.trials.state = Stay()
     return steering
 
 
@@ -292,13 +294,13 @@ def test_a_decision_for_bits_that_nothing_has_is_refused_where_the_noise_decides
 def test_a_decision_is_printed_where_no_logging_was_set_up_and_logged_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steering = steered(decided(4))
+    steering = steered(decided(4), says=True)
     with caplog.at_level(logging.INFO, "lightning_gqsgd"):
-        steering._log(0, logs=True)
+        steering._say_from(0)
     assert "gqsgd: auto takes 4 bits" in caplog.text
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(announcing.logger, "propagate", False)  # so that pytest's handlers are not there
-    steering._log(0, logs=False)
+    monkeypatch.setattr(words.logger, "propagate", False)  # so that pytest's handlers are not there
+    steered(decided(4))._say_from(0)
     assert capsys.readouterr().err == ""
-    steering._log(0, logs=True)
+    steering._say_from(0)
     assert capsys.readouterr().err.startswith("gqsgd: auto takes 4 bits")

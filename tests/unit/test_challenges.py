@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lightning_gqsgd.adaptive.describing import describe
-from lightning_gqsgd.adaptive.trials import Trials
+from lightning_gqsgd.adaptive.trials import PlainDDP, Trials
+from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.spec.decisions import LAG, Rules
 from tests.unit.test_trials import ALLOW, constant, run
@@ -16,12 +16,11 @@ from tests.unit.test_trials import ALLOW, constant, run
 def _challenged() -> Trials:
     """Trials in which 4 bits have won with the hook by little, so that plain DDP is to have its turn."""
     trials = Trials(ALLOW)
-    trials.can_rest, trials.after_native = True, "; plain DDP takes over"
     chosen: list[int] = []
     while not trials.decisions:
         if len(chosen) >= LAG:
             trials.observe(len(chosen) - LAG, {32: 1.0, 16: 2.0, 8: 2.0, 4: 0.9}[chosen[-LAG]])
-        chosen.append(trials.choose(len(chosen)))
+        chosen.append(trials.choose(len(chosen), PlainDDP("", is_countable=True)))
     return trials
 
 
@@ -73,14 +72,14 @@ def test_plain_ddp_has_no_turn_where_it_cannot_come_or_cannot_win(
     can_rest: bool, least: float, allow: tuple[int, ...]
 ) -> None:
     trials = Trials(allow)
-    trials.can_rest = can_rest
-    run(trials, range(100), constant({32: 1.0, 16: 1.0, 8: 2.0, 4: least}))
+    lengths = constant({32: 1.0, 16: 1.0, 8: 2.0, 4: least})
+    run(trials, range(100), lengths, plain=PlainDDP("", is_countable=can_rest))
     assert [row.bits for row in trials.decisions] == [4]
     assert not trials.is_trying
 
 
 def test_a_turn_of_plain_ddp_goes_on_in_a_resumed_run() -> None:
-    saved = json.loads(json.dumps(_challenged().state()))
+    saved = json.loads(json.dumps(_challenged().to_dict()))
     again = Trials.resumed(ALLOW, saved, is_same_world=True)
     assert again.is_trying
     assert again.is_resting
@@ -99,4 +98,4 @@ def test_a_turn_of_plain_ddp_goes_on_in_a_resumed_run() -> None:
 )
 def test_a_turn_of_plain_ddp_that_cannot_be_read_is_an_error(challenge: object) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        Trials.resumed(ALLOW, _challenged().state() | {"challenge": challenge}, is_same_world=True)
+        Trials.resumed(ALLOW, _challenged().to_dict() | {"challenge": challenge}, is_same_world=True)

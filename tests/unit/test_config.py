@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gqsgd.adaptive import announcing
+from lightning_gqsgd.adaptive import words
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import choose_reducer
@@ -113,7 +113,7 @@ def test_a_closed_stderr_ends_no_training(error: type[Exception], monkeypatch: p
         raise error("closed")
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=closed, flush=lambda: None))
-    announcing.print_to_stderr("a line")
+    words.print_to_stderr("a line")
 
 
 def test_numba_that_must_not_compile_is_one_error_that_names_the_variable() -> None:

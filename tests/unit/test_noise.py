@@ -130,7 +130,7 @@ def test_on_one_node_nothing_is_rounded_so_that_the_fewest_bits_are_allowed() ->
     assert steering.gauge is not None
     assert steering.gauge.coded == ()
     for step in range(60):
-        steering.begin_step(step, None, logs=False)
+        steering.begin_step(step, None)
         row = (0, 0, *_as_numbers(NoiseSums(2.0, 1.0, ())))
         steering.receive({step: Agreed(0, (row,) * RANKS)})
     assert steering.bits == 4
@@ -246,8 +246,8 @@ def drive(steering: Steering, steps: range, deviation: float) -> list[int]:
     """The bits of steps of a steering whose ranks all measure what `measured` gives for a draw."""
     used = []
     for step in steps:
-        begun = steering.begin_step(step, None, logs=False)
-        used.append(begun.config.num_bits)
+        steering.begin_step(step, None)
+        used.append(steering.config.num_bits)
         steering.receive({step: Agreed(0, numbers_of(deviation, step))})
     return used
 
@@ -291,8 +291,8 @@ def test_time_decides_among_the_bits_that_the_noise_allows() -> None:
     steering, used = Steering(config, RANKS), []
     length_us = {32: 40_000, 16: 30_000, 8: 10_000, 4: 9_000}
     for step in range(500):
-        begun = steering.begin_step(step, None, logs=False)
-        used.append(begun.config.num_bits)
+        steering.begin_step(step, None)
+        used.append(steering.config.num_bits)
         deviation = 0.2 if step < 200 else 0.0
         rows = numbers_of(deviation, step, used[-1])
         steering.receive({step: Agreed(length_us[used[step - 1]] if step else 0, rows)})

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lightning_gqsgd.session.summary import StepClock, in_words, summary
+from lightning_gqsgd.session.summary import in_words, summary
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 
@@ -27,7 +27,7 @@ def _trained(steps: int = 10) -> Telemetry:
 
 def test_numbers_and_their_units() -> None:
     telemetry = _trained()
-    values = summary(telemetry, StepClock(telemetry), ranks=2)
+    values = summary(telemetry, ranks=2)
     assert values["steps"] == 10
     assert values["bytes_sent"] == 10_000_000
     assert values["fp32_bytes"] == 40_000_000  # a ring of two ranks sends every coordinate once
@@ -35,21 +35,20 @@ def test_numbers_and_their_units() -> None:
     assert values["bits_per_coordinate"] == 8
     assert values["mean_rel_l2"] == pytest.approx(0.1)
     assert math.isnan(values["step_s"])
-    assert summary(telemetry, StepClock(telemetry), ranks=4)["fp32_bytes"] == 60_000_000
+    assert summary(telemetry, ranks=4)["fp32_bytes"] == 60_000_000
 
 
 def test_pauses_between_steps_and_steps_of_plain_ddp_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     telemetry, now = Telemetry(), 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    clock = StepClock(telemetry)
     for step in range(9):
-        clock.tick()
+        telemetry.end_backward()
         telemetry.expose(0.0, 0.25)  # booked after the last bucket of a step has been filled
         # A validation after the fourth step; plain DDP carries steps after the sixth.
         now += {3: 100.0, 5: 7.0}.get(step, 1.0)
         if step == 5:
             telemetry.add_plain_step(10, 40, 40)
-    values = summary(telemetry, clock, ranks=2)
+    values = summary(telemetry, ranks=2)
     assert (values["step_s"], values["exposed_s"], values["waiting_share"]) == (1.0, 0.25, 0.25)
 
 

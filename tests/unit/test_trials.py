@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gqsgd.adaptive.describing import describe
 from lightning_gqsgd.adaptive.prediction import Measured, StepPredictor
-from lightning_gqsgd.adaptive.trials import Trials
+from lightning_gqsgd.adaptive.trials import UNKNOWN, PlainDDP, Trials
+from lightning_gqsgd.adaptive.words import describe
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.spec.decisions import LAG, Decision, Rules
@@ -22,14 +22,21 @@ ALLOW = (32, 16, 8, 4)
 Length = Callable[[int, int], float | None]  # of a step, by its number and its bits
 
 
-def run(trials: Trials, steps: range, length: Length, exposed_s: float = 0.5, backward_s: float = 0.2) -> list[int]:
+def run(
+    trials: Trials,
+    steps: range,
+    length: Length,
+    exposed_s: float = 0.5,
+    backward_s: float = 0.2,
+    plain: PlainDDP = UNKNOWN,
+) -> list[int]:
     """The bits of all steps; lengths are known `LAG` steps later."""
     chosen: list[int] = []
     for step in steps:
         if step - LAG in steps:
             seconds = length(step - LAG, chosen[step - LAG - steps.start])
             trials.observe(step - LAG, seconds, exposed_s, backward_s)
-        chosen.append(trials.choose(step))
+        chosen.append(trials.choose(step, plain))
     return chosen
 
 
@@ -174,7 +181,7 @@ def test_a_resumed_run_goes_on_with_the_decision_and_without_a_trial() -> None:
     lengths = constant({32: 4.0, 16: 2.2, 8: 1.0, 4: 1.4})
     trials = Trials(ALLOW)
     run(trials, range(150), lengths)
-    saved = json.loads(json.dumps(trials.state()))
+    saved = json.loads(json.dumps(trials.to_dict()))
     resumed = Trials.resumed(ALLOW, saved, is_same_world=True)
     assert set(run(resumed, range(150, 400), lengths)) == {8}
     assert resumed.decisions == trials.decisions
@@ -190,14 +197,14 @@ def test_a_run_that_was_saved_during_a_trial_tries_again() -> None:
     trials = Trials(ALLOW)
     run(trials, range(20), lengths)
     assert trials.is_trying
-    resumed = Trials.resumed(ALLOW, trials.state(), is_same_world=True)
+    resumed = Trials.resumed(ALLOW, trials.to_dict(), is_same_world=True)
     assert run(resumed, range(20, 200), lengths)[-1] == 8
 
 
 def test_a_decision_for_bits_that_are_no_longer_allowed_is_not_taken_over() -> None:
     trials = Trials(ALLOW)
     run(trials, range(150), constant({32: 4.0, 16: 2.2, 8: 1.4, 4: 1.0}))
-    resumed = Trials.resumed((32, 8), trials.state(), is_same_world=True)
+    resumed = Trials.resumed((32, 8), trials.to_dict(), is_same_world=True)
     assert resumed.choose(150) == 32
 
 
@@ -205,7 +212,7 @@ def test_bits_that_the_saved_run_was_not_allowed_are_tried_soon() -> None:
     lengths, trials = constant({32: 1.0, 16: 2.2, 8: 1.4, 4: 1.3}), Trials((8, 4))
     run(trials, range(150), lengths)
     assert trials.bits == 4
-    saved = json.loads(json.dumps(trials.state()))
+    saved = json.loads(json.dumps(trials.to_dict()))
     resumed = Trials.resumed(ALLOW, saved, is_same_world=True)
     assert resumed.choose(150) == 4
     assert set(run(resumed, range(151, 300), lengths)[-20:]) == {32}
@@ -338,8 +345,7 @@ def test_a_candidate_that_is_forbidden_during_its_turn_has_no_further_step() -> 
 def _resting(native_s: float) -> Trials:
     """Trials that have kept 32 bits, whose hook has been left."""
     trials = Trials(ALLOW)
-    trials.after_native = "; plain DDP takes over"
-    run(trials, range(100), constant({32: native_s, 16: 2.0, 8: 2.0, 4: 2.0}))
+    run(trials, range(100), constant({32: native_s, 16: 2.0, 8: 2.0, 4: 2.0}), plain=PlainDDP(""))
     assert trials.is_resting
     assert trials.decisions[-1].reason.endswith("plain DDP takes over")
     trials.begin_rest()
@@ -413,4 +419,4 @@ def test_nothing_rests_before_a_decision_for_measured_steps_of_32_bits() -> None
 )
 def test_a_length_of_steps_that_no_step_can_have_is_an_error_when_it_is_loaded(entry: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        Trials.resumed(ALLOW, _resting(1.0).state() | entry, is_same_world=True)
+        Trials.resumed(ALLOW, _resting(1.0).to_dict() | entry, is_same_world=True)

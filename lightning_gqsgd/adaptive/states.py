@@ -1,4 +1,8 @@
-"""Lengths of steps from the turns of candidates: in a trial under way, and while plain DDP has its turn."""
+"""The states of `trials.Trials`, and the watch over the length of steps that goes on through all of them.
+
+Settle, then Try. A trial ends in Stay or, where its winner may be no shorter than plain DDP, in Challenge. Plain DDP
+takes the hook's place in Rest, and in Challenge. A change of the length of steps leads back to Try.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,30 @@ from lightning_gqsgd.spec.decisions import Rules, positive, width
 
 
 @dataclass
-class Trial:
-    """A trial under way.
+class Settle:
+    """The first steps, which no candidate is judged by: DDP builds its buckets anew after its first step.
+
+    Attributes:
+        why: why there is a trial afterwards.
+        left: steps that are left.
+    """
+
+    why: str
+    left: int
+
+
+class Stay:
+    """All steps use the candidate that was kept, and the watch goes on."""
+
+
+class Rest(Stay):
+    """Plain DDP has the hook's place, so that steps are not chosen one by one, and ranks say now and then how long
+    their steps took."""
+
+
+@dataclass
+class Try:
+    """A trial under way: candidates take turns.
 
     Attributes:
         why: why there is a trial.
@@ -52,7 +78,7 @@ class Trial:
     draining: int | None = None
 
     def measured(self) -> dict[int, Measured]:
-        """Medians of the candidates that have two counted steps or more."""
+        """Returns the medians of the candidates that have two counted steps or more."""
         counted = {bits: seconds for bits, seconds in self.samples.items() if len(seconds) > 1}
         return {bits: Measured(median(seconds), *_medians(self.waits[bits])) for bits, seconds in counted.items()}
 
@@ -88,13 +114,70 @@ class Challenge:
         return challenge
 
 
+State = Settle | Try | Stay | Challenge
+
+
+class Watch:
+    """Notices that the length of steps has changed since a decision.
+
+    Args:
+        keeps: how many lengths are kept.
+        reference_s: the length of steps that others are compared with, in seconds; None: the next median becomes it.
+
+    Attributes:
+        reference_s: see above.
+        is_refined: whether the reference is a median of steps after the decision.
+        window: lengths of the latest steps with the hook.
+    """
+
+    def __init__(self, keeps: int, reference_s: float | None = None) -> None:
+        self.reference_s = reference_s
+        self.is_refined = False
+        self.window: deque[float] = deque(maxlen=keeps)
+
+    def length(self, lengths: Sequence[float], rules: Rules, *, at_once: bool) -> float | None:
+        """Returns the length of steps that is to be compared; None: too few steps are known.
+
+        Args:
+            lengths: of the latest steps, in seconds, up to `Rules.window` of them.
+            rules: the numbers.
+            at_once: whether few steps are enough in any case, and not only where they are of quite another length.
+        """
+        if len(lengths) >= rules.latest:
+            now = median(list(lengths)[-rules.latest :])
+            decided = self.reference_s
+            jumps = decided is not None and max(now / decided, decided / now) > 1 + rules.jump
+            if jumps or at_once:
+                return now
+        return median(lengths) if len(lengths) == rules.window else None
+
+    def change(self, now: float, rules: Rules, *, expects_shorter: bool = False) -> float | None:
+        """Returns the relative change of the length of steps, if it is large enough for a trial.
+
+        Args:
+            now: the median length of the latest steps, in seconds.
+            rules: the numbers.
+            expects_shorter: whether steps that are shorter than the decision's are no reason for a trial.
+        """
+        if self.reference_s is None:
+            self.reference_s = now
+        change = now / self.reference_s - 1
+        if abs(change) > rules.drift and not (expects_shorter and change < 0):
+            return change
+        # Steps after a decision are a better reference than those of the trial, once.
+        if not self.is_refined:
+            self.reference_s = now
+            self.is_refined = True
+        return None
+
+
 def _medians(waits: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The medians of both columns over the rows that are known; NaN if none is."""
+    """Returns the medians of both columns over the rows that are known; NaN if none is."""
     known = [row for row in waits if not any(map(math.isnan, row))]
     return (median(row[0] for row in known), median(row[1] for row in known)) if known else (math.nan, math.nan)
 
 
 def standard_error(samples: Sequence[float]) -> float:
-    """Standard error of a median, from the median deviation: 1.25 σ/sqrt(n) with σ = 1.48 median |x - median|."""
+    """Returns the standard error of a median: 1.25 σ/sqrt(n), with σ = 1.48 median |x - median|."""
     middle = median(samples)
     return 1.25 * 1.48 * median(abs(sample - middle) for sample in samples) / len(samples) ** 0.5

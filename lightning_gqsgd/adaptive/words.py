@@ -1,12 +1,36 @@
-"""Decisions of `auto` in words, for logs and reports."""
+"""Decisions of `auto` in words, and where they are said if no framework prints for a training."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from contextlib import suppress
+
 from lightning_gqsgd.spec.decisions import Decision
+
+logger = logging.getLogger(__name__)
+
+
+def say(text: str) -> None:
+    """Log a line at level INFO, or print it to stderr where no logging was set up.
+
+    Decisions change the results of a training, so that they should be seen by default. Python itself drops what is
+    logged at level INFO where nothing was set up.
+    """
+    if logger.hasHandlers():
+        logger.info("%s", text)
+    else:
+        print_to_stderr(text)
+
+
+def print_to_stderr(text: str) -> None:
+    """Print a line to stderr, if that is open: a training should not end because nobody can read of it."""
+    with suppress(OSError, ValueError):  # closed at its other end, or at this one
+        print(text, file=sys.stderr, flush=True)
 
 
 def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = False, is_open: bool = False) -> str:
-    """Return a decision and its reason on one line.
+    """Returns a decision and its reason on one line.
 
     Args:
         decision: the decision.
@@ -20,7 +44,7 @@ def describe(decision: Decision, *, is_plain: bool = False, is_earlier: bool = F
 
 
 def _times(decision: Decision) -> list[str]:
-    """Return the measured and predicted times as one item, or no item if no time was measured."""
+    """Returns the measured and predicted times as one item, or no item if no time was measured."""
     times = [
         f"{bits} bits {_in_ms(seconds)}{_as_predicted(decision, bits)}" for bits, seconds in decision.seconds.items()
     ]

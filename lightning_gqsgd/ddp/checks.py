@@ -1,4 +1,4 @@
-"""Checks before the hook is registered on a DDP model: whether the model can have it, and what all ranks must share."""
+"""Checks of a DDP model before it has the hook, and what the ranks that register it must share."""
 
 from __future__ import annotations
 
@@ -133,15 +133,6 @@ def check_unchanged(model: DistributedDataParallel) -> None:
         raise ConfigError(
             f"{change} after the model was wrapped in DistributedDataParallel, which would not reduce it; change the "
             "module first, then wrap it, then register the hook"
-        )
-
-
-def check_divisor(model: DistributedDataParallel | None) -> None:
-    """Raise ConfigError for a step inside of torch's `Join` that asks for another divisor than the number of ranks."""
-    if getattr(model, "_divide_by_initial_world_size", True) is False:
-        raise ConfigError(
-            "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
-            "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
         )
 
 
