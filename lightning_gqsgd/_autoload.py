@@ -121,8 +121,8 @@ def strategy_names() -> dict[str, dict[str, Any]]:
 
 
 def bits_of_name(name: str) -> int | None:
-    """The number of bits that a name such as ``gqsgd_8bit`` or ``gqsgd16`` asks for; None: it is no such name, or the
-    preset's own."""
+    """Returns the number of bits that a name such as ``gqsgd_8bit`` or ``gqsgd16`` asks for; None: it is no such name,
+    or the preset's own."""
     matched = re.fullmatch(r"gqsgd[-_]?(1|2|3|4|5|6|7|8|16|32)[-_]?(?:bits?)?", name)
     if matched is None or f"gqsgd_{matched[1]}bit" in STRATEGY_PRESETS:
         return None

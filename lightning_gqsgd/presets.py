@@ -43,7 +43,7 @@ class Preset:
 
 
 def _stochastic(**fields: Any) -> dict[str, Any]:
-    """Linear levels with stochastic rounding, as the literature has them."""
+    """Returns linear levels with stochastic rounding, as the literature has them."""
     return {"dither": "stochastic", **fields}
 
 

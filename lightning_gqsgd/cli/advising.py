@@ -28,11 +28,10 @@ from lightning_gqsgd.predict.advice import (
     over_probe,
     recommendation,
 )
-from lightning_gqsgd.predict.costs import ESTIMATES, Costs, Link
+from lightning_gqsgd.predict.costs import ESTIMATES, Costs, Link, bytes_per_second, seconds
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.timeline import Timeline, estimated
-from lightning_gqsgd.predict.units import bytes_per_second, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"

@@ -102,7 +102,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return [state for model, state in self._hooks if model() is not None]
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
-        """The arguments of DistributedDataParallel: the base takes all attributes, and copies them deeply."""
+        """Returns the arguments of DistributedDataParallel: the base takes all attributes, and copies them deeply."""
         return {name: getattr(self, name) for name in _BASE_FIELDS if name not in ignore_keys}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> GQSGDState:
@@ -123,7 +123,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
+        """Returns the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
 
         Call it on all ranks, and save what rank 0 has: Accelerate does both.
         """
@@ -162,17 +162,17 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return f"GQSGDKwargs({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
 
     def __reduce__(self) -> Any:
-        """Copies have the arguments; the hooks and their memories stay with the models."""
+        """Returns how to copy the handler: from its arguments. Hooks and their memories stay with the models."""
         return functools.partial(GQSGDKwargs, **self._arguments()), ()
 
     def __eq__(self, other: object) -> bool:
-        """Identity: the base compares its own fields."""
+        """Returns whether this is the same object. The base would compare its own fields only."""
         return self is other
 
     __hash__ = object.__hash__
 
     def _arguments(self) -> dict[str, Any]:
-        """The arguments that give an equal handler."""
+        """Returns the arguments that give an equal handler."""
         config = self.config
         usual = make_config()
         own = {name: getattr(config, name) for name in config.field_names()}

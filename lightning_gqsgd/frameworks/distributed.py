@@ -21,7 +21,7 @@ CHECKPOINT_KEY = "gqsgd"
 
 
 def on_nodes(config: GQSGDConfig, processes_per_node: int) -> GQSGDConfig:
-    """The configuration with the size of nodes that Lightning knows, unless the user gives one."""
+    """Returns the configuration with the size of nodes that Lightning knows, unless the user gives one."""
     if config.reducer != "hierarchical" or config.node_size:
         return config
     return replace(config, node_size=processes_per_node)
@@ -30,7 +30,7 @@ def on_nodes(config: GQSGDConfig, processes_per_node: int) -> GQSGDConfig:
 def split_arguments(
     strategy: type, base: type, preset: str | GQSGDConfig | Preset | None, arguments: dict[str, Any]
 ) -> tuple[GQSGDConfig, dict[str, Any]]:
-    """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
+    """Returns the configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
 
     Raises:
         ConfigError: a name that is no argument, a value that cannot work, or a communication hook of the user's. (The
@@ -113,7 +113,7 @@ def _destroy() -> None:
 
 
 def parameter_names(callable_: Any) -> list[str]:
-    """Names of a function's or class's arguments, without those that are taken as ``**kwargs``."""
+    """Returns the names of a function's or class's arguments, without those that are taken as ``**kwargs``."""
     return [
         parameter.name
         for parameter in inspect.signature(callable_).parameters.values()

@@ -188,7 +188,7 @@ def _trainer(
 
 
 def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
-    """Return the function that makes the optimizer."""
+    """Returns the function that makes the optimizer."""
     if make is None:
         return lambda parameters: torch.optim.SGD(parameters, lr=DEFAULT_LR if lr is None else lr)
     if lr is not None:
@@ -223,7 +223,7 @@ def _one_thread(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(label: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar that the function advances by a step."""
+    """Returns a bar that the function advances by a step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=not shown) as bar:
         task = bar.add_task(label, total=steps)
