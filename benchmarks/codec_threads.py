@@ -26,7 +26,7 @@ from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.predict.turns import Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.communicator import Communicator

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.hosts import begin, finish, in_lab, slowest, work_or_present
 from benchmarks.reducers import BARE, Bench
 from benchmarks.report import Report
-from lightning_gqsgd.predict.turns import in_turns
+from lightning_gqsgd.predict.timing import in_turns
 from netlab.lab import INTERFACE, NetLab, parse_rate
 
 PROGRAM = "python -m benchmarks.connections"

@@ -25,9 +25,9 @@ from benchmarks.report import Report, gpu_machine, slug
 from benchmarks.roofline import Fact, save_figure
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import COLUMNS, LENGTH, START, Layout, Segment, cut, pieces, place_by_owner
+from lightning_gqsgd.kernels.layout import COLUMNS, LENGTH, Layout, Segment, pieces, place_by_owner, table_of, whole
 from lightning_gqsgd.kernels.protocol import Own
-from lightning_gqsgd.predict.turns import Case, Clock, EventClock, Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Case, Clock, EventClock, Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, StepKeys
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 
@@ -155,13 +155,13 @@ class Bucket:
 
 def layouts_of(numel: int, setting: Setting) -> list[tuple[slice, Layout]]:
     """The pieces of a bucket of one parameter, each with its part of the tensor."""
-    q, placed = setting.codec.quantiser(setting.config.block_size), []
-    for table in pieces(cut([Segment(0, numel, raw=False)], setting.config.block_size), NCCL_PIECE_NUMEL):
-        start = int(table[0, START])
-        part = slice(start, start + int(table[:, LENGTH].sum()))
-        table[:, START] -= start
-        sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
-        placed.append((part, place_by_owner(table, q, shards=setting.ranks, **sizes, striped=False)))
+    size, start, placed = setting.block_size, 0, []
+    q = setting.codec.quantiser(size)
+    for piece in pieces(whole([Segment(0, numel, raw=False)], size), NCCL_PIECE_NUMEL, size):
+        part = slice(start, start + sum(run.numel for run in piece))
+        start = part.stop
+        table = table_of(piece, size)
+        placed.append((part, place_by_owner(table, q, shards=setting.ranks, **setting.record_sizes, striped=False)))
     return placed
 
 

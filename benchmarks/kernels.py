@@ -20,9 +20,9 @@ from benchmarks.report import Report, present
 from lightning_gqsgd.codecs import Codec, codec_of
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import Segment, cut, pieces, place
+from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment, pieces, place, table_of, whole
 from lightning_gqsgd.kernels.wire import scale_format
-from lightning_gqsgd.predict.turns import Case, Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Case, Spread, in_turns, ratio
 
 #: Options that belong to one device, with their defaults.
 OF_DEVICE = {
@@ -34,18 +34,21 @@ OF_DEVICE = {
 def codec_cases(x: Tensor, codec: Codec, block_size: int) -> tuple[Case, Case]:
     """Encoding and decoding of a tensor as one rank does them, piece by piece, into buffers that already exist."""
     form, quantiser = scale_format(x.dtype), codec.quantiser(block_size)
-    tables = pieces(cut([Segment(0, x.numel(), raw=False)], block_size))
+    blocks = pieces(whole([Segment(0, x.numel(), raw=False)], block_size), PIECE_NUMEL, block_size)
+    tables = [table_of(piece, block_size) for piece in blocks]
     layouts = [place(t, quantiser, shards=1, scale_bytes=form.nbytes, raw_bytes=form.raw_bytes) for t in tables]
     messages = [torch.zeros(layout.message_bytes, dtype=torch.uint8) for layout in layouts]
-    kernels, out, key = kernels_for(x.device), torch.empty_like(x), (1, 2)
+    kernels, key = kernels_for(x.device), (1, 2)
+    numels = [sum(run.numel for run in piece) for piece in blocks]
+    inputs, outputs = x.split(numels), torch.empty_like(x).split(numels)
 
     def encode() -> None:
-        for layout, message in zip(layouts, messages, strict=True):
-            kernels.encode(x, layout.blocks, message, quantiser, key)
+        for part, layout, message in zip(inputs, layouts, messages, strict=True):
+            kernels.encode(part, layout.blocks, message, quantiser, key)
 
     def decode() -> None:
-        for layout, message in zip(layouts, messages, strict=True):
-            kernels.decode(message.view(1, -1), layout.blocks, out, quantiser, (key,))
+        for part, layout, message in zip(outputs, layouts, messages, strict=True):
+            kernels.decode(message.view(1, -1), layout.blocks, part, quantiser, (key,))
 
     return encode, decode
 

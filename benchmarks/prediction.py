@@ -32,7 +32,7 @@ from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.probe import measure as probe_here
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
-from lightning_gqsgd.predict.turns import in_turns
+from lightning_gqsgd.predict.timing import in_turns
 
 PROGRAM = "python -m benchmarks.prediction"
 

@@ -33,7 +33,7 @@ from benchmarks.report import Report
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.predict.turns import Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, link, new_store, stages, tree, two_shot
 from lightning_gqsgd.reducers import sum as sum_
 from lightning_gqsgd.reducers.base import ring_bytes

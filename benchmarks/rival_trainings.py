@@ -31,7 +31,7 @@ from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, work_or_
 from benchmarks.report import Report
 from benchmarks.rival_hooks import BlockwiseCodes, Hook, MaxMinCodes, RowCodes, UniformCodes, gathering
 from lightning_gqsgd.ddp.hook import register_gqsgd
-from lightning_gqsgd.predict.turns import Spread
+from lightning_gqsgd.predict.timing import Spread
 from lightning_gqsgd.research.simulation import relative_error
 from netlab.lab import INTERFACE
 from workloads.digits import load_digits

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
-from lightning_gqsgd.predict.turns import Spread, in_turns, ratio
+from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers.base import ring_bytes
 
 PROGRAM = "python -m benchmarks.training"

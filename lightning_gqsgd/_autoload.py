@@ -2,8 +2,8 @@
 
 `import torch` calls `install` through the entry point group ``torch.backends``, so that ``Trainer(strategy="gqsgd")``
 works without an import of ours; TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off. An error here would break ``import
-torch`` or ``import lightning`` for everybody. So this module imports the standard library only, and says what failed
-instead of raising it, also where warnings are errors.
+torch`` or ``import lightning`` for everybody. So this module imports the standard library only, and the presets when a
+Lightning package is loaded. It says what failed instead of raising it, also where warnings are errors.
 
 Lightning comes as ``lightning`` and as ``pytorch_lightning`` (with ``lightning_fabric``), whose classes are not
 interchangeable. All four registries get the same names, each with a class of its own flavour.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
-import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 class _Target(NamedTuple):
     registry: str  # name of the registry in the module
-    home: str  # our module of the same flavour, in `integrations`
+    home: str  # our module of the same flavour, in `frameworks`
     strategy: str  # class in it
 
 
@@ -36,47 +35,6 @@ _TARGETS = {
     "lightning_fabric.strategies": _Target("STRATEGY_REGISTRY", "fabric_lightning_fabric", "GQSGDFabricStrategy"),
 }
 
-#: Presets, all of which are strategy names. They stand here a second time (a test compares), because importing them
-#: would import torch.
-STRATEGY_PRESETS = (
-    "gqsgd",
-    "gqsgd_4bit",
-    "gqsgd_3bit",
-    "gqsgd_2bit",
-    "gqsgd_auto",
-    "gqsgd_sum",
-    "gqsgd_exponential",
-    "gqsgd_exponential_tree",
-    "qsgd",
-    "qsgd_elias",
-    "terngrad",
-    "natural_compression",
-    "natural_dithering",
-    "ecq_sgd",
-    "cd_adam",
-    "comp_ams",
-    "diana",
-    "artemis",
-    "dore",
-    "wyner_ziv",
-    "dq_psgd",
-    "drive",
-    "eden",
-    "signsgd_ef",
-    "topk_ef",
-)
-#: Presets of local steps, which are strategy names as well. They train without DDP, so they have no names for its
-#: options.
-LOCAL_PRESETS = (
-    "gqsgd_diloco",
-    "gqsgd_fedpaq",
-    "gqsgd_genqsgd",
-    "gqsgd_sparseloco",
-    "gqsgd_chb",
-    "gqsgd_neolithic",
-    "gqsgd_mcm",
-    "gqsgd_predictive",
-)
 #: What Lightning appends to the name of its own DDP strategy.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {
@@ -99,34 +57,26 @@ def install() -> None:
 
 
 def flavour(first: str, second: str) -> str:
-    """Our module for one of two packages: for the package that is imported; for the first if neither or both are."""
+    """Returns our module for one of two packages: the one that is imported, or the first if neither or both are."""
     has_first, has_second = (sys.modules.get(name) is not None for name in (first, second))
     package = second if has_second and not has_first else first
     return _TARGETS[f"{package}.strategies"].home
 
 
 def strategy_names() -> dict[str, dict[str, Any]]:
-    """Registered names, and the arguments that each stands for."""
-    local = {
-        f"{preset}{method}": {"preset": preset, "start_method": start_method}
-        for preset in LOCAL_PRESETS
-        for method, start_method in _START_METHODS.items()
-    }
-    return local | {
-        f"{preset}{method}{unused}": {"preset": preset, "start_method": start_method, **options}
-        for preset in STRATEGY_PRESETS
-        for method, start_method in _START_METHODS.items()
-        for unused, options in _UNUSED_PARAMETERS.items()
-    }
+    """Returns the registered names, and the arguments of a strategy that each stands for.
 
+    Each preset has the endings of Lightning's own DDP strategy. Local steps train without DDP, so they have no endings
+    for its options.
+    """
+    from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS  # not when torch is imported: this takes milliseconds
 
-def bits_of_name(name: str) -> int | None:
-    """The number of bits that a name such as ``gqsgd_8bit`` or ``gqsgd16`` asks for; None: it is no such name, or the
-    preset's own."""
-    matched = re.fullmatch(r"gqsgd[-_]?(1|2|3|4|5|6|7|8|16|32)[-_]?(?:bits?)?", name)
-    if matched is None or f"gqsgd_{matched[1]}bit" in STRATEGY_PRESETS:
-        return None
-    return int(matched[1])
+    names = {}
+    for preset in (*LOCAL_PRESETS, *PRESETS):
+        for method, start_method in _START_METHODS.items():
+            for unused, options in _UNUSED_PARAMETERS.items() if preset in PRESETS else [("", {})]:
+                names[f"{preset}{method}{unused}"] = {"preset": preset, "start_method": start_method, **options}
+    return names
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -184,23 +134,35 @@ def _register(name: str, module: ModuleType) -> None:
 
 
 class _Names(list[str]):
-    """The strategy names that a registry offers. An unknown name that begins with ``gqsgd`` is a ValueError that lists
-    our presets: Lightning's own error would list the names of its own strategies only."""
+    """The strategy names that a registry offers.
+
+    Lightning shows an unknown name to ``in`` only, and its error then lists its own strategies. So ``in`` raises
+    `_unknown` for a name that was meant to be ours.
+    """
 
     def __contains__(self, name: object) -> bool:
-        if super().__contains__(name) or not (isinstance(name, str) and name.startswith("gqsgd")):
-            return super().__contains__(name)
-        import difflib  # takes some milliseconds, which `import torch` should not
+        if super().__contains__(name):
+            return True
+        if isinstance(name, str) and name.startswith("gqsgd"):
+            raise _unknown(name, self)
+        return False
 
-        bits = bits_of_name(name)
-        near = ["gqsgd"] if bits == 8 else difflib.get_close_matches(name, self, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown strategy {name!r}; {hint}The presets are {', '.join((*LOCAL_PRESETS, *STRATEGY_PRESETS))}, each "
-            f"also with {', '.join(suffix for suffix in _START_METHODS if suffix)}, and all but "
-            f"{', '.join(LOCAL_PRESETS)} with _find_unused_parameters_true; any other "
-            f"configuration is an object, e.g. strategy=lightning_gqsgd.GQSGDStrategy(bits={bits or 5})"
-        )
+
+def _unknown(name: str, names: Sequence[str]) -> ValueError:
+    """Returns the error for an unknown name that begins as ours do; it lists our presets."""
+    import difflib  # takes some milliseconds, which `import torch` should not
+
+    from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, bits_of_name
+
+    bits = bits_of_name(name)
+    near = ["gqsgd"] if bits == 8 else difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ValueError(
+        f"unknown strategy {name!r}; {hint}The presets are {', '.join((*LOCAL_PRESETS, *PRESETS))}, each also with "
+        f"{', '.join(suffix for suffix in _START_METHODS if suffix)}, and all but {', '.join(LOCAL_PRESETS)} with "
+        f"_find_unused_parameters_true; any other configuration is an object, e.g. "
+        f"strategy=lightning_gqsgd.GQSGDStrategy(bits={bits or 5})"
+    )
 
 
 def _warn(error: Exception) -> None:

@@ -28,11 +28,19 @@ from lightning_gqsgd.predict.advice import (
     over_probe,
     recommendation,
 )
-from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Costs, Link, inside_of
+from lightning_gqsgd.predict.costs import (
+    ESTIMATES,
+    LATENCY_S,
+    Costs,
+    Link,
+    bytes_per_second,
+    inside_of,
+    rate_in_words,
+    seconds,
+)
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.probe import Probe
 from lightning_gqsgd.predict.timeline import Timeline, estimated
-from lightning_gqsgd.predict.units import bytes_per_second, rate_in_words, seconds
 
 #: The codec whose speed a probe has measured.
 MEASURED = "measured"

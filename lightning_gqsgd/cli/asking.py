@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from lightning_gqsgd._autoload import bits_of_name
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, did_you_mean_preset
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, bits_of_name, did_you_mean_preset
 from lightning_gqsgd.research.systems import SYSTEMS
 
 #: The most ranks of which facts are told: each of them is an owner of a shard, which takes memory and time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_gqsgd.cli.listing import Listing
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
+from lightning_gqsgd.presets import LOCAL_PRESETS
 
 
 def row(name: str) -> list[str]:

@@ -22,10 +22,10 @@ from rich.table import Table
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict import models
 from lightning_gqsgd.predict.advice import check_batch
+from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.probe import Probe, measure, to_rows
 from lightning_gqsgd.predict.recording import Recorder
 from lightning_gqsgd.predict.timeline import Timeline
-from lightning_gqsgd.predict.writing import check_writable
 
 #: Seconds that ranks wait for each other.
 _TIMEOUT_S = 120

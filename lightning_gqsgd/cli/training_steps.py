@@ -1,6 +1,6 @@
 """Times of whole training steps of a small model between processes, under plain DDP and under hooks: ``gqsgd bench``.
 
-Each case is a DDP model of its own in the same processes. The cases train in turns, on equal data (`turns`).
+Each case is a DDP model of its own in the same processes. The cases train in turns, on equal data (`timing`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.predict.bench import WARMUP, WIDTHS, WayTime, slowest_rounds
-from lightning_gqsgd.predict.turns import Case, EventClock, in_turns, stopwatch
+from lightning_gqsgd.predict.timing import Case, EventClock, in_turns, stopwatch
 from lightning_gqsgd.reducers.base import ring_bytes
 
 #: The model: dense layers of these widths, 4.7 M parameters, on so many samples of each rank.

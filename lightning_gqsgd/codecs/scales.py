@@ -62,7 +62,7 @@ def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tenso
 
 
 def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales rounded up to the wire's format, in which the sender uses them as well; ``dtype``: that of the
+    """Returns the scales rounded up to the wire's format, in which the sender uses them as well; ``dtype``: that of the
     gradient."""
     return scale_format(dtype).rounded_up(scales.long()).to(scales.dtype)
 
@@ -100,8 +100,8 @@ class _Norms:
         return (self._sums[:, 2] / self._counts).sqrt()
 
     def bits_above(self, values: Tensor) -> Tensor:
-        """Bits of the smallest numbers of the compute dtype that are not below the values; finite values stay
-        finite."""
+        """Returns the bits of the smallest numbers of the compute dtype that are not below the values; finite values
+        stay finite."""
         largest = torch.finfo(self.dtype).max
         narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(self.dtype)
         up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
@@ -109,7 +109,8 @@ class _Norms:
         return narrow.view(self.form.integer) & torch.iinfo(self.form.integer).max
 
     def power_of_two(self, bits: Tensor) -> Tensor:
-        """Bits of the next power of two; where that power is infinite, bits of the largest finite number."""
+        """Returns the bits of the next power of two; where that power is infinite, bits of the largest finite
+        number."""
         form = self.form
         rest = (1 << form.mantissa) - 1
         # Bits of NaN lie above infinity's. In fp64, their sum with `rest` would leave the integer's range.
@@ -130,7 +131,8 @@ class _Norms:
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """For each value, how many different values are smaller: int64 [B]. `torch.unique` would wait for a device."""
+    """Returns for each value how many different values are smaller: int64 [B]."""
+    # `torch.unique` would wait for the device.
     order = values.argsort(stable=True)
     ascending = values[order]
     steps = torch.zeros_like(order)

@@ -32,7 +32,7 @@ LLOYD_MAX: dict[int, tuple[float, ...]] = {
 
 
 def omega_linear(dimension: int, levels: int) -> float:
-    """ω of stochastic rounding to s = ``levels`` uniform levels on each side of zero: min(d/(4s²), sqrt(d)/s).
+    """Returns ω of stochastic rounding to s = ``levels`` uniform levels on each side of zero: min(d/(4s²), sqrt(d)/s).
 
     Let N be the scale, y = |x_j|/N and f the distance of s y to the integer below. The coordinate's variance is
     f(1-f) N²/s². f(1-f) is at most 1/4 and at most f <= s y, so the variance is at most min(y/s, 1/(4s²)) N². The sum
@@ -53,7 +53,8 @@ def omega_linear(dimension: int, levels: int) -> float:
 
 
 def omega_subtractive(dimension: int, levels: int) -> float:
-    """ω of subtractive dither with K = ``levels`` levels from -N to N under the maximum norm N: d Δ²/12, Δ = 2/(K-1).
+    """Returns ω of subtractive dither with K = ``levels`` levels from -N to N under the maximum norm N: d Δ²/12, Δ =
+    2/(K-1).
 
     The error is uniform on [-Δ/2, Δ/2] N whatever the coordinate, zeros included, so d coordinates have d Δ²/12 N²;
     N <= |x| gives the bound, which one coordinate that is not zero attains.
@@ -71,7 +72,8 @@ def omega_subtractive(dimension: int, levels: int) -> float:
 
 
 def variance_companded(magnitude: float, levels: int, slope: float) -> float:
-    """Mean square error of companded subtractive dither for a coordinate |x| under the scale 1, see `codecs.companded`.
+    """Returns the mean square error of companded subtractive dither for a coordinate |x| under the scale 1, see
+    `codecs.companded`.
 
     Let y >= 0 be the coordinate on the companded axis, (s y + y²/m)/(1+s) = m |x| with m = (K-1)/2, and e uniform on
     [-1/2, 1/2]. The error is that of d(y + e) about its mean, times 1/m. The decoder d is straight with the slope
@@ -106,7 +108,9 @@ def variance_companded(magnitude: float, levels: int, slope: float) -> float:
 
 
 def mean_variance_companded(mean_magnitude: float, levels: int, slope: float) -> float:
-    """About the mean of `variance_companded` over coordinates with this mean magnitude: Δ²/12 (b² + 4 |x|/(1+s)).
+    """Returns about the mean of `variance_companded` over coordinates with this mean magnitude.
+
+    It is Δ²/12 (b² + 4 |x|/(1+s)).
 
     Args:
         mean_magnitude: mean of |x| in units of the scale, 0 to 1.
@@ -123,7 +127,7 @@ def mean_variance_companded(mean_magnitude: float, levels: int, slope: float) ->
 
 
 def omega_companded(dimension: int, levels: int, slope: float) -> float:
-    """ω of companded subtractive dither under the maximum norm: Δ²/24 (A + sqrt(A² + k² (d-1))), A = d b² + k.
+    """Returns ω of companded subtractive dither under the maximum norm: Δ²/24 (A + sqrt(A² + k² (d-1))), A = d b² + k.
 
     Here k = 16/(3 (1+s)) and b = s/(1+s). On average over neighbours, a coordinate's error is Δ²/12 (b² + 4 |x|/(1+s)),
     see `variance_companded`. A single coordinate's error is at most that with 16/3 in place of 4: the factor 4/3 is
@@ -168,7 +172,8 @@ def smallest_level(levels: int, mantissa: int = 0) -> float:
 
 
 def omega_exponential(dimension: int, levels: int, mantissa: int = 0) -> float:
-    """ω of stochastic rounding to zero and S = ``levels`` magnitudes 2^-k (1 + j/2^m): h²/(4(1+h)) + u min(1, u).
+    """Returns ω of stochastic rounding to zero and S = ``levels`` magnitudes 2^-k (1 + j/2^m): h²/(4(1+h)) + u min(1,
+    u).
 
     Between neighbours a < b, y = |x_j|/N has the variance (y-a)(b-y) N². Relative to (y N)² that is largest at
     y = 2ab/(a+b), where it is (b-a)²/(4ab). b/a is largest at a power of two, 1 + h with h = 2^-m, which gives
@@ -192,7 +197,8 @@ def omega_exponential(dimension: int, levels: int, mantissa: int = 0) -> float:
 
 
 def stability(alpha: float, beta: float, omega: float) -> float:
-    """Factor λ = α²ω + (β-α)² by which the squared error memory of ECQ-SGD grows per step; bounded if λ < 1.
+    """Returns the factor λ = α²ω + (β-α)² by which the squared error memory of ECQ-SGD grows per step; bounded if λ <
+    1.
 
     (arXiv 1806.08054.) A rank sends Q(g + αh) and keeps h' = βh + g - Q(g + αh) = (β-α)h - e, where the rounding
     error e has mean zero and E|e|² <= ω|g + αh|². So E|h'|² <= (β-α)²|h|² + ω|g + αh|², in which |h|² has the factor λ.
@@ -232,7 +238,7 @@ def relative_variance(mantissa: int) -> float:
 
 
 def gaussian_distortion(bits: int) -> float:
-    """Mean square error D of Lloyd-Max levels for the standard normal distribution: 1 - E q².
+    """Returns the mean square error D of Lloyd-Max levels for the standard normal distribution: 1 - E q².
 
     Every level q is the mean of the numbers z that are rounded to it, so E zq = E q², and E (z - q)² = 1 - E q².
 
@@ -251,7 +257,7 @@ def gaussian_distortion(bits: int) -> float:
 
 
 def omega_eden(bits: int) -> float:
-    """E|x̂ - x|²/|x|² of EDEN, averaged over rotations: D/(1-D), for long blocks.
+    """Returns E|x̂ - x|²/|x|² of EDEN, averaged over rotations: D/(1-D), for long blocks.
 
     With z = R x, levels q in units of σ = |x|/sqrt(m), and the scale S = |x|²/<z, q>, the decoded block has
     <x̂, x> = |x|², so |x̂ - x|² = S² |q|² - |x|². For Gaussian z, <z, q> is near m σ (1-D) and |q|² near m (1-D), so that

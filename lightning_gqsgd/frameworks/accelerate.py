@@ -24,8 +24,7 @@ from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted, did_you_mean
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.presets import LOCAL_PRESETS, make_config
 
 _BASE_FIELDS = tuple(field.name for field in dataclasses.fields(DistributedDataParallelKwargs))
 _HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -102,7 +101,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return [state for model, state in self._hooks if model() is not None]
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _HOOK_FIELDS) -> dict[str, Any]:
-        """The arguments of DistributedDataParallel: the base takes all attributes, and copies them deeply."""
+        """Returns the arguments of DistributedDataParallel: the base takes all attributes, and copies them deeply."""
         return {name: getattr(self, name) for name in _BASE_FIELDS if name not in ignore_keys}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> GQSGDState:
@@ -123,7 +122,7 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
+        """Returns the state that a resumed run needs for the same bits; see `GQSGDState.state_dict`.
 
         Call it on all ranks, and save what rank 0 has: Accelerate does both.
         """
@@ -162,17 +161,17 @@ class GQSGDKwargs(DistributedDataParallelKwargs):
         return f"GQSGDKwargs({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
 
     def __reduce__(self) -> Any:
-        """Copies have the arguments; the hooks and their memories stay with the models."""
+        """Returns how to copy the handler: from its arguments. Hooks and their memories stay with the models."""
         return functools.partial(GQSGDKwargs, **self._arguments()), ()
 
     def __eq__(self, other: object) -> bool:
-        """Identity: the base compares its own fields."""
+        """Returns whether this is the same object. The base would compare its own fields only."""
         return self is other
 
     __hash__ = object.__hash__
 
     def _arguments(self) -> dict[str, Any]:
-        """The arguments that give an equal handler."""
+        """Returns the arguments that give an equal handler."""
         config = self.config
         usual = make_config()
         own = {name: getattr(config, name) for name in config.field_names()}

@@ -22,7 +22,7 @@ CHECKPOINT_KEY = "gqsgd"
 def split_arguments(
     strategy: type, base: type, preset: str | GQSGDConfig | Preset | None, arguments: dict[str, Any]
 ) -> tuple[GQSGDConfig, dict[str, Any]]:
-    """The configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
+    """Returns the configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
 
     Raises:
         ConfigError: a name that is no argument, a value that cannot work, or a communication hook of the user's. (The
@@ -105,7 +105,7 @@ def _destroy() -> None:
 
 
 def parameter_names(callable_: Any) -> list[str]:
-    """Names of a function's or class's arguments, without those that are taken as ``**kwargs``."""
+    """Returns the names of a function's or class's arguments, without those that are taken as ``**kwargs``."""
     return [
         parameter.name
         for parameter in inspect.signature(callable_).parameters.values()

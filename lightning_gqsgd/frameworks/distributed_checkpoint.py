@@ -49,7 +49,7 @@ class DCPState:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in entries that DCP takes as they are. A collective if the hook remembers anything."""
+        """Returns the state in entries that DCP takes as they are. A collective if the hook remembers anything."""
         saved = self._state.state_dict()
         memory = saved.pop("memory", None)
         if not isinstance(self._state, GQSGDState):  # there is no memory with FSDP2
@@ -97,7 +97,7 @@ class DCPState:
 
 
 def _entry(entries: Mapping[str, Any], name: str) -> Any:
-    """Return the value that `DCPState.state_dict` has put into an entry."""
+    """Returns the value that `DCPState.state_dict` has put into an entry."""
     value = entries.get(name) if isinstance(entries, Mapping) else None
     if not (isinstance(value, tuple) and len(value) == 1):
         raise ConfigError(
@@ -108,7 +108,7 @@ def _entry(entries: Mapping[str, Any], name: str) -> Any:
 
 
 def _numbers_of(store: MemoryStore, saved: Any, ranks: int) -> list[int]:
-    """The parameters whose memory can be taken; none if it is that of other ranks or of another configuration.
+    """Returns the parameters whose memory can be taken; none if it is that of other ranks or of another configuration.
 
     Raises:
         ConfigError: it is no memory, or that of a model with other parameters.
@@ -123,7 +123,7 @@ def _numbers_of(store: MemoryStore, saved: Any, ranks: int) -> list[int]:
 
 
 def _from_first_rank(communicator: Communicator, numbers: list[int]) -> list[int]:
-    """Rank 0's numbers, on all ranks. A collective."""
+    """Returns rank 0's numbers on all ranks. A collective."""
     device = communicator.control_device
     count = int(communicator.gather(torch.tensor([len(numbers)], device=device))[0])
     mine = torch.tensor(numbers or [0] * count, dtype=torch.int64, device=device)

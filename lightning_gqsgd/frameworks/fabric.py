@@ -134,7 +134,7 @@ class FabricMixin(_Base):
             )
 
     def _module_of(self, optimizer: optim.Optimizer) -> Module:
-        """The module that was set up and has an optimizer's parameters."""
+        """Returns the module that was set up and has an optimizer's parameters."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for module in self._modules:
             if own & {id(parameter) for parameter in module.parameters()}:
@@ -196,22 +196,22 @@ class _NothingToBlock:
     """Fabric's control of gradients' averages in the backward pass, where there are none."""
 
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context that does nothing."""
+        """Returns a context that does nothing."""
         return nullcontext()
 
 
 def _is_of_local_steps(loaded: Any) -> bool:
-    """Whether the strategy's states in a checkpoint are those of local steps."""
+    """Returns whether the strategy's states in a checkpoint are those of local steps."""
     return bool(loaded) and all("ranks" in state for state in loaded)
 
 
 def _modules_in(state: Any) -> list[Module]:
-    """The modules that a checkpoint is loaded into."""
+    """Returns the modules that a checkpoint is loaded into."""
     if isinstance(state, Module):
         return [state]
     return [value for value in state.values() if isinstance(value, Module)] if isinstance(state, dict) else []
 
 
 def _is_to_resume(state: Any) -> bool:
-    """Whether a checkpoint is one that training resumes from: it holds an optimizer beside the weights."""
+    """Returns whether a checkpoint is one that training resumes from: it holds an optimizer beside the weights."""
     return isinstance(state, dict) and any(isinstance(value, optim.Optimizer) for value in state.values())

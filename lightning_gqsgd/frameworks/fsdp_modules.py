@@ -100,7 +100,7 @@ class ShardedGroup:
         return "".join("1" if param.sharded_param.requires_grad else "0" for param in self.inner.fsdp_params)
 
     def reduced(self) -> list[ShardedParameter]:
-        """The parameters that require a gradient now, in the order of FSDP's flat tensors."""
+        """Returns the parameters that require a gradient now, in the order of FSDP's flat tensors."""
         inner = self.inner
         # torch 2.15 puts parameters whose gradients have one dtype together.
         order = getattr(inner, "_reduce_scatter_param_indices", None) or range(len(self.parameters))
@@ -150,7 +150,8 @@ def later_groups(model: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
 
 
 def unreduced_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The parameters whose gradients FSDP does not reduce: name and object of their module, and their name there."""
+    """Returns the parameters whose gradients FSDP does not reduce: name and object of their module, and their name
+    there."""
     reduced = {
         (id(module), name)
         for _, _, inner in _param_groups(model)
@@ -188,7 +189,7 @@ def parameter_bits(groups: list[ShardedGroup]) -> str:
 
 
 def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
-    """The result of `_param_groups`, if hooks can be installed there.
+    """Returns the result of `_param_groups`, if hooks can be installed there.
 
     Raises:
         ConfigError: hooks cannot be installed, see `sharded_groups`.
@@ -209,7 +210,7 @@ def _checked_param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
 
 
 def _param_groups(model: nn.Module) -> list[tuple[str, Any, Any]]:
-    """Name, module and FSDP's object for each sharded module that has parameters of its own."""
+    """Returns name, module and FSDP's object for each sharded module that has parameters of its own."""
     from torch.distributed.fsdp import FSDPModule
 
     triples = []
@@ -238,7 +239,7 @@ def _of_state(state: Any) -> list[Any]:
 
 
 def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
-    """FSDP's object for each parameter by its name, in the model's order, which does not depend on the groups."""
+    """Returns FSDP's object for each parameter by its name, in the model's order, whatever the groups are."""
     prefix = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     by_name = {}
     aliases = set()
@@ -258,7 +259,7 @@ def _named(model: nn.Module, inners: Sequence[Any]) -> dict[str, Any]:
 
 
 def _owners(param: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that have a parameter, and its names there; the first is FSDP's own choice."""
+    """Returns the modules that have a parameter, and its names there; the first is FSDP's own choice."""
     info = param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 

@@ -57,7 +57,7 @@ class Trained:
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state that all ranks need to resume, on rank 0; None on the others. A collective."""
+        """Returns the state that all ranks need to resume, on rank 0; None on the others. A collective."""
         return gathered_state(self.averages, self.module, self.optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class LocalTraining:
     def asked_for(
         cls, preset: str | GQSGDConfig | None, given: Mapping[str, Any], others: Mapping[str, Any]
     ) -> tuple[LocalTraining | None, str | GQSGDConfig | Preset | None]:
-        """The local steps that a strategy's arguments ask for, if any, and the compression.
+        """Returns the local steps that a strategy's arguments ask for, if any, and the compression.
 
         Args:
             preset: the strategy's argument.

@@ -12,7 +12,7 @@ from lightning_gqsgd.errors import ConfigError
 
 
 def is_seen(file: Path, accelerator: Any) -> bool:
-    """Whether all processes see a file; False if none does. A collective.
+    """Returns whether all processes see a file; False if none does. A collective.
 
     With dither that differs among ranks, no rank could decode the messages of the others.
 

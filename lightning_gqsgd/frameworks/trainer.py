@@ -119,7 +119,7 @@ class TrainerMixin(_Base):
         self._loaded: dict[str, Any] | None = None
 
     def _check_validation(self, validate_at: str | None) -> bool:
-        """Whether validation sees the anchor."""
+        """Returns whether validation sees the anchor."""
         if validate_at is None:
             return False
         check_one_of("validate_at", validate_at, ("local", "anchor"))
@@ -306,7 +306,8 @@ class TrainerMixin(_Base):
         exception.args = tuple(self._with_own_names(arg) if isinstance(arg, str) else arg for arg in exception.args)
 
     def _with_own_names(self, text: str) -> str:
-        """A hint of Lightning's, with the preset's name or, for a configuration that has none, with the fields."""
+        """Returns a hint of Lightning's, with the preset's name or, for a configuration that has none, with the
+        fields."""
         presets = [name for name, preset in PRESETS.items() if preset.config == self.gqsgd_config]
         if presets:
             text = text.replace("'ddp_find_unused", f"'{presets[0]}_find_unused")

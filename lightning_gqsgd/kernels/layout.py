@@ -10,9 +10,11 @@ A shard's message: block scales, then codes, then uncompressed coordinates, each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -217,22 +219,76 @@ class Layout:
         return part
 
 
+class BlockRun(NamedTuple):
+    """Consecutive blocks of one parameter: what a block table has a row for each of.
+
+    Predictions of large models work on runs, because their tables would have millions of rows.
+
+    Attributes:
+        parameter: number of the parameter.
+        first: number of the first block in its parameter.
+        blocks: number of blocks.
+        numel: number of coordinates; all blocks but the last one of the parameter are full.
+        raw: True if the parameter travels uncompressed.
+        of: number of blocks of the whole parameter.
+    """
+
+    parameter: int
+    first: int
+    blocks: int
+    numel: int
+    raw: bool
+    of: int
+
+    def cut(self, count: int, block_size: int) -> tuple[BlockRun, BlockRun]:
+        """Returns the first ``count`` blocks, and the others."""
+        numel = min(self.numel, count * block_size)
+        rest = self._replace(first=self.first + count, blocks=self.blocks - count, numel=self.numel - numel)
+        return self._replace(blocks=count, numel=numel), rest
+
+
+def whole(segments: Iterable[Segment], block_size: int) -> list[BlockRun]:
+    """Returns all blocks of consecutive segments, one run for each segment that is not empty."""
+    made = []
+    for segment in segments:
+        blocks = -(-segment.numel // block_size)
+        if blocks:
+            made.append(BlockRun(segment.parameter, 0, blocks, segment.numel, segment.raw, blocks))
+    return made
+
+
+def table_of(block_runs: Sequence[BlockRun], block_size: int) -> np.ndarray:
+    """Returns the block table of runs, which counts from the first coordinate of the first run.
+
+    Positions in messages are not set yet.
+    """
+    rows = np.array(block_runs, dtype=np.int64).reshape(-1, len(BlockRun._fields))
+    parameter, first, counts, numel, raw, of = rows.T
+    before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.zeros((len(before), COLUMNS), dtype=np.int64)
+    table[:, LENGTH] = np.minimum(block_size, np.repeat(numel, counts) - before * block_size)
+    table[:, START] = np.cumsum(table[:, LENGTH]) - table[:, LENGTH]
+    table[:, INDEX] = np.repeat(first, counts) + before
+    for column, values in ((PARAMETER, parameter), (RAW, raw), (BLOCKS, of)):
+        table[:, column] = np.repeat(values, counts)
+    return table
+
+
 def cut(segments: Iterable[Segment], block_size: int) -> np.ndarray:
     """Returns the block table of consecutive segments. Positions in messages are not set yet."""
-    tables = []
-    start = 0
-    for segment in segments:
-        offsets = np.arange(0, segment.numel, block_size, dtype=np.int64)
-        table = np.zeros((len(offsets), COLUMNS), dtype=np.int64)
-        table[:, START] = start + offsets
-        table[:, LENGTH] = np.minimum(block_size, segment.numel - offsets)
-        table[:, PARAMETER] = segment.parameter
-        table[:, INDEX] = offsets // block_size
-        table[:, RAW] = segment.raw
-        table[:, BLOCKS] = len(offsets)
-        tables.append(table)
-        start += segment.numel
-    return np.concatenate(tables) if tables else np.zeros((0, COLUMNS), dtype=np.int64)
+    return table_of(whole(segments, block_size), block_size)
+
+
+def block_runs_of(table: np.ndarray) -> list[BlockRun]:
+    """Returns the runs whose block table this is, as `table_of` makes it."""
+    parameter = table[:, PARAMETER]
+    index = table[:, INDEX]
+    goes_on = (parameter[1:] == parameter[:-1]) & (index[1:] == index[:-1] + 1)
+    first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
+    counts = np.diff(np.append(first, len(table)))
+    numel = np.add.reduceat(table[:, LENGTH], first) if len(first) else first
+    rows = np.stack([parameter[first], index[first], counts, numel, table[first, RAW], table[first, BLOCKS]], axis=1)
+    return [BlockRun(*row) for row in rows.tolist()]
 
 
 def runs(table: np.ndarray, block_size: int) -> list[Run]:
@@ -253,22 +309,43 @@ def runs(table: np.ndarray, block_size: int) -> list[Run]:
     return [Run(*row) for row in rows.tolist()]
 
 
-def pieces(table: np.ndarray, piece_numel: int = PIECE_NUMEL, *, whole_parameters: bool = False) -> list[np.ndarray]:
-    """Returns the table cut into runs of at most ``piece_numel`` coordinates, of nearly equal size.
+def pieces(
+    block_runs: Sequence[BlockRun], piece_numel: int, block_size: int, *, whole_parameters: bool = False
+) -> list[list[BlockRun]]:
+    """Returns the runs cut into pieces of at most ``piece_numel`` coordinates, of nearly equal size.
 
     ``whole_parameters``: not within a parameter, so that pieces may be larger.
     """
-    if len(table) == 0:
-        return []
-    ends = np.cumsum(table[:, LENGTH])
-    count = max(1, -(-int(ends[-1]) // piece_numel))
-    # Bounds go by coordinates and not by blocks, because short blocks of small parameters would make small pieces.
-    bounds = np.searchsorted(ends, [int(ends[-1]) * k / count for k in range(1, count)], side="left") + 1
-    if whole_parameters:
-        starts = np.append(np.flatnonzero(table[:, INDEX] == 0), len(table))
-        # A scale that belongs to a whole parameter needs all of its blocks in one piece.
-        bounds = starts[np.searchsorted(starts, bounds)]
-    return [piece for piece in np.split(table, bounds) if len(piece)]
+    count = max(1, -(-sum(run.numel for run in block_runs) // piece_numel))
+    return [part for part in divided(block_runs, count, block_size, whole_parameters=whole_parameters) if part]
+
+
+def divided(
+    block_runs: Sequence[BlockRun], parts: int, block_size: int, *, whole_parameters: bool = False
+) -> list[list[BlockRun]]:
+    """Returns the runs cut into a number of parts of nearly equal size; a part may be empty. Blocks stay whole.
+
+    ``whole_parameters``: not within a parameter.
+    """
+    total = sum(run.numel for run in block_runs)
+    made: list[list[BlockRun]] = [[]]
+    waiting = deque(block_runs)
+    start = 0  # the first coordinate of what waits
+    # Bounds go by coordinates and not by blocks, because short blocks of small parameters would make small parts. A
+    # part ends behind the block in which its bound lies.
+    for bound in (math.ceil(total * k / parts) for k in range(1, parts)):
+        while waiting and start < bound:
+            run = waiting.popleft()
+            # A scale that belongs to a whole parameter needs all of its blocks in one piece.
+            taken = run.blocks if whole_parameters else min(run.blocks, -(-(bound - start) // block_size))
+            head, rest = run.cut(taken, block_size)
+            made[-1].append(head)
+            start += head.numel
+            if rest.blocks:
+                waiting.appendleft(rest)
+        made.append([])
+    made[-1] += waiting
+    return made
 
 
 def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
@@ -290,7 +367,10 @@ def place(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw
 
 
 def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int) -> Layout:
-    """As `place`, for a table of as many alike runs of blocks as there are shards: one run for each."""
+    """Returns the layout of a table that has as many alike runs of blocks as there are shards: one run for each shard.
+
+    See `place` for the arguments.
+    """
     first = [len(table) // shards * shard for shard in range(shards + 1)]
     record = _records(table, q, raw_bytes)
     return _placed(table, np.arange(len(table)), first, record, scale_bytes, q.block_size)
@@ -299,7 +379,7 @@ def place_alike(table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: in
 def place_by_owner(
     table: np.ndarray, q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int, striped: bool
 ) -> Layout:
-    """As `place`, with shards that depend on a block's number and its parameter's only, not on the rest of the table.
+    """Returns a layout whose shards depend on a block's number and its parameter's only, not on the rest of the table.
 
     Results that depend on a block's owner then do not depend on how parameters are put into buckets and pieces, and
     what an owner remembers of its blocks stays valid.
@@ -313,6 +393,52 @@ def place_by_owner(
     order = np.argsort(owner, kind="stable")
     first = [0, *np.cumsum(np.bincount(owner, minlength=shards)).tolist()]
     return _placed(table, order, first, _records(table, q, raw_bytes), scale_bytes, q.block_size)
+
+
+class ShardSizes(NamedTuple):
+    """The sizes on which the work and the messages of the rank that owns the first shard depend.
+
+    Attributes:
+        numel: number of coordinates of all shards.
+        blocks: number of their blocks.
+        owned: number of blocks of the first shard.
+        owned_raw: number of these that travel uncompressed.
+        shard_bytes: length of one shard's message in bytes.
+    """
+
+    numel: int
+    blocks: int
+    owned: int
+    owned_raw: int
+    shard_bytes: int
+
+
+def sizes_by_owner(
+    block_runs: Sequence[BlockRun], q: Quantiser, *, shards: int, scale_bytes: int, raw_bytes: int
+) -> ShardSizes:
+    """Returns the sizes of the layout that `place_by_owner` makes of runs without stripes, without their table.
+
+    The owners take turns at the blocks of a parameter, so each of them has as many as the others, or one more. See
+    `place` for the arguments.
+    """
+    rows = np.zeros((len(block_runs), COLUMNS), dtype=np.int64)
+    rows[:, PARAMETER] = [run.parameter for run in block_runs]
+    rows[:, INDEX] = [run.first for run in block_runs]
+    rank = np.arange(shards)
+    scales, rest, blocks, raw = np.zeros((4, shards), dtype=np.int64)
+    for run, owner in zip(block_runs, owners(rows, shards, striped=False).tolist(), strict=True):
+        counts = run.blocks // shards + ((rank - owner) % shards < run.blocks % shards)
+        blocks += counts
+        raw += counts * run.raw
+        scales += counts * (not run.raw) * scale_bytes
+        full_bytes = _record_bytes(q.block_size, run.raw, q, raw_bytes)
+        rest += counts * full_bytes
+        # The last block of a parameter may be shorter than the others.
+        last = run.numel - (run.blocks - 1) * q.block_size
+        rest[(owner + run.blocks - 1) % shards] += _record_bytes(last, run.raw, q, raw_bytes) - full_bytes
+    numel = sum(run.numel for run in block_runs)
+    total = sum(run.blocks for run in block_runs)
+    return ShardSizes(numel, total, int(blocks[0]), int(raw[0]), int((_align(scales) + rest).max()))
 
 
 def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
@@ -353,6 +479,15 @@ def _records(table: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
     """Returns the bytes of each block's record, aligned."""
     length = table[:, LENGTH]
     return _align(np.where(table[:, RAW] == 1, length * raw_bytes, q.record_bytes(length, raw_bytes)))
+
+
+@lru_cache(maxsize=1 << 12)
+def _record_bytes(length: int, raw: bool, q: Quantiser, raw_bytes: int) -> int:
+    """Returns the bytes of the record of one block of ``length`` coordinates, aligned."""
+    row = np.zeros((1, COLUMNS), dtype=np.int64)
+    row[:, LENGTH] = length
+    row[:, RAW] = raw
+    return int(_records(row, q, raw_bytes)[0])
 
 
 def _placed(

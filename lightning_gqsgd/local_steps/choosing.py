@@ -8,8 +8,7 @@ from typing import Any
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, Preset, did_you_mean_preset, make_config
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, Preset, did_you_mean_preset, make_config
 
 
 def make_local(

@@ -135,7 +135,7 @@ class Candidate:
 
 
 def over_links(device_costs: Callable[[dict[str, Any]], Costs], per_node: int, link: Link, inside: Link) -> Any:
-    """The function `Cluster.costs_at` of links with given rates."""
+    """Returns the function `Cluster.costs_at` of links with given rates."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
         faster = replace(link, bytes_per_s=link.bytes_per_s * factor)
@@ -145,7 +145,7 @@ def over_links(device_costs: Callable[[dict[str, Any]], Costs], per_node: int, l
 
 
 def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
-    """The function `Cluster.costs_at` of a link that was measured."""
+    """Returns the function `Cluster.costs_at` of a link that was measured."""
 
     def costs_at(nodes: int, factor: float) -> Costs:
         scaled = at_ranks(costs, measured_ranks, nodes * per_node) if nodes * per_node > 1 else costs
@@ -161,7 +161,7 @@ def over_probe(costs: Costs, measured_ranks: int, per_node: int) -> Any:
 
 
 def methods(cluster: Cluster, nodes: int, costs: Costs, widths: Sequence[int] = BITS) -> dict[str, GQSGDConfig | str]:
-    """The candidates for a number of nodes, by name, most exact ones first."""
+    """Returns the candidates for a number of nodes, by name, most exact ones first."""
     ways: dict[str, GQSGDConfig | str] = {"fp32" if cluster.timeline.dtype == torch.float32 else "native": NATIVE}
     if cluster.timeline.dtype == torch.float32:
         ways["bf16"] = BF16
@@ -183,7 +183,7 @@ def candidates(
     widths: Sequence[int] = BITS,
     tick: Callable[[str], object] = lambda name: None,
 ) -> list[Candidate]:
-    """Predictions of all candidates, on another number of nodes or on links of another rate, if given.
+    """Returns the predictions of all candidates, on another number of nodes or on links of another rate, if given.
 
     Args:
         cluster: the cluster.
@@ -233,7 +233,7 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
 
 
 def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that are exact enough for most trainings."""
+    """Returns the candidates that are exact enough for most trainings."""
     return [
         candidate
         for candidate in choices
@@ -242,7 +242,7 @@ def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:
 
 
 def best_of(choices: Sequence[Candidate]) -> Candidate:
-    """The most exact candidate among those whose steps are about as short as the shortest.
+    """Returns the most exact candidate among those whose steps are about as short as the shortest.
 
     Plain DDP is the best one as long as the shortest step does not gain as much as is `WORTH` a change. If it does, a
     more exact candidate may gain a little less than that. So faster links never lead to fewer bits. Candidates with
@@ -256,7 +256,7 @@ def best_of(choices: Sequence[Candidate]) -> Candidate:
 
 
 def recommendation(choices: Sequence[Candidate]) -> str:
-    """Return the recommendation and its reason in one sentence."""
+    """Returns the recommendation and its reason in one sentence."""
     plain = choices[0].prediction
     best = best_of(choices)
     made = best.prediction
@@ -276,20 +276,20 @@ def recommendation(choices: Sequence[Candidate]) -> str:
 
 
 def _against_bf16(choices: Sequence[Candidate], best: Candidate) -> str:
-    """How a candidate compares with what needs no package, torch's bf16 hook; empty where that is the candidate, or is
-    not predicted."""
+    """Returns how a candidate compares with what needs no package, torch's bf16 hook; empty where that is the
+    candidate, or is not predicted."""
     hook = next((candidate for candidate in choices if candidate.method == BF16), None)
     return "" if hook is None or best is hook else f", {_times(hook.prediction, best.prediction)} than its bf16 hook"
 
 
 def _times(other: Prediction, made: Prediction) -> str:
-    """How many times faster or slower a prediction is than another one."""
+    """Returns how many times faster or slower a prediction is than another one."""
     ratio = other.step_s / made.step_s
     return f"{ratio:.2f} times faster" if ratio >= 1 else f"{1 / ratio:.2f} times slower"
 
 
 def _what_is_left(best: Candidate) -> str:
-    """Return as a clause what a candidate's step still waits for. No cost that is exposed is called hidden."""
+    """Returns as a clause what a candidate's step still waits for. No cost that is exposed is called hidden."""
     made = best.prediction
     waits = f"with {best.name} it waits {_ms(made.exposed_s)}, {_share(made)} of the step"
     if made.exposed_s <= NO_WAIT * made.step_s:
@@ -303,12 +303,12 @@ def _what_is_left(best: Candidate) -> str:
 
 
 def _share(made: Prediction) -> str:
-    """The share of a step that waits, as text."""
+    """Returns the share of a step that waits, as text."""
     return f"{max(0.0, made.exposed_s) / made.step_s:.0%}"
 
 
 def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None) -> str | None:
-    """A sentence on local steps; None: steps wait little, or there is no prediction of local steps."""
+    """Returns a sentence on local steps; None: steps wait little, or there is no prediction of local steps."""
     best = best_of(choices)
     made = best.prediction
     if local is None or made.exposed_s <= LONG_WAIT * made.step_s:
@@ -322,7 +322,7 @@ def advice_on_local_steps(choices: Sequence[Candidate], local: Candidate | None)
 
 
 def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
-    """Candidates that can be recommended over numbers of nodes, of up to `MOST_RANKS` ranks.
+    """Returns the candidates that can be recommended over numbers of nodes, of up to `MOST_RANKS` ranks.
 
     Those with fewer bits take as long to predict, so they are left out.
     """
@@ -332,7 +332,7 @@ def over_nodes(cluster: Cluster) -> dict[int, list[Candidate]]:
 
 
 def over_rates(cluster: Cluster) -> dict[float, list[Candidate]]:
-    """Candidates over the factor by which the rate of the links changes."""
+    """Returns the candidates over the factor by which the rate of the links changes."""
     return {factor: candidates(cluster, factor=factor) for factor in RATE_FACTORS}
 
 
@@ -345,7 +345,7 @@ class Sweeps:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Sweeps:
-        """Both sweeps of a cluster.
+        """Returns both sweeps of a cluster.
 
         Raises:
             ConfigError: nothing is known of several nodes.
@@ -354,12 +354,13 @@ class Sweeps:
 
     @classmethod
     def known(cls, cluster: Cluster) -> Sweeps:
-        """Both sweeps of a cluster; that over nodes is empty where nothing is known of several nodes."""
+        """Returns both sweeps of a cluster; that over nodes is empty where nothing is known of several nodes."""
         return cls(over_nodes(cluster) if cluster.knows_other_nodes else {}, over_rates(cluster))
 
 
 def break_even(sweep: dict[float, list[Candidate]]) -> float | None:
-    """The smallest factor from which on no candidate is worth a change; None: one is, even on the fastest links."""
+    """Returns the smallest factor from which on no candidate is worth a change; None: one is, even on the fastest
+    links."""
     limit = None
     for factor, choices in sorted(sweep.items(), reverse=True):
         if best_of(choices) is not choices[0]:

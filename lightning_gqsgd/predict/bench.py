@@ -1,6 +1,6 @@
 """Times of kernels and of whole all-reduces on this machine, next to what they replace: ``gqsgd bench``.
 
-All cases take turns (`turns`), so that slow changes of the machine meet all of them, and every ratio is a median over
+All cases take turns (`timing`), so that slow changes of the machine meet all of them, and every ratio is a median over
 rounds of a ratio within one round.
 """
 
@@ -20,8 +20,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.device_times import CODEC_NUMEL, CodecCase
-from lightning_gqsgd.predict.of_ranks import slowest
-from lightning_gqsgd.predict.turns import Case, EventClock, Spread, in_turns, ratio, stopwatch, thread_clock
+from lightning_gqsgd.predict.timing import Case, EventClock, Spread, in_turns, ratio, slowest, stopwatch, thread_clock
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.wire.engine import Engine, Request
 
@@ -86,7 +85,7 @@ class WayTime:
 
     @classmethod
     def all_of(cls, seconds: Mapping[str, np.ndarray], sent: Mapping[str, float], against: str) -> tuple[WayTime, ...]:
-        """All ways, from their names to seconds in each round and to bytes sent; ``against``: the other way."""
+        """Returns all ways, from their names to seconds in each round and to bytes sent; ``against``: the other way."""
         return tuple(
             cls(name, sent[name] / 1e6, 1e3 * Spread.of(values).median, *Spread.of(seconds[against] / values))
             for name, values in seconds.items()
@@ -116,7 +115,7 @@ class Bench:
     all_reduces: tuple[WayTime, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns plain values only."""
         return asdict(self)
 
 
@@ -144,13 +143,13 @@ def measure(
 
 
 def runs(rounds: int, parts: Sequence[str] = PARTS) -> int:
-    """How often `measure` runs a case, rounds that are not timed included."""
+    """Returns how often `measure` runs a case, rounds that are not timed included."""
     cases = {KERNELS_PART: 1 + 2 * len(KERNELS), REDUCERS_PART: 2 + len(WIDTHS)}
     return (rounds + WARMUP) * sum(cases[part] for part in parts)
 
 
 def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> tuple[KernelTime, ...]:
-    """Encoding and decoding of a tensor, next to a copy of it.
+    """Returns the encoding and decoding of a tensor, next to a copy of it.
 
     On a CPU, all run on one thread, and its own processor time counts: other programs may take the processor meanwhile.
     """
@@ -180,7 +179,7 @@ def _kernels(device: torch.device, rounds: int, tick: Callable[[], object]) -> t
 
 
 def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[], object]) -> tuple[WayTime, ...]:
-    """Averages of a gradient by the backend, and by the package's own engine."""
+    """Returns the averages of a gradient by the backend, and by the package's own engine."""
     assert dist.group.WORLD is not None
     ranks = dist.get_world_size()
     x = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
@@ -211,7 +210,7 @@ def _all_reduces(device: torch.device, numel: int, rounds: int, tick: Callable[[
 
 
 def slowest_rounds(values: np.ndarray, device: torch.device) -> np.ndarray:
-    """Each round's time on the slowest rank."""
+    """Returns each round's time on the slowest rank."""
     made: np.ndarray = slowest(torch.from_numpy(values), device).numpy()
     return made
 
@@ -221,7 +220,7 @@ def _mean(x: Tensor, ranks: int) -> None:
 
 
 def _mean_in_bf16(x: Tensor, ranks: int) -> None:
-    """As torch's bf16 hook does it."""
+    """Average a tensor in bf16, as torch's ``bf16_compress_hook`` does."""
     small = x.to(torch.bfloat16).div_(ranks)
     dist.all_reduce(small)
     x.copy_(small)

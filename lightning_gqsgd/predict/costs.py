@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,15 @@ KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/
 _STANDS_FOR = {"sum/float16": "sum/bfloat16", "sum/float64": "sum/float32", "sum/int64": "sum/float32"}
 #: What torch's ``bf16_compress_hook`` computes, by the name that its costs have. It is no codec, and is timed like one.
 BF16_HOOK = "bf16_compress_hook"
+
+#: Units of rates in bits per second, and of durations in seconds.
+_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+_TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+#: The smallest and the largest rate in bits per second, and duration in seconds, that mean anything.
+_RATE_LIMITS = (1.0, 1e18)
+_TIME_LIMITS = (1e-12, 1e6)
+#: Characters of a text that a message shows.
+_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Gamma:
     reduce_s: float
 
     def times(self, factor: float) -> Gamma:
-        """A codec that takes so many times as long."""
+        """Returns a codec that takes so many times as long."""
         return Gamma(factor * self.encode_s, factor * self.decode_s, factor * self.reduce_s)
 
 
@@ -108,7 +118,7 @@ class Costs:
         return min(1.0, self.thread, self.cores)
 
     def collective(self, scope: str, kind: str) -> Collective:
-        """The cost of a collective between the ranks of a scope.
+        """Returns the cost of a collective between the ranks of a scope.
 
         Raises:
             ConfigError: there is none.
@@ -123,7 +133,7 @@ class Costs:
         )
 
     def seconds(self, work: Work) -> float:
-        """Processor-seconds of a work.
+        """Returns the processor-seconds of a work.
 
         Raises:
             ConfigError: the codec's cost is not known.
@@ -153,8 +163,54 @@ class Costs:
         return self.launch_s + each * work.numel
 
 
+def bytes_per_second(text: str, option: str) -> float:
+    """Returns the bytes per second of a rate such as ``"10gbit"``; ``option``: where the text is from, for messages.
+
+    Raises:
+        ConfigError: the text is no number with a unit, or the rate is out of range.
+    """
+    bits = _number(text, option, _RATES, "100mbit, 10gbit or 3.2tbit")
+    _check_range(bits, text, option, _RATE_LIMITS, "1bit to 1000000tbit")
+    return bits / 8
+
+
+def seconds(text: str, option: str) -> float:
+    """Returns the seconds of a duration such as ``"50us"``; see `bytes_per_second`."""
+    duration = _number(text, option, _TIMES, "50us, 120ms or 1.5s")
+    _check_range(duration, text, option, _TIME_LIMITS, "0.000001us to 1000000s")
+    return duration
+
+
+def rate_in_words(rate: float) -> str:
+    """Returns a rate in bytes per second as text, e.g. ``"10gbit"``."""
+    bits = 8 * rate
+    unit, factor = next(((name, size) for name, size in reversed(_RATES.items()) if bits >= size), ("bit", 1))
+    return f"{bits / factor:.3g}{unit}"
+
+
+def _number(text: str, option: str, units: dict[str, float] | dict[str, int], examples: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zµ]+)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise ConfigError(f"{option} {_quoted(text)} is not a number and a unit; write e.g. {examples}")
+    value = float(match[1]) * units[match[2]]
+    if value <= 0:
+        raise ConfigError(f"{option} {_quoted(text)} has to be more than 0; write e.g. {examples}")
+    return value
+
+
+def _check_range(value: float, text: str, option: str, limits: tuple[float, float], words: str) -> None:
+    """Raise ConfigError for a value beyond the limits, which infinity is as well."""
+    if not limits[0] <= value <= limits[1]:
+        raise ConfigError(f"{option} {_quoted(text)} is out of range: {words}; write a number in this range")
+
+
+def _quoted(text: str) -> str:
+    """Returns a text in quotes, without its end if it is long."""
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+
+
 def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> dict[str, Collective]:
-    """Costs of collectives over links with given rates, by scope and kind.
+    """Returns the costs of collectives over links with given rates, by scope and kind.
 
     The ranks of a node share its link to other nodes. A ring passes each node's link once in each direction, so the
     link carries what one rank sends (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). In an all-to-all over
@@ -187,7 +243,8 @@ def collectives_between(nodes: int, per_node: int, link: Link, inside: Link) -> 
 
 
 def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
-    """Costs that were measured at one number of ranks, for another number of ranks on links of the same kind.
+    """Returns the costs that were measured at one number of ranks, for another number of ranks on links of the same
+    kind.
 
     A byte costs the same, since what ranks send is counted. The start of a collective takes a number of messages in a
     row: n-1 over Gloo, whose collectives are rings and pairs; log2 n over NCCL, where it is a tree.
@@ -236,13 +293,13 @@ class GPU:
     note: str
 
     def gamma(self, bits: int) -> Gamma:
-        """A codec that reads and writes each coordinate, 4 bytes, and its code once."""
+        """Returns a codec that reads and writes each coordinate, 4 bytes, and its code once."""
         code = bits / 8
         moved_s = (4 + code) / self.bytes_per_s
         return Gamma(encode_s=moved_s, decode_s=moved_s, reduce_s=code / self.bytes_per_s)
 
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
-        """All constants, with given costs of collectives."""
+        """Returns all constants, with given costs of collectives."""
         gammas = {codec: self.gamma(bits) for codec, bits in _CODECS.items()}
         return Costs(collectives, gammas, 1 / self.bytes_per_s, self.launch_s, 1.0, on_streams=True, source=self.note)
 
@@ -266,7 +323,7 @@ class CPU:
     note: str
 
     def costs(self, collectives: Mapping[str, Collective]) -> Costs:
-        """All constants, with given costs of collectives."""
+        """Returns all constants, with given costs of collectives."""
         gammas = {**dict.fromkeys(_CODECS, self.gamma), BF16_HOOK: self.hook}
         return Costs(
             collectives, gammas, self.touch_s, self.launch_s, self.cores, stage_s=self.stage_s, source=self.note

@@ -30,14 +30,14 @@ _SOURCES = 4
 
 
 def codec_of_bits(bits: int) -> str:
-    """The name that costs have for the codes of the default configuration at a width."""
+    """Returns the name that costs have for the codes of the default configuration at a width."""
     config = GQSGDConfig(bits=bits)
     q = codec_of(config).quantiser(config.block_size)
     return codec_name(q.kind, q.bits)
 
 
 def gamma_of(device: torch.device, bits: int, patience_s: float) -> Gamma:
-    """Seconds of a codec's kernels for each coordinate."""
+    """Returns the seconds of a codec's kernels for each coordinate."""
     numel = CODEC_NUMEL[device.type]
     codec = CodecCase(device, GQSGDConfig(bits=bits), numel, max(1, MODEL_NUMEL // numel))
     encode_s, decode_s = (_seconds(call, device, patience_s) / numel for call in (codec.encode, codec.decode))
@@ -46,7 +46,8 @@ def gamma_of(device: torch.device, bits: int, patience_s: float) -> Gamma:
 
 
 def bf16_hook(device: torch.device, patience_s: float) -> Gamma:
-    """Seconds for each coordinate of what torch's ``bf16_compress_hook`` does before and after its all-reduce."""
+    """Returns the seconds for each coordinate of what torch's ``bf16_compress_hook`` does before and after its
+    all-reduce."""
     x = torch.zeros(MODEL_NUMEL, device=device)
     small = x.to(torch.bfloat16)
     narrow_s = _seconds(lambda: x.to(torch.bfloat16).div_(2), device, patience_s)  # the hook makes a new tensor, too
@@ -102,7 +103,8 @@ class CodecCase:
 
 
 def copying(device: torch.device, patience_s: float) -> tuple[float, float]:
-    """Seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block takes."""
+    """Returns the seconds for each byte that a copy reads or writes, and seconds to start a kernel: what one of a block
+    takes."""
     x = torch.zeros(MODEL_NUMEL, device=device)
     y = torch.empty_like(x)
     config = GQSGDConfig()
@@ -111,7 +113,7 @@ def copying(device: torch.device, patience_s: float) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, patience_s: float) -> float:
-    """Median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time.
+    """Returns the median of the seconds that a call keeps a device busy; on a CPU, of the thread's own processor time.
 
     The call runs for ``patience_s`` about, and between 3 and 12 times after one that warms up.
     """

@@ -136,7 +136,7 @@ class LocalProblem:
 
     @classmethod
     def load(cls, path: Path) -> LocalProblem:
-        """The problem of a JSON file with the entries ``workers``, ``server``, ``learning`` and ``limits``.
+        """Returns the problem of a JSON file with the entries ``workers``, ``server``, ``learning`` and ``limits``.
 
         Raises:
             ConfigError: the file cannot be read, or has other entries or numbers.
@@ -155,7 +155,7 @@ class LocalProblem:
         return cls(workers, server, learning, limits)
 
     def cost(self, rounds: float, steps: Sequence[int], batch: float) -> tuple[float, float, float]:
-        """Energy in joules, seconds and error of a plan; see the module."""
+        """Returns the energy in joules, seconds and error of a plan; see the module."""
         each = self._round(steps)
         c = self._errors(steps)
         energy = rounds * (batch * each.batch_energy + each.energy)
@@ -163,7 +163,7 @@ class LocalProblem:
         return energy, seconds, c.by_rounds / rounds + c.fixed + c.by_batch / batch
 
     def best(self, steps: Sequence[int], batch: int | None = None) -> LocalPlan | None:
-        """The plan of least energy with these steps of each kind of workers; None: none keeps the limits.
+        """Returns the plan of least energy with these steps of each kind of workers; None: none keeps the limits.
 
         Args:
             steps: K_i of each kind.
@@ -187,7 +187,7 @@ class LocalProblem:
         return min(plans, key=lambda plan: plan.energy, default=None)
 
     def most_steps(self) -> int:
-        """The most steps of a worker that the limit of the error allows, whatever else is chosen."""
+        """Returns the most steps of a worker that the limit of the error allows, whatever else is chosen."""
         learning = self.learning
         c2 = 4 * learning.gradient_bound**2 * learning.smoothness**2
         return max(1, math.floor(math.sqrt(self.limits.error / c2) / learning.lr))
@@ -237,12 +237,12 @@ class LocalProblem:
         )
 
     def _bits(self, machine: Machine) -> float:
-        """M_s."""
+        """Returns M_s."""
         d = self.learning.dimension
         return 32 + d + d * math.log2(machine.levels)
 
     def _variance(self, machine: Machine) -> float:
-        """q(s)."""
+        """Returns q(s)."""
         d = self.learning.dimension
         return min(d / machine.levels**2, math.sqrt(d) / machine.levels)
 
@@ -267,7 +267,7 @@ class _Round:
 
 
 def plan(problem: LocalProblem, *, batch: int | None = None, most_steps: int | None = None) -> LocalPlan:
-    """The plan of least energy that keeps the limits; see the module.
+    """Returns the plan of least energy that keeps the limits; see the module.
 
     Args:
         problem: workers, server, what is known of the problem, and limits.
@@ -299,7 +299,7 @@ _Part = TypeVar("_Part", Machine, Learning, Limits)
 
 
 def _made(kind: type[_Part], given: Any, name: str) -> _Part:
-    """A part of the problem from plain values."""
+    """Returns a part of the problem from plain values."""
     names = [field.name for field in fields(kind)]
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name} has to have the entries {', '.join(names)}, not {given!r:.60}")

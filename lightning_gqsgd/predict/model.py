@@ -69,7 +69,7 @@ class Prediction:
         return self.compute_s / self.step_s if self.step_s else 1.0
 
     def throughput(self, batch: int, ranks: int) -> float:
-        """Samples per second of all ranks; ``batch``: samples of a rank in a step."""
+        """Returns the samples per second of all ranks; ``batch``: samples of a rank in a step."""
         return batch * ranks / self.step_s
 
 
@@ -118,7 +118,7 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
 def _profiles(
     timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | str
 ) -> tuple[list[tuple[Profile, ...]], int]:
-    """The profiles of the pieces of each bucket, and the bytes that a rank sends in a step."""
+    """Returns the profiles of the pieces of each bucket, and the bytes that a rank sends in a step."""
     if method == BF16:
         hooks = [bf16_hook_profile(bucket.numel, ranks) for bucket in timeline.buckets]
         return [(profile,) for profile in hooks], sum(profile.sent_bytes for profile in hooks)
@@ -145,5 +145,5 @@ def _bucket(
 
 
 def _busy(events: Sequence[Event], counts: Callable[[str], bool]) -> float:
-    """Seconds in which resources were busy, added up over those that count."""
+    """Returns the seconds in which resources were busy, added up over those that count."""
     return sum(event.end_s - event.start_s for event in events if counts(event.resource))

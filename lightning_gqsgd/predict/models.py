@@ -80,7 +80,7 @@ def build(name: str, batch: int, device: torch.device) -> Built:
 
 
 def _built(name: str, kind: str, rest: str, batch: int) -> Built:
-    """The model on PyTorch's default device; see `build`, which makes ConfigErrors of all other errors.
+    """Returns the model on PyTorch's default device; see `build`, which makes ConfigErrors of all other errors.
 
     Raises:
         ConfigError: there is no such model, or a factory returns something else.
@@ -121,13 +121,13 @@ def _check_parameters(built: Built) -> None:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """An error's type and text without line breaks."""
+    """Returns an error's type and text without line breaks."""
     words = " ".join(str(error).split())[:_SHOWN]
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def loss_of(output: Any) -> Tensor:
-    """A number whose gradient reaches every output of a model."""
+    """Returns a number whose gradient reaches every output of a model."""
     if isinstance(output, Tensor):
         return output.float().sum()
     values = output.values() if hasattr(output, "values") else output
@@ -136,7 +136,8 @@ def loss_of(output: Any) -> Tensor:
 
 
 def operations(built: Built) -> list[float] | None:
-    """Multiplications of the forward pass for each parameter that is trained, in order; None: inputs are not known.
+    """Returns the multiplications of the forward pass for each parameter that is trained, in order; None: inputs are
+    not known.
 
     A weight of a layer is used once for each position of the layer's output. Other operations do not count.
     """
@@ -167,7 +168,8 @@ def operations(built: Built) -> list[float] | None:
 
 
 def sparse_tables(model: nn.Module) -> dict[str, int]:
-    """The coordinates of the parameters whose gradients are sparse, by their names: tables with ``sparse=True``."""
+    """Returns the coordinates of the parameters whose gradients are sparse, by their names: tables with
+    ``sparse=True``."""
     return {
         f"{name}.weight".removeprefix("."): module.weight.numel()
         for name, module in model.named_modules()
@@ -217,7 +219,7 @@ def _transformers(name: str) -> nn.Module:
 
 
 def _factory(module: str, name: str) -> Callable[[], Any]:
-    """A function of the user's, from the current folder or any that Python looks in."""
+    """Returns a function of the user's, from the current folder or any that Python looks in."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

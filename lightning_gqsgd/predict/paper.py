@@ -15,7 +15,7 @@ def tree_seconds(
     ratio: float = 1.0,
     slowdown: float = 1.0,
 ) -> float:
-    """Seconds of an all-reduce along a binary tree, T = 2 L α + 2 L S/(ρ β) + L ω S/(ρ γ) with L = log2 n.
+    """Returns the seconds of an all-reduce along a binary tree, T = 2 L α + 2 L S/(ρ β) + L ω S/(ρ γ) with L = log2 n.
 
     The formula errs in five ways, of which `model.predict` has none:
 
@@ -40,5 +40,6 @@ def tree_seconds(
 
 
 def tree_gains(*, bytes_per_s: float, reduce_bytes_per_s: float, ratio: float = 4.0, slowdown: float = 1.0) -> bool:
-    """Whether compression makes `tree_seconds` shorter: (2/β)(1 - 1/ρ) > (1/γ)(ω/ρ - 1), the paper's Eq. 8 at ρ = 4."""
+    """Returns whether compression makes `tree_seconds` shorter: (2/β)(1 - 1/ρ) > (1/γ)(ω/ρ - 1), the paper's Eq. 8 at ρ
+    = 4."""
     return 2 / bytes_per_s * (1 - 1 / ratio) > (slowdown / ratio - 1) / reduce_bytes_per_s

@@ -8,9 +8,9 @@ from typing import IO, Any
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.predict.advice import Cluster, Sweeps, break_even
+from lightning_gqsgd.predict.costs import rate_in_words
+from lightning_gqsgd.predict.files import check_writable
 from lightning_gqsgd.predict.model import Prediction
-from lightning_gqsgd.predict.units import rate_in_words
-from lightning_gqsgd.predict.writing import check_writable
 
 _DPI = 150
 _GREY = "#4d4d4d"
@@ -141,7 +141,7 @@ def draw_steps(predictions: Mapping[str, Prediction], file: Path | IO[bytes], wi
 
 
 def _rate(cluster: Cluster, factor: float) -> float:
-    """Return a factor's value on the horizontal axis: Gbit/s, or the factor itself where the link was measured."""
+    """Returns a factor's value on the horizontal axis: Gbit/s, or the factor itself where the link was measured."""
     return factor if cluster.link is None else 8e-9 * cluster.link * factor
 
 

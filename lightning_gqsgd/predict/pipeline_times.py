@@ -17,8 +17,8 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.device_times import MODEL_NUMEL
-from lightning_gqsgd.predict.of_ranks import slowest
 from lightning_gqsgd.predict.profile import bucket_profiles
+from lightning_gqsgd.predict.timing import slowest
 from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.job import Job, Start
@@ -45,7 +45,7 @@ class _Marks:
     spent: list[float] = field(default_factory=list)
 
     def on(self, start: Start) -> Start:
-        """A start whose stages are noted."""
+        """Returns a start whose stages are noted."""
 
         def steps() -> Steps:
             taken = start()
@@ -128,7 +128,7 @@ class _Case:
         return marks
 
     def slowdown(self, costs: Costs, overhead_s: float) -> float:
-        """Return the slowdown of `PipelineTimes`; ``overhead_s``: seconds that a stage takes besides its kernel."""
+        """Returns the slowdown of `PipelineTimes`; ``overhead_s``: seconds that a stage takes besides its kernel."""
         numel = _LARGE * PIECE_NUMEL
         buckets = torch.randn(numel, generator=torch.Generator().manual_seed(0)).repeat(_BUCKETS, 1)
         profiles, _ = bucket_profiles(
@@ -149,6 +149,6 @@ class _Case:
         return max(1.0, median(spent[1:]) / expected_s)
 
     def _segments(self, numel: int) -> list[Segment]:
-        """One parameter for each piece."""
+        """Returns one parameter for each piece."""
         each = self._setting.piece_size.least
         return [Segment(number, each, raw=False) for number in range(numel // each)]

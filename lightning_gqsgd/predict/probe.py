@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.predict import reading
+from lightning_gqsgd.predict import files
 from lightning_gqsgd.predict.costs import BF16_HOOK, KINDS, Collective, Costs, Gamma
 from lightning_gqsgd.predict.device_times import bf16_hook, codec_of_bits, copying, gamma_of
-from lightning_gqsgd.predict.of_ranks import slowest
 from lightning_gqsgd.predict.pipeline_times import PipelineTimes, pipeline_times
 from lightning_gqsgd.predict.profile import message_of
 from lightning_gqsgd.predict.timeline import Timeline
+from lightning_gqsgd.predict.timing import slowest
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.communicator import Communicator
 
@@ -126,25 +126,25 @@ class Probe:
 
     @classmethod
     def _from_dict(cls, values: dict[str, Any], source: str) -> Probe:
-        """The probe that `save` wrote as these values.
+        """Returns the probe that `save` wrote as these values.
 
         Raises:
             ConfigError: the values are not those of a probe; the message names the entry.
         """
-        given = reading.entries(values, "the probe", tuple(field.name for field in fields(cls)))
+        given = files.entries(values, "the probe", tuple(field.name for field in fields(cls)))
         return cls(
             costs=_costs_of(given["costs"], source),
-            ranks=reading.integer(given["ranks"], "ranks", 1),
-            per_node=reading.integer(given["per_node"], "per_node", 1),
-            backend=reading.text(given["backend"], "backend"),
-            device=reading.text(given["device"], "device"),
-            seconds=reading.number(given["seconds"], "seconds"),
-            timelines=tuple(map(Timeline.from_dict, reading.rows(given["timelines"], "timelines"))),
+            ranks=files.integer(given["ranks"], "ranks", 1),
+            per_node=files.integer(given["per_node"], "per_node", 1),
+            backend=files.text(given["backend"], "backend"),
+            device=files.text(given["device"], "device"),
+            seconds=files.number(given["seconds"], "seconds"),
+            timelines=tuple(map(Timeline.from_dict, files.rows(given["timelines"], "timelines"))),
         )
 
 
 def _text(path: Path) -> str:
-    """The text of a file that is small enough for a probe.
+    """Returns the text of a file that is small enough for a probe.
 
     Raises:
         ConfigError: the file is no regular one, e.g. a device that never ends, or is too large.
@@ -162,22 +162,22 @@ def _text(path: Path) -> str:
 
 
 def _costs_of(values: object, source: str) -> Costs:
-    """The constants of a probe's entry ``costs``.
+    """Returns the constants of a probe's entry ``costs``.
 
     Raises:
         ConfigError: the entry is not what a probe has; the message names the value.
     """
-    given = reading.entries(values, "costs", tuple(field.name for field in fields(Costs)))
-    collectives, gammas = (reading.entries(given[name], f"costs.{name}") for name in ("collectives", "gammas"))
+    given = files.entries(values, "costs", tuple(field.name for field in fields(Costs)))
+    collectives, gammas = (files.entries(given[name], f"costs.{name}") for name in ("collectives", "gammas"))
     return Costs(
-        {key: reading.numbers(Collective, cost, f"costs.collectives[{key!r}]") for key, cost in collectives.items()},
-        {key: reading.numbers(Gamma, gamma, f"costs.gammas[{key!r}]") for key, gamma in gammas.items()},
-        touch_s=reading.number(given["touch_s"], "costs.touch_s"),
-        launch_s=reading.number(given["launch_s"], "costs.launch_s"),
-        stage_s=reading.number(given["stage_s"], "costs.stage_s"),
-        cores=reading.number(given["cores"], "costs.cores"),
-        thread=reading.number(given["thread"], "costs.thread"),
-        on_streams=reading.flag(given["on_streams"], "costs.on_streams"),
+        {key: files.numbers(Collective, cost, f"costs.collectives[{key!r}]") for key, cost in collectives.items()},
+        {key: files.numbers(Gamma, gamma, f"costs.gammas[{key!r}]") for key, gamma in gammas.items()},
+        touch_s=files.number(given["touch_s"], "costs.touch_s"),
+        launch_s=files.number(given["launch_s"], "costs.launch_s"),
+        stage_s=files.number(given["stage_s"], "costs.stage_s"),
+        cores=files.number(given["cores"], "costs.cores"),
+        thread=files.number(given["thread"], "costs.thread"),
+        on_streams=files.flag(given["on_streams"], "costs.on_streams"),
         source=source,
     )
 
@@ -229,7 +229,7 @@ def measure(device: torch.device, key: str, bits: Sequence[int] = (8, 4, 3, 2), 
 
 
 def _in_pipeline(costs: Costs, times: PipelineTimes) -> Costs:
-    """The costs, with kernels of the codec as slow as they are in the pipeline."""
+    """Returns the costs, with kernels of the codec as slow as they are in the pipeline."""
     gammas = {name: gamma if name == BF16_HOOK else gamma.times(times.slowdown) for name, gamma in costs.gammas.items()}
     return replace(costs, gammas=gammas, stage_s=max(0.0, times.stage_s - costs.launch_s))
 
@@ -254,7 +254,7 @@ class _Stopwatch:
         self.thread: list[float] = []
 
     def collective(self, kind: str, scope: Scope) -> Collective:
-        """The constants of one kind of collective."""
+        """Returns the constants of one kind of collective."""
         share_s = self._share()
         if len(self.cores) < len(KINDS):  # a second scope has the same processors
             self.cores.append(_processors(min(MOST_THREADS, os.cpu_count() or 1), self._communicator.device))
@@ -288,18 +288,18 @@ class _Stopwatch:
         return Collective(alpha_s, beta_s, max(0.0, alone_beta_s - beta_s), cpu_s, cpu_beta_s)
 
     def _share(self) -> float:
-        """Seconds that the next kind of collective may take, about; all ranks get the same number."""
+        """Returns the seconds that the next kind of collective may take, about; all ranks get the same number."""
         left_s = COLLECTIVES_S - self._spent()
         self._left -= 1
         return max(LEAST_S, left_s / (self._left + 1))
 
     def _spent(self) -> float:
-        """Seconds since the start, of the slowest rank."""
+        """Returns the seconds since the start, of the slowest rank."""
         spent = torch.tensor([time.perf_counter() - self._begun], dtype=torch.float64)
         return float(slowest(spent, self._communicator.device)[0])
 
     def _exchange(self, kind: str, nbytes: int, scope: Scope) -> tuple[Exchange, int]:
-        """A collective of messages of about this length, and the bytes that a rank sends in it."""
+        """Returns a collective of messages of about this length, and the bytes that a rank sends in it."""
         rank = self._communicator.rank
         size = self._communicator.size
         device = self._communicator.device
@@ -319,14 +319,14 @@ class _Stopwatch:
         return exchange, message_of(exchange, rank, size).sent_bytes
 
     def _repeat(self, kind: str, nbytes: int, scope: Scope, patience_s: float) -> float:
-        """Median seconds of one collective, from about ``patience_s`` of them; all ranks get the same number."""
+        """Returns the median seconds of one collective, from about ``patience_s`` of them, the same on all ranks."""
         walls: list[float] = []
         while len(walls) < REPEATS[0] or (len(walls) < REPEATS[1] and sum(walls) < patience_s):
             walls.append(self._row(kind, nbytes, scope, 1)[0])
         return median(walls)
 
     def _row(self, kind: str, nbytes: int, scope: Scope, count: int) -> tuple[float, float]:
-        """Seconds of a row of collectives of which `AT_ONCE` are under way, and processor-seconds of a rank."""
+        """Returns seconds and processor-seconds of a rank for a row of collectives, `AT_ONCE` of them under way."""
         exchanges = [self._exchange(kind, nbytes, scope)[0] for _ in range(min(count, AT_ONCE))]
         under_way: deque[Any] = deque()
         dist.barrier()
@@ -350,7 +350,8 @@ def _between(limits: tuple[int, int], value: float) -> int:
 
 
 def _processors(count: int, device: torch.device) -> float:
-    """Processors that a rank gets while all ranks do the same work on so many threads each, until the last is done.
+    """Returns the processors that a rank gets while all ranks do the same work on so many threads each, until the last
+    is done.
 
     Steps are like that: ranks begin together, and wait for the last one. Where all ranks share one machine, a processor
     that is through takes over threads that wait for another one.
@@ -375,7 +376,7 @@ def _processors(count: int, device: torch.device) -> float:
 
 
 def to_rows(probe: Probe) -> list[dict[str, Any]]:
-    """The constants of collectives as rows of a table, in µs and ns."""
+    """Returns the constants of collectives as rows of a table, in µs and ns."""
     return [
         {
             "collective": key,

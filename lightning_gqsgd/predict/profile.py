@@ -7,9 +7,9 @@ tensor has a size and no memory, and notes three things between two yields: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,15 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import BlockRun, PieceSize, Segment, table_of
 from lightning_gqsgd.kernels.meta import Work, note, noting
 from lightning_gqsgd.predict.costs import BF16_HOOK
-from lightning_gqsgd.predict.pieces import Piece, can_be_alike, pieces_of
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
 from lightning_gqsgd.reducers.base import Exchange, Scope, Steps, ring_bytes
 from lightning_gqsgd.spec.fields import Fields
 from lightning_gqsgd.wire.agreement import Stamp, StampCheck
-from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.plan import Plan, pieces_of
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 
 META = torch.device("meta")
@@ -83,7 +82,7 @@ class Profile:
 
 
 def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface: bool = False) -> Profile:
-    """The profile of the steps that a function starts; ``rank`` is the rank that the steps belong to."""
+    """Returns the profile of the steps that a function starts; ``rank`` is the rank that the steps belong to."""
     stages = []
     with noting() as works, _Traffic(), closing(start()) as steps:
         while True:
@@ -102,7 +101,7 @@ def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface:
 def bucket_profiles(
     config: Fields, segments: Sequence[Segment], ranks: int, dtype: torch.dtype, piece_size: PieceSize
 ) -> tuple[tuple[Profile, ...], int]:
-    """The profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
+    """Returns the profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
 
     Args:
         config: the configuration, with its reducer chosen.
@@ -117,25 +116,45 @@ def bucket_profiles(
     if config.coder == "elias":
         raise ConfigError("coder='elias' has messages whose length depends on the gradients; predict coder='fixed'")
     setting = Setting(replace(config, sample_every=0), ranks, dtype, piece_size)
-    if not can_be_alike(config):
+    if config.remembers or config.scale_per != "block":
         return _profiles_of_plan(segments, setting)
-    several = [_of_piece(piece) for piece in pieces_of(segments, setting)]
+    reducer = REDUCERS[config.reducer]
+    pieces = (_Piece(setting, reducer.alike(blocks, setting), tuple(blocks)) for blocks in pieces_of(segments, setting))
+    several = [_of_piece(piece) for piece in pieces]
     return tuple(profile for profile, _ in several), sum(nbytes for _, nbytes in several)
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A piece; it equals every piece whose reducer computes and sends the same.
+
+    Attributes:
+        setting: what its reducer is built for.
+        alike: see `reducers.base.Reducer.alike`.
+        blocks: its blocks.
+    """
+
+    setting: Setting
+    alike: Hashable
+    blocks: tuple[BlockRun, ...] = field(compare=False)
+
+
 @lru_cache(maxsize=1 << 14)
-def _of_piece(piece: Piece) -> tuple[Profile, int]:
-    """The profile of a piece and of all that are alike, and the bytes that a rank sends for it."""
+def _of_piece(piece: _Piece) -> tuple[Profile, int]:
+    """Returns the profile of a piece and of all that are alike, and the bytes that a rank sends for it."""
     setting = piece.setting
-    reducer = REDUCERS[setting.config.reducer](piece.table(), setting)
-    x = torch.empty(piece.numel, dtype=setting.dtype, device=META)
+    reducer = REDUCERS[setting.config.reducer](table_of(piece.blocks, setting.block_size), setting)
+    x = torch.empty(sum(run.numel for run in piece.blocks), dtype=setting.dtype, device=META)
     store = new_store(setting.config, setting.ranks, {}, setting.dtype, META)
     start = partial(reduced, reducer, x, 0, StepKeys.of(setting.config, 0, setting.ranks), store)
     return profile_of(start, 0, setting.ranks), reducer.sent_bytes
 
 
 def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tuple[Profile, ...], int]:
-    """As `bucket_profiles`, by way of the bucket's whole plan: what pieces remember depends on their parameters."""
+    """Returns what `bucket_profiles` returns, by way of the bucket's whole plan.
+
+    What pieces remember, and scales of whole parameters, depend on the parameters, so that no two pieces are alike.
+    """
     config = setting.config
     ranks = setting.ranks
     dtype = setting.dtype
@@ -147,13 +166,13 @@ def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tu
 
 
 def stamp_profile(ranks: int) -> Profile:
-    """The profile of the comparison of stamps that every step has."""
+    """Returns the profile of the comparison of stamps that every step has."""
     steps = partial(StampCheck(ranks, torch.device("cpu")).steps, Stamp(0, 0, 0))
     return profile_of(steps, 0, ranks, is_preface=True)
 
 
 def bf16_hook_profile(numel: int, ranks: int) -> Profile:
-    """The profile of torch's ``bf16_compress_hook`` on a bucket of fp32 gradients."""
+    """Returns the profile of torch's ``bf16_compress_hook`` on a bucket of fp32 gradients."""
 
     def steps() -> Steps:
         note(Work("encode", BF16_HOOK, numel))
@@ -165,7 +184,7 @@ def bf16_hook_profile(numel: int, ranks: int) -> Profile:
 
 
 def message_of(exchange: Exchange, rank: int, ranks: int) -> Message:
-    """The message of an exchange of ``rank``, one of ``ranks``."""
+    """Returns the message of an exchange of ``rank``, one of ``ranks``."""
     members = exchange.scope.members(rank, ranks)
     count = len(members)
     nbytes = exchange.input.nbytes
@@ -204,7 +223,8 @@ class _Traffic(TorchDispatchMode):
 
 
 def _is_free(func: Any) -> bool:
-    """Whether an operation touches no memory: it gives a view of its input, or a tensor that nothing is written to."""
+    """Returns whether an operation touches no memory: it gives a view of its input, or a tensor that nothing is written
+    to."""
     if "empty" in func._schema.name:
         return True
     infos = [value.alias_info for value in func._schema.returns]

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.predict.of_ranks import of_all_ranks, slowest
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
+from lightning_gqsgd.predict.timing import of_all_ranks, slowest
 from lightning_gqsgd.session.parameters import number_parameters
 
 
@@ -74,7 +74,8 @@ class Recorder:
         self._rows = []
 
     def timeline(self) -> Timeline:
-        """Medians over the steps so far with the latest buckets, of each step's last rank: all ranks wait for it.
+        """Returns the medians over the steps so far with the latest buckets, of each step's last rank: all ranks wait
+        for it.
 
         Where ranks share processors, another one may be the last in each step.
 

@@ -1,7 +1,8 @@
 """The order in which pieces are encoded, sent and decoded, on the virtual clock: what `wire.pipeline` does.
 
-`ThreadRunner` stands for `pipeline.Sequencer` (Gloo) and asks the same function, `pipeline.ready`, whose turn it is.
-`StreamsRunner` stands for `pipeline.StreamRunner` (NCCL).
+`ThreadRunner` stands for `pipeline.Sequencer` (Gloo) and `StreamsRunner` for `pipeline.StreamRunner` (NCCL). Each asks
+the function that its counterpart asks for the order of pieces, `pipeline.ready` and `pipeline.by_stages`. What is left
+here is time: what a thread, a stream and a link are busy with, and what waits for them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,8 @@ from itertools import cycle
 from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.clock import Clock, Resource, Then
 from lightning_gqsgd.predict.costs import Costs
-from lightning_gqsgd.predict.profile import Message, Profile
-from lightning_gqsgd.wire.pipeline import MAX_UNDER_WAY, ready
-
-#: Streams that jobs take in turns (`pipeline.runner_for`).
-_STREAMS = 2
+from lightning_gqsgd.predict.profile import Message, Profile, Stage
+from lightning_gqsgd.wire.pipeline import STREAMS, by_stages, ready
 
 
 class Network:
@@ -54,38 +52,39 @@ class Network:
 
 @dataclass(eq=False)
 class _Piece:
-    """A piece under way; `pipeline.ready` reads the first four attributes."""
+    """A piece under way, with the attributes of a `pipeline.Underway`."""
 
-    stage: int
-    waiting_for: int
-    is_preface: bool
-    blocks: bool
     profile: Profile
     bucket: int
     number: int
-    at: int = 0  # number of the next stage in the profile
+    waiting_for: int = 0
+    is_through: bool = False
+    blocks: bool = False
 
-    @classmethod
-    def of(cls, profile: Profile, bucket: int, number: int) -> _Piece:
-        return cls(0 if profile.is_preface else 1, 0, profile.is_preface, False, profile, bucket, number)
+    def __post_init__(self) -> None:
+        self.is_preface = self.profile.is_preface
+        self.stage = 0 if self.is_preface else 1
+        self._stages = iter(self.profile.stages)
 
-    def take(self) -> tuple[tuple[Work, ...], tuple[Message, ...], bool]:
-        """Return the next work of the piece, the collectives after it, and whether the piece is done then."""
-        self.at += 1
-        if self.at > len(self.profile.stages):
-            return self.profile.last, (), True
-        works, messages = self.profile.stages[self.at - 1]
-        return works, messages, False
+    def take(self) -> Stage:
+        """Returns the next work of the piece, and the collectives after it; none follow the last work."""
+        stage = next(self._stages, None)
+        self.is_through = stage is None
+        return stage or Stage(self.profile.last, ())
+
+
+def _pieces(profiles: Sequence[Profile], bucket: int) -> list[_Piece]:
+    return [_Piece(profile, bucket, number) for number, profile in enumerate(profiles)]
 
 
 def _label(works: Sequence[Work]) -> str:
-    """Return the label of a run of work, by its kernels."""
+    """Returns the label of a run of work, by its kernels."""
     kinds = dict.fromkeys(work.kind for work in works if work.kind != "torch")
     return " + ".join(kinds) or "copy"
 
 
 class ThreadRunner:
-    """One thread that encodes and decodes, and starts collectives: see `pipeline.Sequencer`."""
+    """One thread that encodes and decodes, and starts collectives: as `pipeline.Sequencer` does."""
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
         self._costs = costs
@@ -96,7 +95,7 @@ class ThreadRunner:
 
     def submit(self, profiles: Sequence[Profile], bucket: int) -> None:
         """Start to reduce a bucket."""
-        self._lane.extend(_Piece.of(profile, bucket, number) for number, profile in enumerate(profiles))
+        self._lane.extend(_pieces(profiles, bucket))
         self._advance()
 
     def _advance(self) -> None:
@@ -104,14 +103,14 @@ class ThreadRunner:
         if piece is None:
             return
         self._is_busy = True
-        works, messages, is_last = piece.take()
+        works, messages = piece.take()
         seconds = (self._costs.stage_s + sum(map(self._costs.seconds, works))) / self._costs.speed
-        resumed = partial(self._resumed, piece, messages, is_last)
+        resumed = partial(self._resumed, piece, messages)
         self._codec.add(seconds, self._costs.speed, _label(works), piece.bucket, piece.number, resumed)
 
-    def _resumed(self, piece: _Piece, messages: Sequence[Message], is_last: bool) -> None:
+    def _resumed(self, piece: _Piece, messages: Sequence[Message]) -> None:
         self._is_busy = False
-        if is_last:
+        if piece.is_through:
             self._lane.remove(piece)
         piece.stage += 1
         piece.waiting_for = len(messages)
@@ -152,12 +151,12 @@ class _Stream:
 
 
 class StreamsRunner:
-    """Streams of a GPU that jobs take in turns, and one order of collectives: see `pipeline.StreamRunner`."""
+    """Streams of a GPU that jobs take in turns, and one order of collectives: as `pipeline.StreamRunner` does."""
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
         self._costs = costs
         self._network = Network(clock, costs)
-        self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(_STREAMS)]
+        self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(STREAMS)]
         self._turns = cycle(self._streams)
         self._collectives: deque[_Collective] = deque()
         self._sends = False
@@ -165,20 +164,13 @@ class StreamsRunner:
     def submit(self, profiles: Sequence[Profile], bucket: int) -> None:
         """Issue all work of a bucket at once, in the order of `pipeline.StreamRunner.submit`."""
         stream = next(self._turns)
-        waiting = deque(_Piece.of(profile, bucket, number) for number, profile in enumerate(profiles))
         latest: dict[_Piece, list[_Collective]] = {}
-        under_way: deque[_Piece] = deque()
-        while waiting or under_way:
-            while waiting and len(under_way) < MAX_UNDER_WAY:
-                under_way.append(waiting.popleft())
-            piece = under_way.popleft()
-            works, messages, is_last = piece.take()
+        for piece in by_stages(_pieces(profiles, bucket)):
+            works, messages = piece.take()
             made = [_Collective(message, bucket, piece.number) for message in messages]
             stream.operations.append(_Operation(piece, works, latest.get(piece, []), made))
             latest[piece] = made
             self._collectives.extend(made)
-            if not is_last:
-                under_way.append(piece)
         self._advance()
 
     def _advance(self) -> None:

@@ -15,7 +15,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, check_one_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.predict import reading
+from lightning_gqsgd.predict import files
 from lightning_gqsgd.session.parameters import number_parameters
 
 #: DDP's first bucket, and its other buckets, in bytes (torch.distributed, ``bucket_cap_mb=25``).
@@ -84,7 +84,7 @@ class Timeline:
         return self.forward_s + self.backward_s + self.update_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only. A batch that nobody has said is left out."""
+        """Returns plain values only. A batch that nobody has said is left out."""
         return {
             "name": self.name,
             **({} if self.batch is None else {"batch": self.batch}),
@@ -100,49 +100,49 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Timeline:
-        """The timeline of `to_dict`.
+        """Returns the timeline of `to_dict`.
 
         Raises:
             ConfigError: ``values`` is not what `to_dict` returns; the message names the entry.
         """
         names = ("name", "dtype", "forward_s", "backward_s", "update_s", "buckets")
-        has_batch = "batch" in reading.entries(values, "a timeline")  # earlier files do not have it
-        given = reading.entries(values, "a timeline", (*names, "batch") if has_batch else names)
-        dtype = reading.text(given["dtype"], "the timeline's dtype")
+        has_batch = "batch" in files.entries(values, "a timeline")  # earlier files do not have it
+        given = files.entries(values, "a timeline", (*names, "batch") if has_batch else names)
+        dtype = files.text(given["dtype"], "the timeline's dtype")
         check_one_of("the timeline's dtype", dtype, _DTYPES)
         backward_s, forward_s, update_s = (
-            reading.number(given[name], f"the timeline's {name}") for name in ("backward_s", "forward_s", "update_s")
+            files.number(given[name], f"the timeline's {name}") for name in ("backward_s", "forward_s", "update_s")
         )
-        buckets = tuple(_bucket(row) for row in reading.rows(given["buckets"], "the timeline's buckets"))
-        name = reading.text(given["name"], "the timeline's name")
-        batch = reading.integer(given["batch"], "the timeline's batch", 1) if has_batch else None
+        buckets = tuple(_bucket(row) for row in files.rows(given["buckets"], "the timeline's buckets"))
+        name = files.text(given["name"], "the timeline's name")
+        batch = files.integer(given["batch"], "the timeline's batch", 1) if has_batch else None
         return cls(buckets, backward_s, forward_s, update_s, _DTYPES[dtype], name, batch)
 
 
 def _bucket(row: object) -> Bucket:
-    """The bucket of a row of `Timeline.to_dict`.
+    """Returns the bucket of a row of `Timeline.to_dict`.
 
     Raises:
         ConfigError: it is no such row.
     """
-    ready_s, segments = reading.rows(row, "a bucket of the timeline", 2)
+    ready_s, segments = files.rows(row, "a bucket of the timeline", 2)
     made = []
-    for segment in reading.rows(segments, "the segments of a bucket"):
-        parameter, numel, raw = reading.rows(segment, "a segment of a bucket", 3)
+    for segment in files.rows(segments, "the segments of a bucket"):
+        parameter, numel, raw = files.rows(segment, "a segment of a bucket", 3)
         made.append(
             Segment(
-                reading.integer(parameter, "the parameter of a segment"),
-                reading.integer(numel, "the numel of a segment"),
-                reading.flag(raw, "the raw flag of a segment"),
+                files.integer(parameter, "the parameter of a segment"),
+                files.integer(numel, "the numel of a segment"),
+                files.flag(raw, "the raw flag of a segment"),
             )
         )
-    return Bucket(tuple(made), reading.number(ready_s, "the ready time of a bucket"))
+    return Bucket(tuple(made), files.number(ready_s, "the ready time of a bucket"))
 
 
 def estimated(
     model: nn.Module, backward_s: float, *, forward_s: float | None = None, weights: Sequence[float] | None = None
 ) -> Timeline:
-    """The timeline of a model, which may lie on the device "meta", from the length of its backward pass.
+    """Returns the timeline of a model, which may lie on the device "meta", from the length of its backward pass.
 
     Gradients are taken to come in the reverse order of the parameters.
 

@@ -9,7 +9,7 @@ order on every rank. On a GPU, `steps` issue work and never wait for it: they re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import CODECS, Codec, codec_of
 from lightning_gqsgd.codecs.scales import ScaleRule
-from lightning_gqsgd.kernels.layout import PieceSize
+from lightning_gqsgd.kernels.layout import BlockRun, PieceSize
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
 from lightning_gqsgd.reducers.memory import UP, Direction, MemoryStore
@@ -127,6 +127,11 @@ class Setting:
         """Bytes of an uncompressed coordinate."""
         return scale_format(self.dtype).raw_bytes
 
+    @property
+    def record_sizes(self) -> dict[str, int]:
+        """``scale_bytes`` and ``raw_bytes``, as arguments of `kernels.layout.place`."""
+        return {"scale_bytes": self.scale_bytes, "raw_bytes": self.raw_bytes}
+
 
 def uncompressed(setting: Setting) -> Setting:
     """Returns the setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the
@@ -175,7 +180,7 @@ class StepKeys:
         return cls(config, step, up, config.dither_key(step, 0), config.dither_key(step, 2**64 - 1))
 
     def node(self, hop: int, rank: int) -> Key:
-        """Key of the sums that a rank makes of codes at a hop: a stream of its own beyond the ranks'."""
+        """Returns the key of the sums that a rank makes of codes at a hop: a stream of its own beyond the ranks'."""
         ranks = len(self.up)
         return self.config.dither_key(self.step, ranks * (hop + 1) + rank + 1)
 
@@ -234,10 +239,20 @@ class Reducer(ABC):
         """Returns the scopes of the exchanges, stage by stage: at least two stages, for what travels uncompressed."""
         return [(ALL,)] * max(2, cls.stages(config, ranks))
 
+    @classmethod
+    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
+        """Returns all that rank 0's work and messages depend on, besides the setting, in a piece of these blocks.
+
+        Most pieces of a large model are alike, and a prediction (`predict.profile`) looks at one of them. A reducer
+        without a memory whose work follows from a few sizes returns these.
+        """
+        return tuple(block_runs)
+
     @staticmethod
     @abstractmethod
     def mean_error(codec: Codec, ranks: int) -> float:
-        """Predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared scale.
+        """Returns the predicted mean square error of the mean over ``ranks``, per coordinate, in units of the squared
+        scale.
 
         All ranks are taken to have the same scale, which is also that of the mean (aligned gradients, the worst case).
 
@@ -372,7 +387,7 @@ def _exchange_parts(exchanges: Sequence[Exchange]) -> None:
 
 
 def _filled(split: list[int]) -> list[tuple[int, int, int]]:
-    """Number, start and length of the parts that are not empty."""
+    """Returns the number, start and length of the parts that are not empty."""
     starts = accumulate(split, initial=0)
     return [
         (number, start, length) for number, (start, length) in enumerate(zip(starts, split, strict=False)) if length

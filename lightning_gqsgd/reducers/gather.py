@@ -7,7 +7,7 @@ gathered first.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import place
+from lightning_gqsgd.kernels.layout import BlockRun, place, sizes_by_owner
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import UP, MemoryStore
@@ -42,7 +42,7 @@ class Gather(Reducer):
         self.needs_copy = self.link.needs_copy
         self.shares_scales = setting.shares_scales
         self.compresses_codes = setting.config.coder == "elias"
-        self.layout = place(table, q, shards=1, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes)
+        self.layout = place(table, q, shards=1, **setting.record_sizes)
         self._count(self.layout.message_bytes)
 
     @staticmethod
@@ -59,6 +59,12 @@ class Gather(Reducer):
     def stages(config: Fields, ranks: int) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1 + (config.scale == "global") + (config.coder == "elias")
+
+    @classmethod
+    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
+        """Returns the sizes of the piece; see `reducers.base.Reducer.alike`."""
+        q = setting.codec.quantiser(setting.block_size)
+        return sizes_by_owner(block_runs, q, shards=1, **setting.record_sizes)
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:

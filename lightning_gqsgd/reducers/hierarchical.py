@@ -8,6 +8,7 @@ rank, and one rounding of the node's mean takes the place of its ranks' rounding
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import LENGTH, START
+from lightning_gqsgd.kernels.layout import LENGTH, BlockRun, block_runs_of, divided, table_of
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced
@@ -81,7 +82,9 @@ class Hierarchical(Reducer):
         self.node = Scope("node", size)
         self.peers = Scope("peers", size)
         self.peer_stages = FLAT[config.reducer].stages(config, nodes)
-        tables = _divided(table, size)
+        block_size = setting.block_size
+        # Each table counts from the start of its shard.
+        tables = [table_of(part, block_size) for part in divided(block_runs_of(table), size, block_size)]
         self.numels = [int(part[:, LENGTH].sum()) for part in tables]
         between = Setting(config, nodes, setting.dtype)
         self.between = [FLAT[config.reducer](part, between) if len(part) else None for part in tables]
@@ -105,6 +108,18 @@ class Hierarchical(Reducer):
         node = Scope("node", config.node_size)
         peers = Scope("peers", config.node_size)
         return [(ALL, node), *[(peers,)] * (cls.stages(config, ranks) - 2), (node,)]
+
+    @classmethod
+    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
+        """Returns the sizes of the shards, and what the reducers between nodes depend on; see
+        `reducers.base.Reducer.alike`."""
+        config = between_nodes(setting.config, setting.ranks)
+        between = Setting(config, setting.ranks // setting.config.node_size, setting.dtype)
+        parts = divided(block_runs, setting.config.node_size, setting.block_size)
+        numels = [sum(run.numel for run in part) for part in parts]
+        each = [FLAT[config.reducer].alike(part, between) for part in parts if part]
+        # Rank 0 pads its shard to the largest one. Of the other shards, the bytes of the longest message count.
+        return (sum(numels), numels[0], max(numels), each[0], frozenset(each))
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:
@@ -154,19 +169,8 @@ class Hierarchical(Reducer):
 
 
 def _mean(parts: Tensor) -> Tensor:
-    """Mean over [ranks, numel], added in rank order whatever the shape."""
+    """Returns the mean over [ranks, numel], added in rank order whatever the shape."""
     total = parts[0].to(COMPUTE_DTYPES[parts.dtype], copy=True)
     for part in parts[1:]:
         total += part
     return total.div_(len(parts)).to(parts.dtype)
-
-
-def _divided(table: np.ndarray, shards: int) -> list[np.ndarray]:
-    """Block tables of consecutive shards of nearly equal size, each counting from its own start; blocks stay whole."""
-    ends = np.cumsum(table[:, LENGTH])
-    bounds = np.searchsorted(ends, [ends[-1] * k / shards for k in range(1, shards)], side="left") + 1
-    tables = [part.copy() for part in np.split(table, bounds)]
-    for part in tables:
-        if len(part):
-            part[:, START] -= part[0, START]
-    return tables

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.kernels.layout import LENGTH
+from lightning_gqsgd.kernels.layout import LENGTH, BlockRun
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
 
@@ -36,6 +37,11 @@ class Native(Reducer):
     def stages(config: Fields, ranks: int) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1
+
+    @classmethod
+    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
+        """Returns the number of coordinates; see `reducers.base.Reducer.alike`."""
+        return sum(run.numel for run in block_runs)
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:

@@ -28,9 +28,7 @@ class Scatter:
         q = setting.codec.quantiser(setting.block_size)
         self.link = Link(setting, q, UP)
         self.needs_copy = self.link.needs_copy
-        self.layout = place_alike(
-            table, q, shards=self.ranks, scale_bytes=setting.scale_bytes, raw_bytes=setting.raw_bytes
-        )
+        self.layout = place_alike(table, q, shards=self.ranks, **setting.record_sizes)
         self.message_bytes = self.layout.message_bytes
         # A rank keeps its own shard.
         self.sent_bytes = self.message_bytes - self.layout.shard_bytes

@@ -8,6 +8,7 @@ A block's owner depends on the block and its parameter only, so results do not d
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import Layout, place_by_owner
+from lightning_gqsgd.kernels.layout import BlockRun, Layout, place_by_owner, sizes_by_owner
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
@@ -42,10 +43,8 @@ class TwoShot(Reducer):
         self.up = Link(setting, q, UP)
         self.down = Link(setting, q, DOWN)
         self.needs_copy = self.up.needs_copy or self.down.needs_copy
-        sizes = {"scale_bytes": setting.scale_bytes, "raw_bytes": setting.raw_bytes}
-        self.layout = place_by_owner(
-            table, q, shards=self.ranks, **sizes, striped=self.up.remembers or self.down.remembers
-        )
+        striped = self.up.remembers or self.down.remembers
+        self.layout = place_by_owner(table, q, shards=self.ranks, **setting.record_sizes, striped=striped)
         self.message_bytes = self.layout.message_bytes
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
@@ -53,6 +52,12 @@ class TwoShot(Reducer):
     def stages(config: Fields, ranks: int) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 2
+
+    @classmethod
+    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
+        """Returns the sizes of the piece and of rank 0's shard; see `reducers.base.Reducer.alike`."""
+        q = setting.codec.quantiser(setting.block_size)
+        return sizes_by_owner(block_runs, q, shards=setting.ranks, **setting.record_sizes)
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:

@@ -65,7 +65,7 @@ __all__ = [
 
 
 def theta_linear(dimension: int, ranks: int, levels: int) -> float:
-    """θ of linear dithering under one scale for all ranks: ω(nd)/n = min(d/(4s²), sqrt(d)/(sqrt(n) s)).
+    """Returns θ of linear dithering under one scale for all ranks: ω(nd)/n = min(d/(4s²), sqrt(d)/(sqrt(n) s)).
 
     Under a shared scale, rounding the n gradients is rounding their concatenation X, of nd coordinates:
     G = (1/n) Σ_i [Q(X)]_i. The blocks' errors are independent with mean zero, so
@@ -90,7 +90,8 @@ def theta_linear(dimension: int, ranks: int, levels: int) -> float:
 
 
 def theta_exponential(dimension: int, ranks: int, levels: int, mantissa: int = 0) -> float:
-    """θ of exponential dithering under one scale for all ranks, codes summed exactly: ω(nd)/n, as in `theta_linear`.
+    """Returns θ of exponential dithering under one scale for all ranks, codes summed exactly: ω(nd)/n, as in
+    `theta_linear`.
 
     h²/(4(1+h))/n + u min(1, u)/n with u = sqrt(nd) l, l the smallest level. In print, u/n is found as sqrt(d) l/n,
     again without the n under the root. Sums that are rounded on the way have more: `tree_second_moment`.
@@ -109,7 +110,7 @@ def theta_exponential(dimension: int, ranks: int, levels: int, mantissa: int = 0
 
 
 def theta_independent(omega: float, ranks: int) -> float:
-    """θ of the exact mean of n gradients, each quantised by itself: ω/n.
+    """Returns θ of the exact mean of n gradients, each quantised by itself: ω/n.
 
     (1/n²) Σ_i E|Q_i(x_i) - x_i|² <= (1/n²) ω Σ_i |x_i|² = (ω/n) A.
 
@@ -126,7 +127,8 @@ def theta_independent(omega: float, ranks: int) -> float:
 
 
 def theta_two_shot(omega_up: float, omega_down: float, ranks: int) -> float:
-    """θ of quantising n gradients, averaging them exactly and quantising the mean again: ω_up/n + ω_down (1 + ω_up/n).
+    """Returns θ of quantising n gradients, averaging them exactly and quantising the mean again: ω_up/n + ω_down (1 +
+    ω_up/n).
 
     Let m be the mean of the quantised gradients: E m = x̄ and E|m - x̄|² <= (ω_up/n) A. The second rounding adds
     E|Q(m) - m|² <= ω_down E|m|² <= ω_down (|x̄|² + (ω_up/n) A), and no cross term, since its mean given m is zero:
@@ -153,7 +155,7 @@ def theta_two_shot(omega_up: float, omega_down: float, ranks: int) -> float:
 
 
 def convergence_factor(theta: float, ranks: int) -> float:
-    """Factor 1 + θn by which SGD's noise floor, and at most its number of steps to a given accuracy, grow.
+    """Returns the factor 1 + θn by which SGD's noise floor, and at most its number of steps to a given accuracy, grow.
 
     Stated for U^{n,d}(θ) by Global-QSGD (arXiv 2305.18627). Let f = (1/n) Σ f_i be L-smooth, g_i unbiased with
     variance σ², (1/n) Σ|∇f_i|² <= |∇f|² + ζ². With E|G|² = E|ḡ|² + E|G - ḡ|² and E|ḡ|² <= |∇f|² + σ²/n,
@@ -178,7 +180,8 @@ def convergence_factor(theta: float, ranks: int) -> float:
 
 
 def tree_second_moment(ranks: int, aligned: bool, mantissa: int = 0) -> float:
-    """θ of a balanced tree of L = log2(n) pairwise sums, each rounded to 2^k (1 + j/2^m), leaves rounded as well.
+    """Returns θ of a balanced tree of L = log2(n) pairwise sums, each rounded to 2^k (1 + j/2^m), leaves rounded as
+    well.
 
     Each rounding of a partial sum S adds at most r S², r = h²/(4(1+h)), h = 2^-m (`omega_exponential`): it multiplies
     the second moment by 1 + r, not the variance. Underflow and overflow are left out.
@@ -214,7 +217,7 @@ def tree_second_moment(ranks: int, aligned: bool, mantissa: int = 0) -> float:
 
 
 def expected_nonzeros(dimension: int, ranks: int, levels: int, *, shared: bool, exponential: bool = False) -> float:
-    """Bound of the expected number of non-zero codes of all n ranks together, under l2 norms.
+    """Returns the bound of the expected number of non-zero codes of all n ranks together, under l2 norms.
 
     In units of the norm of m coordinates: at most 1/l² of them reach the smallest level l, and each of the others is
     rounded up with probability y/l, which sums to at most sqrt(m)/l. So at most 1/l² + sqrt(m)/l, and at most m.
@@ -243,7 +246,8 @@ def expected_nonzeros(dimension: int, ranks: int, levels: int, *, shared: bool, 
 
 
 def sum_bits_linear(levels: int, ranks: int) -> int:
-    """Bits per coordinate of an allreduce that adds n codes from -s to s: 1 + ceil(log2(s+1)) + ceil(log2 n).
+    """Returns the bits per coordinate of an allreduce that adds n codes from -s to s: 1 + ceil(log2(s+1)) + ceil(log2
+    n).
 
     That is Global-QSGD's count: the sign, s and the n-fold sum. The sum, -ns to ns, fits in 1 + ceil(log2(ns+1)) bits
     of two's complement, which is the same or one less.
@@ -260,7 +264,8 @@ def sum_bits_linear(levels: int, ranks: int) -> int:
 
 
 def sum_bits_exponential(levels: int, ranks: int) -> int:
-    """Bits per coordinate of an allreduce that adds n codes of zero and s powers of two: 1 + ceil(log2(s+1+log2 n)).
+    """Returns the bits per coordinate of an allreduce that adds n codes of zero and s powers of two: 1 +
+    ceil(log2(s+1+log2 n)).
 
     The sign, and a number for zero, for each of the s powers and for each of the log2 n, rounded up, by which the
     largest grows. The sum stays there in a balanced tree (a sum of two numbers up to 2^k is at most 2^(k+1), a level);
@@ -278,7 +283,8 @@ def sum_bits_exponential(levels: int, ranks: int) -> int:
 
 
 def elias_bits_bound(dimension: int, levels: int) -> float:
-    """Expected bits of a block of d coordinates in QSGD's sparse Elias code, l2 norm: 32 bits of scale included.
+    """Returns the expected bits of a block of d coordinates in QSGD's sparse Elias code, l2 norm: 32 bits of scale
+    included.
 
     (3 + (3/2 + o(1)) log2(2(s²+d)/(s(s+sqrt d)))) s(s+sqrt d) + 32 (arXiv 1610.02132, theorem 3.2), taken without the
     o(1), which vanishes for large blocks: strictly, no bound for small ones. At s = sqrt(d) it is 9 d + 32 bits; there
@@ -297,7 +303,7 @@ def elias_bits_bound(dimension: int, levels: int) -> float:
 
 
 def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
-    """Least bits per coordinate, of all ranks together, to know the true gradient to a mean square error.
+    """Returns the least bits per coordinate, of all ranks together, to know the true gradient to a mean square error.
 
     The quadratic Gaussian CEO problem (sum rate: Oohama, IEEE T-IT 1998; Prabhakaran, Tse and Ramchandran, ISIT 2004).
     X is normal with variance σx², and rank i knows Y_i = X + N_i, the N_i independent with variance σn². Let each send
@@ -325,7 +331,7 @@ def ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> floa
 
 
 def independent_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
-    """As `ceo_rate`, if each rank's message is decoded by itself: bits per coordinate of all ranks together.
+    """Returns the least bits per coordinate of all ranks together, if each rank's message is decoded by itself.
 
     The same messages, without use of what they have in common: q from 1/D = 1/σx² + n/(σn² + q), and each rank pays
     ½ log2(1 + (σx²+σn²)/q), the information of its message on a source of variance σx² + σn². Dithered scalar
@@ -351,7 +357,8 @@ def independent_rate(distortion: float, ranks: int, signal: float, noise: float)
 
 
 def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> float:
-    """Least mean square error about the true gradient, per coordinate, for a sum rate: the inverse of `ceo_rate`.
+    """Returns the least mean square error about the true gradient, per coordinate, for a sum rate: the inverse of
+    `ceo_rate`.
 
     By bisection between 1/(1/σx² + n/σn²), where the rate is infinite, and σx², where it is 0, to the last bit.
 
@@ -377,7 +384,7 @@ def distortion_of_rate(bits: float, ranks: int, signal: float, noise: float) -> 
 
 
 def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> float:
-    """Bits per coordinate and rank above the CEO bound: ``bits`` - `ceo_rate` (``error``)/n.
+    """Returns the bits per coordinate and rank above the CEO bound: ``bits`` - `ceo_rate` (``error``)/n.
 
     At least 0 for messages from the ranks to a decoder without a gradient of its own, on normal coordinates with the
     variances given. Each message is counted once: of an allreduce of codes of b bits, b, not the 2b (n-1)/n that a rank
@@ -402,7 +409,8 @@ def gap(bits: float, error: float, ranks: int, signal: float, noise: float) -> f
 
 
 def rate_distortion(relative_error: float) -> float:
-    """Least bits per coordinate and rank for the mean of n independent normal gradients, at a relative *squared* error.
+    """Returns the least bits per coordinate and rank for the mean of n independent normal gradients, at a relative
+    *squared* error.
 
     Rate-distortion function of a normal source: R bits leave it with at least 2^-2R of its variance, so a relative
     squared error D needs R = ½ log2(1/D). The mean of n such sources, variance 1 and R_i bits each, has the variance
@@ -420,7 +428,8 @@ def rate_distortion(relative_error: float) -> float:
 
 
 def bits_at(relative_l2: float) -> float:
-    """Least bits per coordinate and rank for a relative L2 error r of the mean: log2(1/r), `rate_distortion` (r²).
+    """Returns the least bits per coordinate and rank for a relative L2 error r of the mean: log2(1/r),
+    `rate_distortion` (r²).
 
     For independent normal gradients, equal variances, and a decoder that has none of them. A rank that decodes knows
     its own part of the mean exactly, which saves it at most ½ log2(n/(n-1)).
@@ -440,12 +449,12 @@ def bits_at(relative_l2: float) -> float:
 
 
 def _ceil_log2(value: int) -> int:
-    """log2 of a positive integer, rounded up, exactly."""
+    """Returns log2 of a positive integer, rounded up, exactly."""
     return (value - 1).bit_length()
 
 
 def _ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> float:
-    """`ceo_rate` of checked arguments; infinite where it is unreachable."""
+    """Returns `ceo_rate` of checked arguments; infinite where it is unreachable."""
     if distortion >= signal:
         return 0.0
     share = noise / ranks / distortion * (1 - distortion / signal)
@@ -455,12 +464,12 @@ def _ceo_rate(distortion: float, ranks: int, signal: float, noise: float) -> flo
 
 
 def _least_distortion(ranks: int, signal: float, noise: float) -> float:
-    """Mean square error about the true gradient of the best estimate from the uncompressed gradients."""
+    """Returns the mean square error about the true gradient of the best estimate from the uncompressed gradients."""
     return 1 / (1 / signal + ranks / noise) if noise else 0.0
 
 
 def _reachable(name: str, value: float, rate: float, ranks: int, signal: float, noise: float) -> float:
-    """``rate``, unless it is infinite, because no message has so small an error."""
+    """Returns ``rate``. Raise ConfigError if it is infinite, because no message has so small an error."""
     if rate < math.inf:
         return rate
     raise ConfigError(

@@ -21,7 +21,7 @@ from lightning_gqsgd.wire.telemetry import BucketCounters
 
 
 def dense_gradient(table: Table, touched: Touched, dtype: torch.dtype) -> Tensor:
-    """The rows in a flat tensor of the whole table, [height * width]."""
+    """Returns the rows in a flat tensor of the whole table, [height * width]."""
     x = torch.zeros(table.height, table.width, dtype=dtype)
     x[touched.rows] = touched.values.to(dtype)
     return x.view(-1)
@@ -30,7 +30,7 @@ def dense_gradient(table: Table, touched: Touched, dtype: torch.dtype) -> Tensor
 def dense_mean(
     table: Table, touched: Touched, x: Tensor, pieces: Sequence[Steps], ranks: int, counters: BucketCounters
 ) -> Mean:
-    """From stage 2 on: the mean of all ranks' rows.
+    """Run the stages from 2 on of a dense exchange; they end with the mean of all ranks' rows.
 
     Args:
         table: the table.

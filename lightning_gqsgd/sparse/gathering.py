@@ -33,7 +33,7 @@ Mean = Generator[Sequence[Exchange], None, Touched]
 
 
 def gathered_lengths(rows: int, number_bytes: int, ranks: int) -> Generator[Sequence[Exchange], None, Tensor]:
-    """Stage 1: the lengths of all ranks, int64 [ranks, 2]."""
+    """Run stage 1 of a gather, which ends with the lengths of all ranks, int64 [ranks, 2]."""
     lengths = torch.empty(ranks, 2, dtype=torch.int64)
     yield (Exchange("all_gather", lengths, torch.tensor([rows, number_bytes])),)
     return lengths
@@ -48,7 +48,7 @@ def gathered_mean(
     rank: int,
     counters: BucketCounters,
 ) -> Mean:
-    """Stage 2: the mean of all ranks' rows.
+    """Run stage 2 of a gather, which ends with the mean of all ranks' rows.
 
     Args:
         table: the table.
@@ -81,7 +81,7 @@ def gathered_mean(
 
 
 def mean_of(messages: Sequence[Touched]) -> Touched:
-    """The mean over ranks of the rows that any rank has touched, added up in rank order."""
+    """Returns the mean over ranks of the rows that any rank has touched, added up in rank order."""
     share = Share.of(len(messages))
     union = torch.cat([message.rows for message in messages]).unique()
     first = messages[0].values

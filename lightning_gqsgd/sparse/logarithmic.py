@@ -42,11 +42,11 @@ class LogarithmicRows:
         self._none = (1 << (bits - 1)) - 1
 
     def nbytes(self, count: int) -> int:
-        """Return the number of bytes, as `rows.Rows.nbytes` specifies."""
+        """Returns the bytes of so many rows, with those of the exponent of M."""
         return _HEAD + -(-count * self._width * self._bits // 8) if count else 0
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write rows into a message, as `rows.Rows.write` specifies."""
+        """Write the exponent of M and the codes of a rank's rows into ``message``, uint8 [nbytes]."""
         values = touched.values.double().numpy()
         if not len(values):
             return
@@ -63,7 +63,7 @@ class LogarithmicRows:
         message.copy_(torch.from_numpy(np.concatenate([head, np.packbits(bits.astype(np.uint8))])))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Read rows from a message, as `rows.Rows.read` specifies."""
+        """Returns the decoded rows, [rows, width], in the compute dtype; ``rows``: their numbers."""
         if not len(rows):
             return torch.zeros(0, self._width, dtype=self._dtype)
         received = message.numpy()

@@ -46,7 +46,7 @@ def fill_missing_gradients(model: DistributedDataParallel, tables: Iterable[Tens
 
 
 def empty_gradient(table: Tensor) -> Tensor:
-    """A sparse gradient of a table without any row."""
+    """Returns a sparse gradient of a table without any row."""
     rows = torch.zeros(0, dtype=torch.int64, device=table.device)
     values = torch.zeros(0, *table.shape[1:], dtype=table.dtype, device=table.device)
     return gradient_of(rows, values, torch.empty(table.shape, dtype=table.dtype, device="meta"))

@@ -32,7 +32,7 @@ def refuse_for(config: GQSGDConfig, what: str) -> None:
 
 
 def tables_of(model: DistributedDataParallel, *, frozen: bool = False) -> dict[str, Tensor]:
-    """The parameters of a model that DDP expects sparse gradients of, by name.
+    """Returns the parameters of a model that DDP expects sparse gradients of, by name.
 
     Args:
         model: the DDP model.

@@ -27,7 +27,7 @@ _WIDEST = 62
 
 
 def write(rows: np.ndarray) -> np.ndarray:
-    """The stream of row numbers, uint8 [bytes]; empty if there are none.
+    """Returns the stream of row numbers, uint8 [bytes]; empty if there are none.
 
     Args:
         rows: int64 [rows], ascending, without repetition.
@@ -42,7 +42,7 @@ def write(rows: np.ndarray) -> np.ndarray:
 
 
 def read(stream: np.ndarray, count: int, height: int) -> np.ndarray:
-    """The row numbers of a stream, int64 [count], ascending.
+    """Returns the row numbers of a stream, int64 [count], ascending.
 
     Args:
         stream: uint8 [bytes]. It comes from the network, so nothing in it is trusted.
@@ -122,13 +122,13 @@ def _read_gamma(body: np.ndarray, count: int) -> np.ndarray:
 
 
 def _places(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each element of consecutive runs of these lengths, the number of its run, and its place in the run."""
+    """Returns each element's number of its run and its place in the run, in consecutive runs of these lengths."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return owner, np.arange(len(owner)) - (np.cumsum(lengths) - lengths)[owner]
 
 
 def _digits(numbers: np.ndarray) -> np.ndarray:
-    """Numbers of binary digits, int64; 0 for 0."""
+    """Returns how many binary digits each number has, int64; 0 for 0."""
     # frexp is exact for integers below 2^53; the halves keep larger ones exact.
     high = numbers >> 32
     return np.where(high > 0, 32 + np.frexp(high.astype(np.float64))[1], np.frexp(numbers.astype(np.float64))[1])

@@ -22,7 +22,7 @@ class Rows(Protocol):
     """How the rows of one table are written in one step."""
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many rows."""
+        """Returns the bytes of so many rows."""
         ...
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
@@ -36,7 +36,7 @@ class Rows(Protocol):
         ...
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """The rows that a rank has written, [rows, width], in the compute dtype; ``rows``: their numbers."""
+        """Returns the rows that a rank has written, [rows, width], in the compute dtype; ``rows``: their numbers."""
         ...
 
 
@@ -53,15 +53,15 @@ class RowsAsTheyAre:
         self._dtype = dtype
 
     def nbytes(self, count: int) -> int:
-        """Return the number of bytes, as `Rows.nbytes` specifies."""
+        """Returns the bytes of so many rows."""
         return count * self._width * self._dtype.itemsize
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write rows into a message, as `Rows.write` specifies."""
+        """Write a rank's rows into ``message``, uint8 [nbytes], as they are."""
         message.copy_(touched.values.contiguous().view(torch.uint8).view(-1))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Read rows from a message, as `Rows.read` specifies."""
+        """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
         return message.clone().view(self._dtype).view(len(rows), self._width)
 
 
@@ -81,11 +81,11 @@ class RowsOfBf16:
         self._limit = largest(len(keys.up))
 
     def nbytes(self, count: int) -> int:
-        """Return the number of bytes, as `Rows.nbytes` specifies."""
+        """Returns the bytes of so many rows."""
         return count * self._table.width * torch.bfloat16.itemsize
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write rows into a message, as `Rows.write` specifies."""
+        """Write a rank's rows into ``message``, uint8 [nbytes], as bf16 numbers, rounded at random."""
         wide = touched.values.float().view(-1)
         small = torch.empty(len(wide), dtype=torch.bfloat16)
         blocks = torch.from_numpy(cut_rows(self._table, touched.rows, self._keys.config.block_size))
@@ -93,7 +93,7 @@ class RowsOfBf16:
         message.copy_(small.view(torch.uint8))
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Read rows from a message, as `Rows.read` specifies."""
+        """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
         return message.clone().view(torch.bfloat16).to(self._dtype).view(len(rows), self._table.width)
 
 
@@ -117,11 +117,11 @@ class CodedRows:
         self._store = new_store(setting.config, 1, {}, setting.dtype, torch.device("cpu"))
 
     def nbytes(self, count: int) -> int:
-        """Return the number of bytes, as `Rows.nbytes` specifies."""
+        """Returns the bytes of so many rows."""
         return count * record_bytes(self._table, self._quantiser, self._scale_bytes, self._raw_bytes)
 
     def write(self, touched: Touched, message: Tensor, rank: int) -> None:
-        """Write rows into a message, as `Rows.write` specifies."""
+        """Write a rank's rows into ``message``, uint8 [nbytes], as codes."""
         if len(touched.rows):
             x = touched.values.contiguous().view(-1)
             part = self._part(touched.rows)
@@ -129,7 +129,7 @@ class CodedRows:
             outgoing.encode(message, self._keys.up[rank])
 
     def read(self, message: Tensor, rows: Tensor, rank: int) -> Tensor:
-        """Read rows from a message, as `Rows.read` specifies."""
+        """Returns the rows that a rank has written, [rows, width], in the compute dtype."""
         out = torch.zeros(len(rows) * self._table.width, dtype=self._dtype)
         if len(rows):
             wires = message.view(1, -1).contiguous()
@@ -142,7 +142,7 @@ class CodedRows:
 
 
 def rows_for(table: Table, setting: Setting, keys: StepKeys, *, compressed: bool) -> Rows:
-    """How a table's rows are written.
+    """Returns how a table's rows are written.
 
     Args:
         table: the table.

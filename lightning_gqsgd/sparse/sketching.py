@@ -43,7 +43,7 @@ _BESIDE = 16
 
 
 class Places(NamedTuple):
-    """Where rows are in a sketch.
+    """Returns the places of rows in a sketch.
 
     Attributes:
         cells: number of the cell of each row in each part, counted over all parts, int64 [rows, PARTS].
@@ -57,7 +57,7 @@ class Places(NamedTuple):
 
 
 def places_of(table: Table, rows: Tensor, union: int, key: Key, dtype: torch.dtype) -> Places:
-    """Where rows are in a sketch.
+    """Returns the places of rows in a sketch.
 
     Args:
         table: the table.
@@ -74,7 +74,7 @@ def places_of(table: Table, rows: Tensor, union: int, key: Key, dtype: torch.dty
 
 
 def sketch_of(values: Tensor, places: Places) -> Tensor:
-    """The sketch of rows, [cells, width]; ``values``: the rows, [rows, width]."""
+    """Returns the sketch of rows, [cells, width]; ``values``: the rows, [rows, width]."""
     sketch = torch.zeros(places.total, values.shape[1], dtype=values.dtype)
     for part in range(PARTS):
         sketch.index_add_(0, places.cells[:, part], values * places.signs[:, part, None])
@@ -82,7 +82,7 @@ def sketch_of(values: Tensor, places: Places) -> Tensor:
 
 
 def rows_of(sketch: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-    """The rows in a sketch, [rows, width], and whether each was read rather than estimated, bool [rows].
+    """Returns the rows in a sketch, [rows, width], and whether each was read rather than estimated, bool [rows].
 
     Args:
         sketch: see `sketch_of`; changed in place.
@@ -108,7 +108,7 @@ def rows_of(sketch: Tensor, places: Places) -> tuple[Tensor, Tensor]:
 
 
 def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int, counters: BucketCounters) -> Mean:
-    """From stage 2 on: the mean of all ranks' rows.
+    """Run the stages from 2 on of a sketch; they end with the mean of all ranks' rows.
 
     Args:
         table: the table.
@@ -137,7 +137,7 @@ def sketched_mean(table: Table, touched: Touched, bad: int, key: Key, ranks: int
 def _unions(
     table: Table, marks: Sequence[Tensor], ranks: int, counters: BucketCounters
 ) -> Generator[Sequence[Exchange], None, list[Tensor]]:
-    """The rows that any rank has marked, in ascending order, for each set of marks."""
+    """Returns the rows that any rank has marked, in ascending order, for each set of marks."""
     bits = np.zeros((len(marks), table.height), dtype=np.uint8)
     for line, rows in zip(bits, marks, strict=True):
         line[rows.numpy()] = 1

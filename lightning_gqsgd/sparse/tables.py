@@ -45,7 +45,8 @@ class Touched(NamedTuple):
 
 
 def touched_rows(gradient: Tensor, width: int) -> Touched:
-    """The rows of a sparse gradient, [height, ...]; rows that occur several times are added up in the compute dtype."""
+    """Returns the rows of a sparse gradient, [height, ...]; rows that occur several times are added up in the compute
+    dtype."""
     if gradient.sparse_dim() != 1:  # a hook of the user's has made it; embeddings give rows
         gradient = gradient.to_dense().to_sparse(1)
     compute = COMPUTE_DTYPES[gradient.dtype]
@@ -56,7 +57,7 @@ def touched_rows(gradient: Tensor, width: int) -> Touched:
 
 
 def sparse_rows(rows: Tensor, values: Tensor, height: int) -> Tensor:
-    """A sparse tensor [height, ...] of rows; not marked as coalesced.
+    """Returns a sparse tensor [height, ...] of rows; not marked as coalesced.
 
     Args:
         rows: row numbers, int64 [rows].
@@ -69,7 +70,7 @@ def sparse_rows(rows: Tensor, values: Tensor, height: int) -> Tensor:
 
 
 def gradient_of(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
-    """A coalesced sparse gradient of the shape and dtype of ``like``.
+    """Returns a coalesced sparse gradient of the shape and dtype of ``like``.
 
     Args:
         rows: row numbers, int64 [rows], ascending.
@@ -81,13 +82,13 @@ def gradient_of(rows: Tensor, values: Tensor, like: Tensor) -> Tensor:
 
 
 def record_bytes(table: Table, q: Quantiser, scale_bytes: int, raw_bytes: int) -> int:
-    """Bytes of one row in a message."""
+    """Returns the bytes of one row in a message."""
     lengths = _lengths(table.width, q.block_size)
     return int(_records(lengths, q, raw_bytes).sum()) + scale_bytes * len(lengths)
 
 
 def cut_rows(table: Table, rows: Tensor, block_size: int) -> np.ndarray:
-    """The block table of rows, [blocks, COLUMNS]; positions in messages are not set yet.
+    """Returns the block table of rows, [blocks, COLUMNS]; positions in messages are not set yet.
 
     A row is cut into blocks of its own. The number of a block counts the blocks of all rows of the table, so its dither
     depends on the row's number, and neither on the bucket nor on which other rows are touched.
@@ -111,7 +112,7 @@ def cut_rows(table: Table, rows: Tensor, block_size: int) -> np.ndarray:
 
 
 def place_rows(table: Table, rows: Tensor, q: Quantiser, scale_bytes: int, raw_bytes: int) -> Part:
-    """The blocks of rows with their places in a message: the scales of all rows first, and then the codes.
+    """Returns the blocks of rows with their places in a message: the scales of all rows first, and then the codes.
 
     Records are not aligned as those of dense messages are: a row of few coordinates would be mostly padding.
 
@@ -131,11 +132,11 @@ def place_rows(table: Table, rows: Tensor, q: Quantiser, scale_bytes: int, raw_b
 
 
 def _lengths(width: int, block_size: int) -> np.ndarray:
-    """Lengths of the blocks of a row, int64."""
+    """Returns the lengths of the blocks of a row, int64."""
     return np.minimum(block_size, width - np.arange(0, width, block_size, dtype=np.int64))
 
 
 def _records(lengths: np.ndarray, q: Quantiser, raw_bytes: int) -> np.ndarray:
-    """Bytes of the codes of blocks of these lengths."""
+    """Returns the bytes of the codes of blocks of these lengths."""
     records = q.record_bytes(lengths, raw_bytes)
     return -(-records // _WORD) * _WORD if q.is_whole else records

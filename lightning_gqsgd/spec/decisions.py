@@ -87,7 +87,7 @@ class Decision:
     at_least: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns plain values only."""
         mappings = {"seconds": dict(self.seconds), "predicted": dict(self.predicted)}
         return {**asdict(self), **mappings, "at_least": list(self.at_least)}
 

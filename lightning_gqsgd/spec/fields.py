@@ -88,11 +88,11 @@ class Fields:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """Names of all fields, in order."""
+        """Returns the names of all fields, in order."""
         return tuple(field.name for field in fields(cls))
 
     def dither_key(self, step: int, stream: int) -> tuple[int, int]:
-        """Two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
+        """Returns two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
 
         blake2b over (seed, step, stream): streams of neighbouring steps and ranks share no structure.
         """

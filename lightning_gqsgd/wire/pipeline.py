@@ -21,10 +21,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 #: Pieces under way at once, per communicator: enough to fill the wire, few enough to bound scratch memory.
 MAX_UNDER_WAY = 8
 
+#: Streams over NCCL that jobs take in turns.
+STREAMS = 2
+
 #: How long to wait for the thread when closing; it never waits for the network itself.
 CLOSE_TIMEOUT_S = 60.0
 
@@ -56,6 +59,7 @@ class _Piece:
         blocks: whether the piece is the agreement, and the job's other pieces wait for it.
         works: the collectives of the latest stage.
         waiting_for: how many of them are still under way, or 1 while a worker computes.
+        is_through: whether nothing is left to be done.
         is_computing: whether a worker computes for the piece.
         task: what a worker does for the piece, or did last; it may end a little after ``is_computing``.
         turn: which of several connections its exchanges take.
@@ -69,6 +73,7 @@ class _Piece:
         self.blocks = self.is_preface and job.preface_blocks
         self.works: list[dist.Work] = []
         self.waiting_for = 0
+        self.is_through = False
         self.is_computing = False
         self.task: Future[None] | None = None
         self._start = start
@@ -87,6 +92,7 @@ class _Piece:
             if outcome.error is not None:
                 raise outcome.error
             if outcome.exchanges is None:
+                self.is_through = True
                 return False
             # Empty messages need no collective; where parts are unequal, all ranks take part if one of them sends.
             needed = [exchange for exchange in outcome.exchanges if exchange.input.numel() or exchange.splits]
@@ -199,29 +205,18 @@ class StreamRunner:
         if broken is not None:
             job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
             return
-        waiting = deque(_pieces_of(job, communicator))
-        under_way: deque[_Piece] = deque()
+        pieces = _pieces_of(job, communicator)
+        prefaces = 0 if job.preface is None else 1
         error = None
         try:
-            if job.preface is not None:
-                under_way.append(waiting.popleft())
-                # Alone, before any piece starts: ranks that do not agree must not have sent messages of different
-                # sizes.
-                while under_way[0].resume(communicator):
-                    pass
-                under_way.clear()
-            while waiting or under_way:
-                # As many as may be under way, so that the scratch memory of a large job is bounded.
-                while waiting and len(under_way) < MAX_UNDER_WAY:
-                    under_way.append(waiting.popleft())
-                if under_way[0].resume(communicator):
-                    under_way.rotate(-1)
-                else:
-                    under_way.popleft()
+            # The preface goes alone, before any piece starts: ranks that do not agree must not have sent messages of
+            # different sizes.
+            for piece in chain(by_stages(pieces[:prefaces]), by_stages(pieces[prefaces:])):
+                piece.resume(communicator)
         except Exception as cause:  # reported through the future
-            if not (under_way[0].blocks and isinstance(cause, ConfigError)):
+            if not (piece.blocks and isinstance(cause, ConfigError)):
                 self._broken[communicator] = cause  # the order of collectives is lost
-            error = communicator.describe(cause, f"{job.name}, stage {under_way[0].stage},")
+            error = communicator.describe(cause, f"{job.name}, stage {piece.stage},")
         job.finish(error)
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
@@ -395,15 +390,34 @@ def computable(lane: deque[_Piece]) -> list[_Piece]:
 
 
 class Underway(Protocol):
-    """The attributes of a piece that decide on its turn; see `_Piece`."""
+    """The attributes of a piece that decide on its turn; see `_Piece`.
+
+    The performance model's clock (`predict.runners`) puts its pieces in order by the same two functions, `by_stages`
+    and `ready`.
+    """
 
     stage: int
     waiting_for: int
+    is_through: bool
     is_preface: bool
     blocks: bool
 
 
 P = TypeVar("P", bound=Underway)
+
+
+def by_stages(pieces: Iterable[P]) -> Iterator[P]:
+    """Yield each piece whose next stage is to be issued: `MAX_UNDER_WAY` take a stage before any takes the next."""
+    waiting = deque(pieces)
+    under_way: deque[P] = deque()
+    while waiting or under_way:
+        # As many as may be under way, so that the scratch memory of a large job is bounded.
+        while waiting and len(under_way) < MAX_UNDER_WAY:
+            under_way.append(waiting.popleft())
+        piece = under_way.popleft()
+        yield piece
+        if not piece.is_through:
+            under_way.append(piece)
 
 
 def ready(lane: deque[P]) -> Iterator[P]:
@@ -424,7 +438,7 @@ _users = 0
 _lock = threading.RLock()  # a collection of garbage within `runner_for` may call `release`
 
 
-def runner_for(communicator: Communicator, streams: int = 2) -> Runner:
+def runner_for(communicator: Communicator, streams: int = STREAMS) -> Runner:
     """Returns the runner for the jobs of a communicator. Give it back with `release`.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import LENGTH, START, Segment, cut, pieces
+from lightning_gqsgd.kernels.layout import LENGTH, START, BlockRun, Segment, cut, pieces, table_of, whole
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, Steps, reduced, run_virtual
 from lightning_gqsgd.reducers.base import HasSteps
@@ -180,12 +180,13 @@ class Plan:
         for run in _runs(segments, self._settings):
             setting = self._settings[run.choice]
             reducer = REDUCERS[setting.config.reducer]
-            for table in _tables(segments[run.first : run.end], setting):
-                self._table_bytes += 3 * table.nbytes
-                inside = _span(table)
-                part = slice(run.start + inside.start, run.start + inside.stop)
+            start = run.start
+            for piece in pieces_of(segments[run.first : run.end], setting):
                 # A reducer sees its piece alone, so its table counts from the start of the piece.
-                table[:, START] -= inside.start
+                table = table_of(piece, setting.block_size)
+                self._table_bytes += 3 * table.nbytes
+                part = slice(start, start + sum(blocks.numel for blocks in piece))
+                start = part.stop
                 made.append(_Piece(part, reducer(table, setting), [_middle(part)] if reducer.compresses else []))
         return made
 
@@ -221,9 +222,8 @@ class ScatterPlan(Plan):
         of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
         tables = [cut(of_rank, setting.config.block_size) for of_rank in of_ranks]
         self._table_bytes += 3 * sum(table.nbytes for table in tables)
-        whole = setting.config.scale_per == "parameter"
         numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
-        lengths = [len(table) for table in pieces(tables[0], numel, whole_parameters=whole)]
+        lengths = [sum(blocks.blocks for blocks in piece) for piece in _cut(of_ranks[0], numel, setting)]
         made = []
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
             blocks = [table[end - length : end] for table in tables]
@@ -338,14 +338,19 @@ def _has_codes(setting: Setting) -> bool:
     return setting.config.codec != "float"
 
 
-def _tables(segments: Sequence[Segment], setting: Setting) -> list[np.ndarray]:
-    """Returns the block tables of all pieces."""
-    config = setting.config
-    table = cut(segments, config.block_size)
-    if not REDUCERS[config.reducer].compresses:  # takes the tensor whole, so that it gives DDP's bits
-        return [table] if len(table) else []
-    numel = setting.piece_size.within(int(table[:, LENGTH].sum()))
-    return pieces(table, numel, whole_parameters=config.scale_per == "parameter")
+def pieces_of(segments: Sequence[Segment], setting: Setting) -> list[list[BlockRun]]:
+    """Returns the blocks of all pieces of consecutive segments that are reduced with one setting."""
+    numel = sum(segment.numel for segment in segments)
+    # The backend's own all-reduce takes the tensor whole, so that it gives DDP's bits.
+    at_once = setting.piece_size.within(numel) if REDUCERS[setting.config.reducer].compresses else max(1, numel)
+    return _cut(segments, at_once, setting)
+
+
+def _cut(segments: Sequence[Segment], piece_numel: int, setting: Setting) -> list[list[BlockRun]]:
+    """Returns the segments cut into pieces of at most so many coordinates; see `layout.pieces`."""
+    blocks = whole(segments, setting.block_size)
+    whole_parameters = setting.config.scale_per == "parameter"
+    return pieces(blocks, piece_numel, setting.block_size, whole_parameters=whole_parameters)
 
 
 def _counted(steps: Steps, reducer: HasSteps, counters: BucketCounters) -> Steps:

@@ -48,9 +48,8 @@ def predicted_steps(
     from omegaconf import OmegaConf
 
     from lightning_gqsgd.predict.advice import Cluster, candidates, over_links
-    from lightning_gqsgd.predict.costs import ESTIMATES, Link
+    from lightning_gqsgd.predict.costs import ESTIMATES, Link, bytes_per_second
     from lightning_gqsgd.predict.timeline import estimated
-    from lightning_gqsgd.predict.units import bytes_per_second
     from recipes.training.building import build_network
 
     with torch.device("meta"):

@@ -14,8 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, did_you_mean_preset
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, did_you_mean_preset
 from lightning_gqsgd.spec.decisions import WIDTHS
 from recipes.errors import RecipeError
 
@@ -62,7 +61,7 @@ def register_presets() -> None:
         store.store(group=GROUP, name=name, node=_node(name), provider="lightning_gqsgd.presets")
     for name, local in LOCAL_PRESETS.items():
         node = {"name": name, "_target_": TARGET, "preset": name, "local_steps": local.options["every"]}
-        store.store(group=GROUP, name=name, node=node, provider="lightning_gqsgd.local_steps.presets")
+        store.store(group=GROUP, name=name, node=node, provider="lightning_gqsgd.presets")
 
 
 def _node(name: str) -> dict[str, Any]:

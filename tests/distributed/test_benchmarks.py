@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy, kernels, noise_bits, noise_layers, report
-from lightning_gqsgd.predict.turns import in_turns, ratio
+from lightning_gqsgd.predict.timing import in_turns, ratio
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"

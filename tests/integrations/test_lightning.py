@@ -23,13 +23,11 @@ import pytest
 import torch
 
 import lightning_gqsgd
-from lightning_gqsgd import _autoload
-from lightning_gqsgd._autoload import STRATEGY_PRESETS, strategy_names
+from lightning_gqsgd._autoload import strategy_names
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.frameworks import trainer
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
 from lightning_gqsgd.spec.decisions import Decision
 from tests.distributed.ranks import RankFailed, run
 from tests.integrations.fit import fits
@@ -353,8 +351,7 @@ def find_all_names(_: int) -> None:
 @pytest.mark.slow
 def test_all_names_are_in_all_four_registries(tmp_path: Path) -> None:
     names = strategy_names()
-    assert tuple(PRESETS) == STRATEGY_PRESETS
-    assert tuple(LOCAL_PRESETS) == _autoload.LOCAL_PRESETS
+    assert {arguments["preset"] for arguments in names.values()} == {*PRESETS, *LOCAL_PRESETS}
     assert len(names) == len(PRESETS) * 4 * 3 + len(LOCAL_PRESETS) * 4
     assert {"gqsgd", "gqsgd_4bit", "gqsgd_spawn", "gqsgd_fork_find_unused_parameters_true", "gqsgd_notebook"} <= set(
         names

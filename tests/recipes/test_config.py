@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_gqsgd import GQSGDStrategy
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, Preset, make_config
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, Preset, make_config
 from recipes.strategies.baselines import BaselineDDPStrategy
 from recipes.strategies.choices import CONF, TARGET, UnknownStrategyError, baselines, check_strategies, strategies
 from recipes.training.building import ALLOWED_TARGETS, TargetError, build

@@ -16,11 +16,10 @@ from lightning_gqsgd.cli.advising import Question
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.predict import Bucket, Collective, Costs, Gamma, Timeline, advice, models
-from lightning_gqsgd.predict.costs import KINDS
+from lightning_gqsgd.predict.costs import KINDS, bytes_per_second, rate_in_words, seconds
 from lightning_gqsgd.predict.probe import Probe
-from lightning_gqsgd.predict.units import bytes_per_second, rate_in_words, seconds
+from lightning_gqsgd.presets import LOCAL_PRESETS
 
 HERE = "tests.unit.test_advise"
 USUAL = ["--model", f"{HERE}:network", "--batch", "8", "--nodes", "4", "--backward", "50ms"]

@@ -14,7 +14,7 @@ import torch
 from benchmarks import gpu_kernels, kernels, report, roofline
 from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Target
 from benchmarks.roofline import Fact
-from lightning_gqsgd.predict.turns import EventClock, in_turns, stopwatch
+from lightning_gqsgd.predict.timing import EventClock, in_turns, stopwatch
 from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 

@@ -21,8 +21,7 @@ from lightning_gqsgd.cli.facts import HEADINGS, facts_of
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.local_steps.choosing import make_local
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
 from lightning_gqsgd.research.systems import SYSTEMS
 
 

@@ -23,6 +23,8 @@ from lightning_gqsgd.kernels.layout import (
     place,
     place_by_owner,
     runs,
+    table_of,
+    whole,
 )
 from lightning_gqsgd.kernels.packing import code_bytes, summable_code_bytes
 
@@ -54,8 +56,11 @@ def test_blocks_cover_every_coordinate_once_and_never_straddle_parameters(rows: 
 @given(segments, st.integers(1, 2000))
 def test_pieces_are_bounded_and_lose_nothing(rows: list[Segment], numel: int) -> None:
     table = cut(rows, 64)
-    parts = pieces(table, numel)
+    parts = [table_of(part, 64) for part in pieces(whole(rows, 64), numel, 64)]
     assert all(len(part) for part in parts)
+    starts = np.cumsum([0, *(part[:, LENGTH].sum() for part in parts)])
+    for part, start in zip(parts, starts, strict=False):
+        part[:, START] += start
     assert np.array_equal(np.concatenate([table[:0], *parts]), table)
     assert all(part[:, LENGTH].sum() <= numel + 64 for part in parts)
 

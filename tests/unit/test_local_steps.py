@@ -14,8 +14,8 @@ from lightning_gqsgd.local_steps.choosing import make_local
 from lightning_gqsgd.local_steps.fragments import Bundle, Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
 from lightning_gqsgd.local_steps.schedule import Rounds
+from lightning_gqsgd.presets import LOCAL_PRESETS
 
 
 def starts_of(options: LocalOptions, steps: int) -> list[list[int]]:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from lightning_gqsgd._autoload import _Names, bits_of_name, strategy_names
+from lightning_gqsgd._autoload import _Names, strategy_names
 from lightning_gqsgd.cli.asking import unknown
 from lightning_gqsgd.codecs import CODECS
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, bits_of_name, make_config
 from lightning_gqsgd.research.systems import SYSTEMS
 
 #: Another value for each field that a name may stand for; several, so that one differs from any preset's own.

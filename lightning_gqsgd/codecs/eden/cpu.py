@@ -162,7 +162,7 @@ def _encode(values, largest, exponent, block, key, c, s):
 
 @inlined
 def _rounded_at_random(scale, random, c):
-    """Bits of the format's number above or below a scale, see `kernels.wire.ScaleFormat.rounded_at_random`.
+    """Returns the bits of the format's number above or below a scale, see `kernels.wire.ScaleFormat.rounded_at_random`.
 
     Args:
         scale: a number of the compute dtype, not negative and not NaN.

@@ -39,7 +39,8 @@ _EXPONENT = 126
 
 
 def largest(ranks: int) -> int:
-    """Bits of the largest magnitude that a rank sends, as an fp32 number: 2^126 over n, n rounded up to a power of two.
+    """Returns the bits of the largest magnitude that a rank sends, as an fp32 number: 2^126 over n, n rounded up to a
+    power of two.
 
     Sums of up to 256 numbers of at most 2^e are at most 256 2^e, after rounding as well, because the multiples of 2^e
     up to 256 2^e are bf16 numbers. Beyond, the sum of a tree grows by at most a factor (1 + 2^-8)^log2(n) < 2 of
@@ -91,13 +92,13 @@ class FloatCodec(Codec):
         raise ConfigError(f"bits={self.bits} has no codes; take at most 8 bits")
 
     def error_variance(self, summed: int = 1) -> float:
-        """Mean square error of a coordinate as large as the scale, at most, in units of the squared scale."""
+        """Returns the largest mean square error of a coordinate up to the scale, in units of the squared scale."""
         return self.omega(1)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """ω, whatever the dimension: each coordinate's error is relative to the coordinate."""
+        """Returns ω, whatever the dimension: each coordinate's error is relative to the coordinate."""
         return relative_variance(_MANTISSA) if self.bits == 16 else 0.0
 
     def delta(self, dimension: int) -> float:
-        """δ of Q/(1+ω)."""
+        """Returns δ of Q/(1+ω)."""
         return 1 / (1 + self.omega(dimension))

@@ -303,7 +303,8 @@ class LinearCodec(Codec):
         return omega_linear(dimension, (self.levels(summed) - 1) // 2)
 
     def delta(self, dimension: int) -> float:
-        """δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: its errors are at most Δ/2."""
+        """Returns δ with |C(x) - x|² <= (1-δ) |x|², for C = Q/(1+ω), or for the nearest level: its errors are at most
+        Δ/2."""
         if not self.biased_by:
             return 1 / (1 + self.omega(dimension))
         return max(0.0, 1 - dimension * self.step() ** 2 / 4)
@@ -317,5 +318,6 @@ def check_levels(levels: int | None, bits: int) -> None:
 
 
 def _break_even(levels: int, odd_levels: int) -> float:
-    """Share c of zeros from which stochastic rounding, with steps Δ', has the smaller error: (1-c) Δ'²/6 < Δ²/12."""
+    """Returns the share c of zeros from which stochastic rounding, with steps Δ', has the smaller error: (1-c) Δ'²/6 <
+    Δ²/12."""
     return 1 - ((odd_levels - 1) / (levels - 1)) ** 2 / 2

@@ -118,7 +118,7 @@ def is_stochastic(zeros, n, c):
 
 @inlined
 def levels_per_unit(scale, middle, up):
-    """1/Δ, so large that a coordinate at the scale reaches the last level.
+    """Returns 1/Δ, so large that a coordinate at the scale reaches the last level.
 
     Args:
         scale: the block's scale.
@@ -133,7 +133,7 @@ def levels_per_unit(scale, middle, up):
 
 @inlined
 def step_of(scale, middle, stochastic, up):
-    """Δ; in a block that was rounded stochastically, the last level is to stand for the scale, exactly."""
+    """Returns Δ; in a block that was rounded stochastically, the last level is to stand for the scale, exactly."""
     step = scale / middle
     if stochastic and step * middle < scale:
         step = step * up

@@ -55,13 +55,13 @@ class SignCodec(Codec):
         return LinearQuantiser(1, levels=2, odd_levels=2, stochastic_from=1.0, block_size=block_size, nearest=True)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Not predicted: the error depends on the gradient alone."""
+        """Returns NaN: the error depends on the gradient alone, so it is not predicted."""
         return math.nan
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Infinite: the codec is biased."""
+        """Returns infinity, because the codec is biased."""
         return math.inf
 
     def delta(self, dimension: int) -> float:
-        """δ with |C(x) - x|² <= (1-δ) |x|²: |x|_1²/(d |x|²), at least 1/d; 2/π for large Gaussian blocks."""
+        """Returns δ with |C(x) - x|² <= (1-δ) |x|²: |x|_1²/(d |x|²), at least 1/d; 2/π for large Gaussian blocks."""
         return 1 / dimension

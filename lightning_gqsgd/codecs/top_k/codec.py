@@ -150,15 +150,15 @@ class TopKCodec(Codec):
         return CoarseTopKQuantiser(block_size, kept, self.bits)
 
     def error_variance(self, summed: int = 1) -> float:
-        """Not predicted: the error depends on the gradient alone."""
+        """Returns NaN: the error depends on the gradient alone, so it is not predicted."""
         return math.nan
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Infinite: the codec is biased."""
+        """Returns infinity, because the codec is biased."""
         return math.inf
 
     def delta(self, dimension: int) -> float:
-        """δ with |C(x) - x|² <= (1-δ) |x|²: k/d where the kept coordinates travel whole.
+        """Returns δ with |C(x) - x|² <= (1-δ) |x|²: k/d where the kept coordinates travel whole.
 
         At few bits only 1/d is certain: |C(x)|² is at least Σ n_c m_c² >= (Σ m)²/k >= Σ m²/k over the k kept magnitudes
         m, whose squares have at least the share k/d of |x|².

@@ -78,7 +78,7 @@ def included_files() -> list[Path]:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Digest of the names and the contents of files, and of the versions of Numba and Python."""
+    """Returns the digest of the names and the contents of files, and of the versions of Numba and Python."""
     digest = hashlib.sha256(f"{numba.__version__} {sys.version_info[:2]}".encode())
     for file in files:
         content = file.read_bytes()
@@ -88,7 +88,7 @@ def digest_of(files: Iterable[Path]) -> str:
 
 @lru_cache(maxsize=1)
 def _source_digest() -> str:
-    """Digest of the sources of this process: what is imported does not change with the files."""
+    """Returns the digest of the sources of this process: what is imported does not change with the files."""
     return digest_of(included_files())
 
 
@@ -179,17 +179,17 @@ class KernelCache(_Cache):
         return f"gqsgd.{self._name}."
 
     def _file_name(self, sig: Any, codegen: Any) -> str:
-        """Name of the file for argument types and a processor."""
+        """Returns the name of the file for argument types and a processor."""
         key = repr((str(sig), codegen.magic_tuple()))
         return f"{self._prefix}{_source_digest()[:16]}.{hashlib.sha256(key.encode()).hexdigest()[:16]}{_SUFFIX}"
 
     def _stale(self, folder: Path) -> list[Path]:
-        """Files of the kernel that belong to other sources."""
+        """Returns the files of the kernel that belong to other sources."""
         current = f"{self._prefix}{_source_digest()[:16]}."
         return [file for file in folder.glob(f"{self._prefix}*{_SUFFIX}") if not file.name.startswith(current)]
 
     def _reason(self) -> str:
-        """Why the kernel has to be compiled."""
+        """Returns why the kernel has to be compiled."""
         if writable_folder() is None:
             return f"none of the folders {', '.join(map(str, folders()))} is writable"
         if any(self._stale(folder) for folder in folders()):
@@ -203,7 +203,7 @@ class KernelCache(_Cache):
 
 
 def _content_of(file: Path) -> bytes | None:
-    """Content of a file; None: there is none, or it may not be read."""
+    """Returns the content of a file; None: there is none, or it may not be read."""
     try:
         return file.read_bytes()
     except OSError:

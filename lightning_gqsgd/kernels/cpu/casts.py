@@ -156,8 +156,8 @@ def part(typing_context, array, first, count):
 
 @intrinsic
 def numbers(typing_context, memory, first, count, like):
-    """``count`` numbers of the type of ``like`` in a contiguous array, from its number ``first`` on, as an array.
-    Nothing is checked."""
+    """Returns ``count`` numbers of the type of ``like`` in a contiguous array, from its number ``first`` on, as an
+    array. Nothing is checked."""
     _check_contiguous(memory)
     return types.Array(like, 1, "C")(memory, types.intp, types.intp, like), _view
 

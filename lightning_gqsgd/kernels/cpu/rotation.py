@@ -36,7 +36,8 @@ class Turn(NamedTuple):
 
 
 def roots_of(block_size: int, dtype: torch.dtype) -> np.ndarray:
-    """2^(-e/2) for each exponent e of a power of two up to ``block_size``, in the compute dtype of a gradient dtype."""
+    """Returns 2^(-e/2) for each exponent e of a power of two up to ``block_size``, in the compute dtype of a gradient
+    dtype."""
     return (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(float_type(dtype))
 
 
@@ -91,7 +92,7 @@ def _butterflies(left, right):
 
 @inlined
 def hadamard(values, root):
-    """Hadamard transform of a power of two of values, in place; ``root``: the factor that makes it orthonormal."""
+    """Replace a power of two of values by their Hadamard transform; ``root``: the factor that makes it orthonormal."""
     n = values.size
     half = 1
     if n >= 8:

@@ -36,12 +36,12 @@ class Form(NamedTuple):
 
 
 def float_type(dtype: torch.dtype) -> type[np.floating]:
-    """NumPy type of the compute dtype of a gradient dtype."""
+    """Returns the NumPy type of the compute dtype of a gradient dtype."""
     return np.float64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.float32
 
 
 def integer_type(dtype: torch.dtype) -> type[np.signedinteger]:
-    """Signed NumPy integer as wide as the compute dtype of a gradient dtype."""
+    """Returns the signed NumPy integer as wide as the compute dtype of a gradient dtype."""
     return np.int64 if COMPUTE_DTYPES[dtype] == torch.float64 else np.int32
 
 
@@ -64,7 +64,8 @@ def form_of(dtype: torch.dtype) -> Form:
 
 @inlined
 def rounded_up(bits, form):
-    """Bits of the scale for a largest magnitude with these bits. They are infinity's if the magnitude is not finite."""
+    """Returns the bits of the scale for a largest magnitude with these bits. They are infinity's if the magnitude is
+    not finite."""
     if bits >= form.infinity:
         bits = form.infinity
     elif bits > 0:
@@ -82,7 +83,7 @@ def sent(bits, flag, form):
 
 @inlined
 def received(code, form):
-    """Bits of the scale that an integer on the wire stands for."""
+    """Returns the bits of the scale that an integer on the wire stands for."""
     bits = (code >> 1) << form.shift
     if bits > form.infinity:
         bits = form.infinity

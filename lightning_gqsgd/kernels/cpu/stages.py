@@ -182,7 +182,7 @@ def _widened(x: Tensor, blocks: Tensor, *, write: bool = False) -> Iterator[tupl
 
 
 def _received(wires: Tensor, keys: Sequence[Key], own: int | None) -> Received:
-    """Messages to decode; ``wires``: uint8 [sources, bytes]."""
+    """Returns the messages to decode; ``wires``: uint8 [sources, bytes]."""
     return Received(wires.flatten().numpy(), wires.shape[1], _keys(keys), -1 if own is None else own)
 
 
@@ -193,12 +193,12 @@ def _sent(wire: Tensor, key: Key, dtype: torch.dtype, scales: np.ndarray | None 
 
 
 def _keys(keys: Sequence[Key]) -> np.ndarray:
-    """Dither keys of streams, uint32 [streams, 2]."""
+    """Returns the dither keys of streams, uint32 [streams, 2]."""
     return np.array(keys, dtype=np.uint32).reshape(-1, 2)
 
 
 def _scratch(block_size: int, dtype: torch.dtype) -> Scratch:
-    """Space for one block. Every call has its own, because kernels run on several threads at once."""
+    """Returns the space for one block. Every call has its own, because kernels run on several threads at once."""
     size = block_size + 1
     return Scratch(
         u=np.empty(size, np.float32),

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 
 def omega_code(k: int) -> str:
-    """Elias omega code of ``k`` >= 1 as a string of 0 and 1.
+    """Returns the Elias omega code of ``k`` >= 1 as a string of 0 and 1.
 
     Before the closing 0 stands k in binary, before that its number of digits less one in binary, and so on down to 1,
     which is not written.
@@ -43,7 +43,8 @@ def omega_code(k: int) -> str:
 
 
 def omega_bits(k: int) -> int:
-    """Length in bits of the Elias omega code of ``k`` >= 1: log2 k + log2 log2 k + ... + 1, every term rounded up.
+    """Returns the length in bits of the Elias omega code of ``k`` >= 1: log2 k + log2 log2 k + ... + 1, every term
+    rounded up.
 
     Raises:
         ValueError: ``k`` < 1 has no code.

@@ -30,7 +30,8 @@ from lightning_gqsgd.reducers.elias.writer import write_records
 
 
 def compressed_bits(message: Tensor, blocks: Tensor, q: Quantiser) -> int:
-    """Bits of all coded blocks' records in a stream, before it is filled up to a byte; the rest does not count.
+    """Returns the bits of all coded blocks' records in a stream, before it is filled up to a byte; the rest does not
+    count.
 
     Raises:
         ValueError: as `compress`.
@@ -125,6 +126,6 @@ def _rest(table: np.ndarray, message_bytes: int, bits: int) -> list[tuple[int, i
 
 
 def _scratch(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Space for the codes of one block, and for the positions of its non-zeros."""
+    """Returns the space for the codes of one block, and for the positions of its non-zeros."""
     size = int(table[:, LENGTH].max()) + 1 if len(table) else 1  # positions are written one beyond the last
     return np.empty(size, np.uint8), np.empty(size, np.int32)

@@ -82,7 +82,8 @@ def tables_of(levels: int) -> Tables:
 
 
 def _words(codes: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Codewords and their lengths. There are 256 entries whatever K is, so that no code, a byte, is out of range."""
+    """Returns the codewords and their lengths. There are 256 entries whatever K is, so that no code, a byte, is out of
+    range."""
     word = np.zeros(256, np.uint64)
     length = np.zeros(256, np.uint8)
     word[: len(codes)] = [int(code or "0", 2) for code in codes]

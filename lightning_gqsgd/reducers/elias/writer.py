@@ -35,7 +35,7 @@ def _append(word, length, bits, fill, at, words):
 
 @called
 def _omega(k):
-    """Codeword of k, at most 2^31, and its length."""
+    """Returns the codeword of k, at most 2^31, and its length."""
     word = uint64(0)
     length = 1
     while k > 1:
@@ -62,7 +62,7 @@ def _append_omega(k, t, bits, fill, at, words):
 
 @inlined
 def _omega_length(k, t):
-    """Length of the codeword of k."""
+    """Returns the length of the codeword of k."""
     length = int64(t.omega_length[k & (SHORT - 1)])
     if k >= SHORT:
         length = _omega(k)[1]
@@ -90,7 +90,8 @@ def _non_zeros(codes, zero, positions):
 
 @called
 def _plan(codes, t, positions):
-    """Bits of a block in the sparse and in the dense form, and the number of non-zeros, whose positions are written.
+    """Returns the bits of a block in the sparse and in the dense form, and the number of non-zeros, whose positions are
+    written.
 
     The number of non-zeros is -1 if a code is out of range, and -2 if the block is void.
     """

@@ -75,7 +75,7 @@ class _ProximalAdagrad(Optimizer):
         return loss
 
     def _lists(self, group: dict[str, Any]) -> list[list[Tensor]]:
-        """The parameters with a gradient, in lists that one call of a foreach operation can take."""
+        """Returns the parameters with a gradient, in lists that one call of a foreach operation can take."""
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in trained:
             if parameter.grad.is_sparse:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
-    """The proximal step of the penalty t |x|_1: sign(x) max(|x| - t, 0), which minimises t |z|_1 + ½ |z - x|² over z.
+    """Returns the proximal step of the penalty t |x|_1: sign(x) max(|x| - t, 0), which minimises t |z|_1 + ½ |z - x|²
+    over z.
 
     Args:
         x: floating-point tensor of any shape.
@@ -24,7 +25,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
 
 @torch.no_grad()
 def sparsity(parameters: Iterable[Tensor]) -> float:
-    """The share of coordinates that are exactly zero, 0 to 1.
+    """Returns the share of coordinates that are exactly zero, 0 to 1.
 
     Args:
         parameters: tensors of any shape, e.g. ``model.parameters()``.

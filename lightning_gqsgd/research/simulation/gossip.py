@@ -42,7 +42,7 @@ class Penalised:
     batch_share: float
 
     def objective(self, x: Tensor) -> float:
-        """F(x)."""
+        """Returns F(x)."""
         return self.whole.loss(x) + self.l1 * float(x.abs().sum())
 
 

@@ -44,12 +44,12 @@ class Graph:
 
     @classmethod
     def ring(cls, ranks: int) -> Graph:
-        """Each rank has the next one and the previous one as neighbours."""
+        """Returns a graph in which each rank has the next one and the previous one as neighbours."""
         return cls(ranks, _different((rank, (rank + 1) % ranks) for rank in range(ranks)))
 
     @classmethod
     def torus(cls, rows: int, columns: int) -> Graph:
-        """Each rank has its neighbours in a ring of its row and in a ring of its column."""
+        """Returns a graph in which each rank has its neighbours in a ring of its row and in one of its column."""
         places = [(row, column) for row in range(rows) for column in range(columns)]
         right = [(row * columns + column, row * columns + (column + 1) % columns) for row, column in places]
         below = [(row * columns + column, (row + 1) % rows * columns + column) for row, column in places]
@@ -57,7 +57,7 @@ class Graph:
 
     @classmethod
     def exponential(cls, ranks: int) -> Graph:
-        """Each rank has the ranks 1, 2, 4, ... places before and after it as neighbours."""
+        """Returns a graph in which each rank has the ranks 1, 2, 4, ... places before and after it as neighbours."""
         hops = [1 << power for power in range(max(1, ranks - 1).bit_length()) if 1 << power < ranks]
         return cls(ranks, _different((rank, (rank + hop) % ranks) for rank in range(ranks) for hop in hops))
 
@@ -88,7 +88,7 @@ class Graph:
         return float(torch.linalg.eigvalsh(self.weights).abs().sort().values[-2])
 
     def mix(self, models: Tensor, rounds: int = 1) -> Tensor:
-        """Return the models after some rounds of gossip, [ranks, d]: W to the power of ``rounds``, times the models.
+        """Returns the models after some rounds of gossip, [ranks, d]: W to the power of ``rounds``, times the models.
 
         Args:
             models: floating-point tensor [ranks, d], which is not changed.
@@ -105,11 +105,11 @@ class Graph:
         return models
 
     def sent_bytes(self, numel: int, itemsize: int = 4) -> int:
-        """Bytes that the busiest rank sends in a round: its whole model to each neighbour."""
+        """Returns the bytes that the busiest rank sends in a round: its whole model to each neighbour."""
         return max(self.degrees, default=0) * numel * itemsize
 
     def _reached(self) -> set[int]:
-        """The ranks that rank 0 has a way to."""
+        """Returns the ranks that rank 0 has a way to."""
         reached = {0}
         before = 0
         while len(reached) > before:
@@ -119,5 +119,5 @@ class Graph:
 
 
 def _different(edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The edges that do not lead from a rank to itself."""
+    """Returns the edges that do not lead from a rank to itself."""
     return tuple(edge for edge in edges if edge[0] != edge[1])

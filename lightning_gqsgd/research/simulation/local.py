@@ -100,7 +100,7 @@ class Crowd:
             )
 
     def of_round(self, number: int) -> list[int]:
-        """The workers that take part in a round, in order."""
+        """Returns the workers that take part in a round, in order."""
         if self.each_round == self.workers:
             return list(range(self.workers))
         drawn = np.random.default_rng((self.seed, number)).permutation(self.workers)
@@ -183,7 +183,7 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
         return self._latest.wire_bits
 
     def train(self, step: int) -> None:
-        """A step of all workers that train in it, and the averages that are due."""
+        """Make a step of all workers that train in it, and the averages that are due."""
         gradients = self._problem.gradients(self.points, step, self._crowd.workers)
         done = self.step - self.rounds.begun_after
         training = set(self._crowd.of_round(self.rounds.number))
@@ -206,17 +206,17 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
         return VirtualAverage(number, self.step + delay, mean)
 
     def _wait(self, average: VirtualAverage) -> None:
-        """See `AveragingLoop`."""
+        """Return at once: `_start` has computed the whole average."""
 
     def _apply(self, average: VirtualAverage, weight: float) -> None:
-        """See `AveragingLoop`."""
+        """Move the anchors by the mean change, and all workers' parameters towards them by ``weight``."""
         replicas = self._replicas[average.fragment]
         replicas[0].move_anchors([average.mean], self.outer, plain=self._is_plain(average))
         for fragment in replicas:
             fragment.set_tensors(weight)
 
     def _go_back(self, average: VirtualAverage) -> None:
-        """See `AveragingLoop`."""
+        """Set all workers' parameters back to the anchors."""
         for replicas in self._replicas:
             for fragment in replicas:
                 fragment.set_tensors()
@@ -266,7 +266,7 @@ class VirtualAverage:
     is_last: bool = False
 
     def is_finite(self) -> bool:
-        """Whether the mean is finite."""
+        """Returns whether the mean is finite."""
         return bool(self.mean.isfinite().all())
 
 
@@ -276,13 +276,13 @@ def pop_virtual(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def crowd_of(workers: int, given: Mapping[str, Any], seed: int) -> Crowd:
-    """The crowd that arguments describe; see `Crowd`."""
+    """Returns the crowd that arguments describe; see `Crowd`."""
     steps_of = given["local_steps_of"]
     return Crowd(workers, given["participation"], None if steps_of is None else tuple(steps_of), seed)
 
 
 def _fragments(point: Tensor, segments: Sequence[Segment], options: LocalOptions) -> list[Fragment]:
-    """The fragments of one worker's flat parameter; its parts stay views of it."""
+    """Returns the fragments of one worker's flat parameter; its parts stay views of it."""
     views = point.split([segment.numel for segment in segments])
     entries = [
         Entry(segment, f"parameter {segment.parameter}", view, False)

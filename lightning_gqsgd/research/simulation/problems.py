@@ -34,20 +34,20 @@ class Problem(Protocol):
     segments: Sequence[Segment]
 
     def start(self) -> Tensor:
-        """x to start from, [d], in the dtype of everything."""
+        """Returns the x to start from, [d]; its dtype is that of all other tensors."""
         ...
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """Each worker's gradient in a step, [workers, d]; ``x`` is one point for all, [d], or a point for each worker,
-        [workers, d]."""
+        """Returns each worker's gradient in a step, [workers, d]; ``x`` is one point for all, [d], or a point for each
+        worker, [workers, d]."""
         ...
 
     def loss(self, x: Tensor) -> float:
-        """Return the objective, which is minimised."""
+        """Returns the objective, which is minimised."""
         ...
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """Return further metrics, under the same names in every call."""
+        """Returns further metrics, under the same names in every call."""
         ...
 
 
@@ -83,11 +83,11 @@ class Quadratic:
         self._offsets: dict[int, Tensor] = {}
 
     def start(self) -> Tensor:
-        """Zero."""
+        """Returns zeros, [d]."""
         return torch.zeros(self.dimension, dtype=self.dtype)
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """Return the gradients as `Problem.gradients` specifies."""
+        """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         gradients = (x - self.optimum - self._offset(workers)) * self.eigenvalues
         if self.noise:
             generator = _generator(self.seed, 2, step)
@@ -95,16 +95,16 @@ class Quadratic:
         return gradients
 
     def loss(self, x: Tensor) -> float:
-        """f(x) less its minimum."""
+        """Returns f(x) less its minimum."""
         return float(((x - self.optimum).square() * self.eigenvalues).sum() / 2)
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """Return the metrics that the class documents."""
+        """Returns the ``distance`` to the optimum and the ``gradient_norm``, both l2."""
         away = x - self.optimum
         return {"distance": float(away.norm()), "gradient_norm": float((away * self.eigenvalues).norm())}
 
     def _offset(self, workers: int) -> Tensor:
-        """b_i less their mean, [workers, d]."""
+        """Returns b_i less their mean, [workers, d]."""
         if workers not in self._offsets:
             shape = (workers, self.dimension)
             offset = self.spread * torch.randn(shape, generator=_generator(self.seed, 1), dtype=self.dtype)
@@ -156,11 +156,11 @@ class _LinearModel:
         self.targets = self._targets((self.features * weights).sum(1), noise)
 
     def start(self) -> Tensor:
-        """Zero."""
+        """Returns zeros, [d]."""
         return torch.zeros(self.dimension, dtype=self.dtype)
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """Return the gradients as `Problem.gradients` specifies."""
+        """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         first = _dealt(self.rows, workers)
         # Weights of workers with a row more than others: the mean of gradients is that of all rows.
         shares = first.diff().to(x) * workers / self.rows
@@ -182,25 +182,25 @@ class _LinearModel:
         return means * shares[:, None] + self.regularisation * x
 
     def loss(self, x: Tensor) -> float:
-        """f(x)."""
+        """Returns f(x)."""
         losses = self._losses(self.features @ x, self.targets)
         return float(losses.mean() + self.regularisation / 2 * x.square().sum())
 
     def _gradient(self, x: Tensor) -> Tensor:
-        """Of f."""
+        """Returns the gradient of f, [d]."""
         slopes = self._slopes(self.features @ x, self.targets)
         return self.features.T @ slopes / self.rows + self.regularisation * x
 
     def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
-        """y from a_rᵀ w and noise."""
+        """Returns the targets y of the scores a_rᵀ w and of noise, [rows]."""
         raise NotImplementedError
 
     def _losses(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """l(a_rᵀ x, y_r)."""
+        """Returns the loss l(a_rᵀ x, y_r) of each row."""
         raise NotImplementedError
 
     def _slopes(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Derivative of l for a_rᵀ x."""
+        """Returns the derivative of l for a_rᵀ x."""
         raise NotImplementedError
 
 
@@ -225,7 +225,7 @@ class LeastSquares(_LinearModel):
         self.smoothness = float(torch.linalg.eigvalsh(hessian)[-1])
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """Return the metrics that the class documents."""
+        """Returns ``excess``, the loss less its minimum, the ``distance`` to ``truth``, and the ``gradient_norm``."""
         away = x - self.optimum
         squares = (self.features @ away).square().mean() + self.regularisation * away.square().sum()
         return {
@@ -257,7 +257,7 @@ class LogisticRegression(_LinearModel):
     regularisation: float = 0.1
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """Return the metrics that the class documents."""
+        """Returns the ``accuracy`` on the rows, 0 to 1, and the ``gradient_norm``."""
         right = (self.features @ x) * self.targets > 0
         return {"accuracy": float(right.double().mean()), "gradient_norm": float(self._gradient(x).norm())}
 
@@ -320,7 +320,7 @@ class DigitsMLP:
         self.segments = [Segment(number, size, raw=size < MIN_NUMEL) for number, size in enumerate(sizes)]
 
     def start(self) -> Tensor:
-        """Weights and biases uniform up to the inputs' number to the power of -½, as `torch.nn.Linear` has them."""
+        """Returns weights and biases as `torch.nn.Linear` draws them: uniform up to 1/√(number of inputs)."""
         generator = _generator(self.seed, 1)
         parts = []
         for shape, inputs in zip(self._shapes, (64, 64, self.hidden, self.hidden), strict=True):
@@ -329,7 +329,7 @@ class DigitsMLP:
         return torch.cat(parts)
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
-        """Return the gradients as `Problem.gradients` specifies."""
+        """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         first = _dealt(len(self._labels), workers)
         rows = _drawn(first, self.batch, _generator(self.seed, 2, step))
         each = x.detach().expand(workers, -1).clone().requires_grad_()
@@ -340,24 +340,24 @@ class DigitsMLP:
         return torch.autograd.grad((losses.view(workers, -1).mean(1) * shares).sum(), each)[0]
 
     def loss(self, x: Tensor) -> float:
-        """Of the training samples."""
+        """Returns the mean cross-entropy of the training samples."""
         return float(F.cross_entropy(self._logits(x[None], self._images[None])[0], self._labels))
 
     def metrics(self, x: Tensor) -> dict[str, float]:
-        """Return the metrics that the class documents."""
+        """Returns the ``accuracy`` on the test images, 0 to 1."""
         images, labels = self._test
         right = self._logits(x[None], images[None])[0].argmax(1) == labels
         return {"accuracy": float(right.double().mean())}
 
     def _logits(self, x: Tensor, images: Tensor) -> Tensor:
-        """[workers, samples, 10] of parameters [workers, d] and images [workers, samples, 64]."""
+        """Returns the logits [workers, samples, 10] of parameters [workers, d] and images [workers, samples, 64]."""
         flat = x.split([segment.numel for segment in self.segments], dim=1)
         into, bias, out, last = (part.view(-1, *shape) for part, shape in zip(flat, self._shapes, strict=True))
         return torch.relu(images @ into + bias[:, None]) @ out + last[:, None]
 
 
 def _generator(*numbers: int) -> torch.Generator:
-    """A generator of its own for each tuple of a seed, a use and perhaps a step.
+    """Returns a generator of its own for each tuple of a seed, a use and perhaps a step.
 
     Torch's generator on the CPU is seeded by the low 32 bits of a number only, so all of the tuple has to reach them:
     the tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). Seed 0 is not hashed. It has the step
@@ -369,7 +369,7 @@ def _generator(*numbers: int) -> torch.Generator:
 
 
 def _hashed(number: int) -> int:
-    """64 bits, each of which depends on all bits of a number modulo 2⁶⁴."""
+    """Returns 64 bits, each of which depends on all bits of a number modulo 2⁶⁴."""
     mask = 2**64 - 1
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask
     number = (number ^ number >> 27) * 0x94D049BB133111EB & mask
@@ -377,14 +377,14 @@ def _hashed(number: int) -> int:
 
 
 def _dealt(rows: int, workers: int) -> Tensor:
-    """First row of each worker, and the number of rows: [workers + 1]."""
+    """Returns the first row of each worker, and the number of rows: [workers + 1]."""
     if workers > rows:
         raise ConfigError(f"workers={workers} are more than the {rows} rows of the problem; take at most {rows}")
     return torch.arange(workers + 1) * rows // workers
 
 
 def _drawn(first: Tensor, batch: int, generator: torch.Generator) -> Tensor:
-    """Numbers of rows, ``batch`` of each worker's own: [workers, batch]."""
+    """Returns the numbers of rows, ``batch`` of each worker's own: [workers, batch]."""
     uniform = torch.rand(len(first) - 1, batch, generator=generator, dtype=torch.float64)
     return first[:-1, None] + (uniform * first.diff()[:, None]).long()
 

@@ -48,14 +48,14 @@ class Record:
     diverged_at: int | None
 
     def last(self, name: str = "loss", rows: int = 1) -> float:
-        """Mean of the last rows of the loss or a metric; after divergence, infinite or NaN."""
+        """Returns the mean of the last rows of the loss or a metric; after divergence, infinite or NaN."""
         if self.diverged_at is not None:
             return math.inf if name == "loss" else math.nan
         values = self.loss if name == "loss" else self.metrics[name]
         return float(values[-rows:].mean())
 
     def to_dict(self) -> dict[str, np.ndarray]:
-        """All columns by name."""
+        """Returns all columns by name."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -66,7 +66,7 @@ class Record:
         }
 
     def to_pandas(self) -> Any:
-        """All columns as a `pandas.DataFrame`.
+        """Returns all columns as a `pandas.DataFrame`.
 
         Raises:
             ImportError: pandas is missing.
@@ -134,7 +134,7 @@ class Rows:
     def record(
         self, name: str, config: GQSGDConfig, workers: int, parameters: Tensor, diverged_at: int | None = None
     ) -> Record:
-        """The rows as the record of a run that has ended; see `Record` for the arguments."""
+        """Returns the rows as the record of a run that has ended; see `Record` for the arguments."""
         return Record(
             name=name,
             config=config,

@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of, pop_options
-from lightning_gqsgd.local_steps.presets import LOCAL_PRESETS
-from lightning_gqsgd.presets import PRESETS, make_config
+from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS, make_config
 from lightning_gqsgd.research.simulation.local import LocalWorkers, crowd_of, pop_virtual
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.record import Record, Rows
@@ -117,7 +116,7 @@ def simulate(
 
     Args:
         preset: name of a preset (see `presets.PRESETS`), or of a preset of local steps (see
-            `local_steps.presets.LOCAL_PRESETS`), or ``"ddp"``: the exact mean.
+            `presets.LOCAL_PRESETS`), or ``"ddp"``: the exact mean.
         problem: what to train on, e.g. of `problems`; the dtype of its gradients is the run's.
         workers: number of virtual workers.
         steps: number of steps.
@@ -188,7 +187,7 @@ def _trainer(
 
 
 def _maker(make: MakeOptimizer | None, lr: float | None) -> MakeOptimizer:
-    """Return the function that makes the optimizer."""
+    """Returns the function that makes the optimizer."""
     if make is None:
         return lambda parameters: torch.optim.SGD(parameters, lr=DEFAULT_LR if lr is None else lr)
     if lr is not None:
@@ -223,7 +222,7 @@ def _one_thread(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _bar(label: str, steps: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar that the function advances by a step."""
+    """Returns a bar that the function advances by a step."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=not shown) as bar:
         task = bar.add_task(label, total=steps)

@@ -61,7 +61,7 @@ class VirtualRanks:
         return 8 * self._plan.message_bytes / self._plan.numel
 
     def errors(self) -> Tensor:
-        """Return each rank's memory of its own messages' errors, e of `spec.memories.Memory`: [ranks, d].
+        """Returns each rank's memory of its own messages' errors, e of `spec.memories.Memory`: [ranks, d].
 
         Raises:
             ConfigError: the configuration has no error memory.
@@ -82,7 +82,7 @@ class VirtualRanks:
         return torch.stack(kept)
 
     def average(self, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Return what each rank would hold after reducing its gradient; all with the same bits.
+        """Returns what each rank would hold after reducing its gradient; all with the same bits.
 
         Raises:
             ConfigError: the gradients and the segments have different numbers of coordinates.
@@ -93,7 +93,7 @@ class VirtualRanks:
         return results
 
     def mean(self, gradients: Sequence[Tensor], step: int) -> Tensor:
-        """As `average`, for rank 0 only, with less work where nothing is remembered."""
+        """Returns what rank 0 would hold; see `average`. It is less work where nothing is remembered."""
         self._check_sizes(gradients)
         results = [gradient.clone() for gradient in gradients]
         only_first = not self.config.remembers
@@ -117,7 +117,7 @@ def average(
     preset: str | None = None,
     **fields: Any,
 ) -> list[Tensor]:
-    """Return what each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
+    """Returns what each rank would hold after reducing its gradient, with empty memory; see `VirtualRanks`.
 
     Args:
         gradients: one flat floating-point tensor per rank, all of one shape, dtype and device; not changed.
@@ -139,7 +139,7 @@ def average(
 
 
 def relative_error(estimate: Tensor, gradients: Sequence[Tensor]) -> float:
-    """Relative L2 error of an estimate against the exact mean of the gradients."""
+    """Returns the relative L2 error of an estimate against the exact mean of the gradients."""
     mean = torch.stack([gradient.double() for gradient in gradients]).mean(0)
     return float((estimate.double() - mean).norm() / mean.norm())
 

@@ -104,7 +104,7 @@ class FedVote:
         return rows.record("fedvote", tally.ranks.config, self.workers, x)
 
     def _trained(self, problem: Problem, x: Tensor, places: Tensor, latent: Tensor, number: int) -> Tensor:
-        """The workers' weights W after a round's local steps, [workers, voted]."""
+        """Returns the workers' weights W after a round's local steps, [workers, voted]."""
         points = x.repeat(self.workers, 1)
         latents = latent.repeat(self.workers, 1).requires_grad_()
         optimizer = torch.optim.Adam([latents], lr=self.lr)
@@ -117,7 +117,7 @@ class FedVote:
         return torch.tanh(self.slope * latents.detach())
 
     def _votes(self, weights: Tensor, number: int) -> Tensor:
-        """Return the votes that the workers send, each 1 or -1: [workers, voted]."""
+        """Returns the votes that the workers send, each 1 or -1: [workers, voted]."""
         generator = torch.Generator().manual_seed((self.seed << 32) + number)
         uniform = torch.rand(weights.shape, generator=generator, dtype=weights.dtype)
         votes = torch.where(2 * uniform < 1 + weights, 1.0, -1.0).to(weights)
@@ -141,7 +141,7 @@ class _Summed:
         return self.ranks.bytes_sent
 
     def mean(self, votes: Tensor, number: int) -> Tensor:
-        """The mean vote on each weight, [voted]."""
+        """Returns the mean vote on each weight, [voted]."""
         return self.ranks.mean(list(votes), number)
 
 
@@ -157,7 +157,7 @@ class _Weighed:
         self.bytes_sent = 0
 
     def mean(self, votes: Tensor, number: int) -> Tensor:
-        """The weighted mean vote on each weight, [voted]."""
+        """Returns the weighted mean vote on each weight, [voted]."""
         received = torch.stack([self.ranks.mean([message], number) for message in votes])
         self.bytes_sent += (len(votes) - 1) * self._message_bytes
         agreement = (received == received.sum(0).sign()).double().mean(1)
@@ -167,7 +167,7 @@ class _Weighed:
 
 
 def _places(segments: Sequence[Segment], voted: Sequence[int]) -> Tensor:
-    """The places of the parameters that are voted on in the flat vector, int64 [voted]."""
+    """Returns the places of the parameters that are voted on in the flat vector, int64 [voted]."""
     numbers = [segment.parameter for segment in segments]
     for number in voted:
         if number not in numbers:

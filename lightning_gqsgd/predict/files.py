@@ -1,14 +1,17 @@
-"""Checks of what is read from JSON files: each function returns a value of the type that it names.
+"""Checks of files: of the values in JSON that was read, and of whether a file can be written.
 
-Common arguments: ``value``, what the file has; ``what``, where the value stands in the file, for messages.
-Every function raises ConfigError for a value of another type or range, and the message names the place and the value.
+Each check of a value returns it with the type that the function's name says. ``value`` is what the file has, ``what``
+is where it stands there, for messages. The check raises ConfigError for a value of another type or range, and the
+message names the place and the value.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_gqsgd.errors import ConfigError
@@ -17,7 +20,7 @@ T = TypeVar("T")
 
 
 def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """A dictionary.
+    """Returns a dictionary.
 
     Args:
         value, what: see the module.
@@ -35,42 +38,42 @@ def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> d
 
 
 def rows(value: object, what: str, length: int | None = None) -> list[Any]:
-    """A list; ``length``: how long the list has to be."""
+    """Returns a list; ``length``: how long the list has to be."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise _error(value, what, "a list" if length is None else f"a list of {length} values")
     return value
 
 
 def number(value: object, what: str) -> float:
-    """A finite number that is not negative."""
+    """Returns a finite number that is not negative."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise _error(value, what, "a finite number from 0 on")
     return value
 
 
 def integer(value: object, what: str, least: int = 0) -> int:
-    """An integer of 63 bits, from ``least`` on."""
+    """Returns an integer of 63 bits, from ``least`` on."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise _error(value, what, f"an integer from {least} on")
     return value
 
 
 def flag(value: object, what: str) -> bool:
-    """True or False, or 1 or 0."""
+    """Returns True or False, or 1 or 0."""
     if value not in (0, 1) or not isinstance(value, int):
         raise _error(value, what, "true or false")
     return bool(value)
 
 
 def text(value: object, what: str) -> str:
-    """A string."""
+    """Returns a string."""
     if not isinstance(value, str):
         raise _error(value, what, "a string")
     return value
 
 
 def numbers(kind: type[T], value: object, what: str) -> T:
-    """A dataclass all of whose fields are numbers, see `number`. Fields that have a default may be missing."""
+    """Returns a dataclass all of whose fields are numbers, see `number`. Fields that have a default may be missing."""
     needed = {field.name: field.default is MISSING for field in fields(kind)}  # type: ignore[arg-type]
     given = entries(value, what)
     wanted = tuple(name for name, is_needed in needed.items() if is_needed or name in given)
@@ -79,3 +82,33 @@ def numbers(kind: type[T], value: object, what: str) -> T:
 
 def _error(value: object, what: str, expected: str) -> ConfigError:
     return ConfigError(f"{what} is {value!r:.100}, and not {expected}")
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Check that a file can be created or replaced, before the work whose result it is to hold. Nothing is written.
+
+    Args:
+        option: where the file's name is from, for messages.
+        file: the file.
+
+    Raises:
+        ConfigError: there is no such folder, the file is no regular one, or neither may be written to.
+    """
+    reason = _reason_against(file)
+    if reason:
+        raise ConfigError(f"{option} {file} cannot be written: {reason}; name a file in a folder that you may write to")
+
+
+def _reason_against(file: Path) -> str:
+    """Returns why a file cannot be written; empty if nothing is known against it."""
+    try:
+        if not file.parent.is_dir():
+            return f"there is no folder {file.parent}"
+        if file.is_dir():
+            return "it is a folder"
+        if file.exists():
+            # A device such as /dev/full can be opened, and fails when the work is done.
+            return "" if file.is_file() and os.access(file, os.W_OK) else "it is no regular file that may be replaced"
+        return "" if os.access(file.parent, os.W_OK | os.X_OK) else f"the folder {file.parent} is not writable"
+    except (OSError, ValueError) as error:  # e.g. a name that is too long, or has a null byte
+        return str(getattr(error, "strerror", None) or error)

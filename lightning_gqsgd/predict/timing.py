@@ -1,4 +1,4 @@
-"""Times of several cases in turns, so that slow changes of the machine meet all cases alike.
+"""Times of several cases in turns, so that slow changes of the machine meet all cases alike, on one rank or on several.
 
 A *clock* runs a case, and returns a function that gives the duration of the case in seconds. That function is called at
 the end of a round, because on a device it waits.
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 Case = Callable[[], object]
 Clock = Callable[[Case], Callable[[], float]]
@@ -26,13 +28,13 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> Spread:
-        """Median and percentiles of all values."""
+        """Returns the median and percentiles of all values."""
         low, median, high = np.quantile(values, (0.1, 0.5, 0.9))
         return cls(float(median), float(low), float(high))
 
 
 def stopwatch(case: Case) -> Callable[[], float]:
-    """A clock of what goes by while this thread runs a case."""
+    """Returns a clock of what goes by while this thread runs a case."""
     begun = time.perf_counter()
     case()
     elapsed = time.perf_counter() - begun
@@ -40,7 +42,7 @@ def stopwatch(case: Case) -> Callable[[], float]:
 
 
 def thread_clock(case: Case) -> Callable[[], float]:
-    """A clock of this thread's own processor time, for cases that run on no other thread."""
+    """Returns a clock of this thread's own processor time, for cases that run on no other thread."""
     begun = time.thread_time()
     case()
     elapsed = time.thread_time() - begun
@@ -86,7 +88,7 @@ def in_turns(
     before: Callable[[], object] = lambda: None,
     clock: Clock = stopwatch,
 ) -> dict[str, np.ndarray]:
-    """Seconds of every case in every round; a round runs each case once.
+    """Returns the seconds of every case in every round; a round runs each case once.
 
     Args:
         cases: the cases, by name.
@@ -112,5 +114,29 @@ def in_turns(
 
 
 def ratio(seconds: Mapping[str, np.ndarray], name: str, to: str) -> float:
-    """Median over rounds of the ratio of two cases in the same round."""
+    """Returns the median over rounds of the ratio of two cases in the same round."""
     return float(np.median(seconds[name] / seconds[to]))
+
+
+def slowest(values: Tensor, device: torch.device) -> Tensor:
+    """Returns the element-wise maximum over the ranks of the default process group, on the host. A collective.
+
+    Args:
+        values: those of this rank, the same shape on all ranks.
+        device: this rank's GPU, if the group's backend is NCCL, which sends nothing from the host.
+    """
+    moved = _sendable(values, device)
+    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    return moved.cpu()
+
+
+def of_all_ranks(values: Tensor, device: torch.device) -> Tensor:
+    """Returns the values of all ranks, [ranks, ...], on the host. A collective; see `slowest` for the arguments."""
+    mine = _sendable(values, device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone).cpu()
+
+
+def _sendable(values: Tensor, device: torch.device) -> Tensor:
+    return values.to(device if dist.get_backend() == "nccl" else "cpu")
