@@ -145,7 +145,7 @@ def check_wrapped_anew(model: DistributedDataParallel, module: nn.Module, group:
 
 
 def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedDataParallel) -> None:
-    """Raise ConfigError if post-local SGD averages over other ranks than DDP does."""
+    """Raise ConfigError if post-local SGD averages over other ranks than DDP does, or could not count its steps."""
     if post_local_sgd is None:
         return
     if not isinstance(post_local_sgd, PostLocalSGDState):
@@ -155,6 +155,12 @@ def check_group(post_local_sgd: PostLocalSGDState | None, model: DistributedData
         raise ConfigError(
             "PostLocalSGDState averages gradients over another process group than DistributedDataParallel; give both "
             "the same process_group"
+        )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        # Torch's hook counts a step in the last bucket, which DDP leaves out where nothing in it is used.
+        raise ConfigError(
+            "skip_all_reduce_unused_params=True may leave out the bucket in which post-local SGD counts its steps; "
+            "leave it False with post_local_sgd, or average models with LocalSteps"
         )
 
 

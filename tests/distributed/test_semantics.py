@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -439,7 +440,11 @@ def _other_group(rank: int) -> None:
     model = DistributedDataParallel(mlp())
     with pytest.raises(ConfigError, match="another process group than DistributedDataParallel"):
         register_gqsgd(model, post_local_sgd=PostLocalSGDState(group, None, 3))
+    if "skip_all_reduce_unused_params" in inspect.signature(DistributedDataParallel).parameters:
+        model = DistributedDataParallel(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+        with pytest.raises(ConfigError, match="leave it False with post_local_sgd"):
+            register_gqsgd(model, post_local_sgd=PostLocalSGDState(None, None, 3))
 
 
-def test_post_local_sgd_over_another_group_is_an_error(tmp_path: Path) -> None:
+def test_post_local_sgd_that_could_not_count_or_average_as_ddp_does_is_an_error(tmp_path: Path) -> None:
     run(_other_group, 2, tmp_path)
