@@ -13,6 +13,17 @@ from lightning_gqsgd.kernels.wire import Key
 #: The shortest block that `codecs.eden` turns; shorter ones get zeros. Coordinates of a shorter block that is turned
 #: are too far from Gaussian ones: at 64, gains differ by up to 1 % from coordinate to coordinate.
 SHORTEST = 128
+#: `codecs.eden` moves turned coordinates by a dither in a block that has at most so many coordinates that are not small
+#: beside its largest one; see `smallness`.
+FEW = 32
+
+
+def smallness(exponent: int) -> int:
+    """Returns k of a block of 2^exponent coordinates: those below 2^-k of the largest one count as small.
+
+    Sums of more than `FEW` coordinates that are not small are about as wide as the gaps between sums of the largest.
+    """
+    return 1 + (exponent + 1) // 2
 
 
 def padded(length: Lengths, block_size: int) -> Lengths:

@@ -15,9 +15,15 @@ are random. Every message has signs of its own, from the hash of `kernels.wire` 
 ranks and steps are independent, and only scales and codes travel.
 
 R is not uniform. One round, H D, leaves blocks with few non-zero coordinates far from Gaussian: with two non-zero
-coordinates 3 and 1, the decoded mean of one of them is off by half at 2 bits. After a second round the mean is right
-within what a test can see, in blocks of 128 coordinates and more (`tests/statistics/test_eden.py` has both). A block
-that is shorter gets zeros at its end, up to the next power of two from 128 on, and all of its turned coordinates
+coordinates 3 and 1, the decoded mean of one of them is off by half at 2 bits. After a second round the coordinates of
+such a block are nearly Gaussian, but they lie on a lattice. With two non-zero coordinates x and y of m, they are sums
+of multiples of 2(x+y)/m and 2(x-y)/m. Where these fall among the levels is the same for all signs, so the mean of a
+coordinate could still be off by 4 %. Therefore a block with at most `FEW` coordinates that are not small gets a dither
+of the lattice's width, 4 max|x|/m, before its levels are chosen. The scale S has the coordinates without it, so that
+<x̂, x> stays |x|². In blocks of 128 coordinates and more, the mean of a coordinate is then right within a share of 1/m
+(`tests/statistics/test_eden.py`). This share is there at 1 and 2 bits, where one coordinate dominates a block. With
+more coordinates, their own sums fill the gaps of the lattice, and there is no dither, which would cost exactness. A
+block that is shorter gets zeros at its end, up to the next power of two from 128 on, and all of its turned coordinates
 travel.
 
 The error is |x̂ - x|² = S² |q|² - |x|², since <x̂, x> = |x|². See `variance.omega_eden`.
@@ -45,7 +51,7 @@ from lightning_gqsgd.kernels.dither import uniform, words
 from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.kernels.packing import code_bytes, pack, read_scales, unpack, write_scales
 from lightning_gqsgd.kernels.protocol import Kind
-from lightning_gqsgd.kernels.rotation import SHORTEST, padded, transformed
+from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, padded, smallness, transformed
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE, Key, ScaleFormat, magnitudes
 
 
@@ -92,23 +98,26 @@ class EdenQuantiser:
         finite = largest < form.infinity
         down, up = powers_of_two(largest, form)
         values = torch.where(finite[:, None], values, 0) * down[:, None]
+        width = dither_widths(values, torch.where(finite, form.floats(largest), 0) * down, whole)
 
         # Two rounds of signs and Hadamard: after one, blocks with few non-zero coordinates are far from Gaussian.
         first, second = signs(whole, key, values)
         z = transformed(transformed(values * first, whole) * second, whole)
         squares = folded(z.square())
         deviation = (squares / whole[:, LENGTH]).sqrt()
+        moved = z + offsets(whole, key, z) * width[:, None]
         numbers = torch.zeros_like(z, dtype=torch.int64)
         for threshold in self.thresholds[1:]:
-            numbers += z.abs() >= z.new_tensor(threshold) * deviation[:, None]
-        products = folded(z.abs() * z.new_tensor(self.magnitudes)[numbers])
+            numbers += moved.abs() >= z.new_tensor(threshold) * deviation[:, None]
+        levels = z.new_tensor(self.magnitudes)[numbers]
+        products = folded(z * torch.where(moved < 0, -levels, levels))
 
         scales = torch.where(products > 0, squares / products, 0) * up
         # At a place that no coordinate has, so that the rounding of the scale does not depend on the signs.
         random = words(whole, key, torch.full((1,), SCALE_PLACE, device=blocks.device))[:, 0]
         bits = form.rounded_at_random(scales, random)
         bits = torch.where(finite, bits, form.infinity)
-        codes = numbers | (z < 0).long() << (self.bits - 1)
+        codes = numbers | (moved < 0).long() << (self.bits - 1)
         # Such blocks decode to NaN or to zeros whatever their codes are, and zeros keep messages equal on all devices.
         codes[~finite | (bits == 0)] = 0
         write_scales(form.sent(bits, torch.zeros_like(finite)), blocks, wire, form)
@@ -150,6 +159,30 @@ def signs(blocks: Tensor, key: Key, like: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.where(dither < 0.5, -1, 1)
     second = torch.where(dither % 0.5 < 0.25, -1, 1)
     return first.to(like.dtype), second.to(like.dtype)
+
+
+def offsets(blocks: Tensor, key: Key, like: Tensor) -> Tensor:
+    """Returns a dither for each turned coordinate, uniform on (-1/2, 1/2), in the dtype of ``like``, [B, width].
+
+    It has the 14 bits of the 16-bit dither that `signs` does not use.
+    """
+    dither = uniform(blocks, key, like.shape[1])
+    return (dither % 0.25 * 4 - 0.5).to(like.dtype)
+
+
+def dither_widths(values: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
+    """Returns the width of each block's dither, [B]; 0 for blocks with more than `FEW` coordinates that are not small.
+
+    Args:
+        values: coordinates of blocks, [B, width].
+        largest: their largest magnitudes, rounded up, [B].
+        whole: block table with the lengths of blocks after zeros are put at their ends.
+    """
+    lengths = whole[:, LENGTH]
+    shares = torch.tensor([2.0 ** -smallness(int(n).bit_length() - 1) for n in lengths.tolist()])
+    limit = largest * shares.to(largest)
+    is_sparse = (values.abs() >= limit[:, None]).sum(dim=1) <= FEW
+    return torch.where(is_sparse, largest * (4 / lengths), 0)
 
 
 def powers_of_two(largest: Tensor, form: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -257,7 +290,10 @@ class EdenCodec(Codec):
         return distortion * (1 - distortion)
 
     def omega(self, dimension: int, summed: int = 1) -> float:
-        """Returns ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: `variance.omega_eden`."""
+        """Returns ω with E|Q(x) - x|² = ω |x|², averaged over rotations, for long blocks: `variance.omega_eden`.
+
+        The dither of a block of m coordinates, few of which are not small, adds at most 4/3 max|x|²/(m |x|²).
+        """
         return omega_eden(self.bits)
 
     def delta(self, dimension: int) -> float:

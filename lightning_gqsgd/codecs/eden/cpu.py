@@ -18,13 +18,14 @@ from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.rotation import hadamard, roots_of
 from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, received, rounded_up, sent
 from lightning_gqsgd.kernels.layout import CODES, SCALE
-from lightning_gqsgd.kernels.rotation import SHORTEST
+from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, smallness
 from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, scale_format
 
 if TYPE_CHECKING:
     from lightning_gqsgd.codecs.eden.codec import EdenQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
+_smallness = inlined(smallness)
 
 
 class Eden(NamedTuple):
@@ -143,6 +144,9 @@ def _encode(values, largest, exponent, block, key, c, s):
 
     _signs(key, block, size, s.u, s.other)
     _copy_with_signs(values, s.u, down, z)
+    top = float_of(largest, c.form.zero) * down
+    small = float_of((infinity // 2 - _smallness(exponent)) << c.mantissa, c.form.zero)
+    few = _count(z, top * small) <= FEW
     hadamard(z, c.roots[exponent])
     _multiply(z, s.other)
     hadamard(z, c.roots[exponent])
@@ -150,10 +154,19 @@ def _encode(values, largest, exponent, block, key, c, s):
     _square(z, terms)
     squares = _folded(terms)
     deviation = np.sqrt(squares * float_of((infinity // 2 - exponent) << c.mantissa, c.form.zero))
-    _choose_levels(z, deviation, c.thresholds, c.magnitudes, terms, codes)
+    if few:
+        # The levels of a block with few coordinates are chosen after a dither, see `codecs.eden.codec`.
+        _offsets(key, block, size, s.u)
+        width = top * float_of((infinity // 2 + 2 - exponent) << c.mantissa, c.form.zero)
+        _move(z, s.u, width, terms)
+        _count_levels(terms, deviation, c.thresholds, codes)
+        _add_signs(terms, c.bits - 1, codes)
+        _look_up(codes, c.levels, terms)
+    else:
+        _choose_levels(z, deviation, c.thresholds, c.magnitudes, terms, codes)
+        _add_signs(z, c.bits - 1, codes)
     _multiply(terms, z)
     products = _folded(terms)
-    _add_signs(z, c.bits - 1, codes)
 
     a, b = block_keys(key, block)
     scale = squares / products * float_of(power << c.mantissa, c.form.zero)
@@ -230,6 +243,46 @@ def _multiply(values, factors):
     """Multiply the values by as many factors, those of products of levels by magnitudes."""
     for j in range(values.size):
         values[j] *= factors[j]
+
+
+@loop
+def _count(values, limit):
+    """Returns how many magnitudes reach a limit."""
+    number = int32(0)
+    for j in range(values.size):
+        number = int32(number + int32(abs(values[j]) >= limit))
+    return number
+
+
+@loop
+def _offsets(key, block, n, out):
+    """Write a dither on (-1/2, 1/2) for ``n`` coordinates, fp32, see `codecs.eden.offsets`."""
+    a, b = block_keys(key, block)
+    half = n // 2
+    first = part(out, 0, half)
+    second = part(out, half, half)
+    for p in range(half):
+        h = word(p, a, b)
+        first[p] = float32(int32(h & uint32(0x3FFF))) * float32(2.0**-14) + float32(2.0**-15 - 0.5)
+        second[p] = float32(int32((h >> uint32(16)) & uint32(0x3FFF))) * float32(2.0**-14) + float32(2.0**-15 - 0.5)
+
+
+@loop
+def _move(z, offset, width, out):
+    """Write numbers, each moved by its offset times a width, into ``out``."""
+    for j in range(out.size):
+        out[j] = z[j] + offset[j] * width
+
+
+@loop
+def _count_levels(z, deviation, thresholds, codes):
+    """Write the number of the nearest magnitude of each coordinate into ``codes``."""
+    for j in range(z.size):
+        codes[j] = 0
+    for k in range(1, thresholds.size):
+        limit = thresholds[k] * deviation
+        for j in range(z.size):
+            codes[j] = uint8(codes[j] + uint8(abs(z[j]) >= limit))
 
 
 @loop

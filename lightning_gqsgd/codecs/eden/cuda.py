@@ -19,9 +19,11 @@ from lightning_gqsgd.kernels.cuda.rotation import transformed
 from lightning_gqsgd.kernels.cuda.scales import Scales, send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
 from lightning_gqsgd.kernels.cuda.tiles import RAGGED
+from lightning_gqsgd.kernels.rotation import FEW
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 
 _SCALE_PLACE = tl.constexpr(wire.SCALE_PLACE)
+_FEW = tl.constexpr(FEW)
 
 
 class Eden(NamedTuple):
@@ -47,12 +49,16 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the codes of coordinates; see `ScaledFamily.to_codes`. The scale of a block follows from its codes, so it
     is sent after them."""
     down, up = _powers_of_two(scales.bits, c)
+    width = _dither_widths(a * down[:, None], b * down[:, None], t, scales.bits, down, c)[:, None]
     a, b = _turned(a * down[:, None], b * down[:, None], t, key, KIND, c)
     squares = _folded(a * a + b * b, c)
     deviation = root(divided(squares, t.n.to(c.number.compute), c), c)
-    number_a, level_a = _nearest(a, deviation, c)
-    number_b, level_b = _nearest(b, deviation, c)
-    products = _folded(tl.abs(a) * level_a + tl.abs(b) * level_b, c)
+    draw_a, draw_b = draws(t, key, KIND, c)
+    moved_a = a + _offsets(draw_a, c) * width
+    moved_b = b + _offsets(draw_b, c) * width
+    number_a, level_a = _nearest(moved_a, deviation, c)
+    number_b, level_b = _nearest(moved_b, deviation, c)
+    products = _folded(a * tl.where(moved_a < 0, -level_a, level_a) + b * tl.where(moved_b < 0, -level_b, level_b), c)
 
     is_coded = scales.used > 0
     scale = tl.where(is_coded, divided(squares, tl.where(is_coded, products, 1), c) * up, 0)
@@ -61,7 +67,7 @@ def _to_codes(a, b, t, key, scales, KIND: tl.constexpr, c: tl.constexpr):
     bits = tl.where(is_coded, _rounded_at_random(scale, random, c), scales.bits)
     used = scales.used & (bits > 0).to(tl.int32)
     send_scales(Scales(scale, used, bits, scales.places, scales.sent), t.row < 0, c)
-    return _with_sign(number_a, a, used, c), _with_sign(number_b, b, used, c)
+    return _with_sign(number_a, moved_a, used, c), _with_sign(number_b, moved_b, used, c)
 
 
 @triton.jit
@@ -88,6 +94,31 @@ def _powers_of_two(largest, c: tl.constexpr):
     down = ((INFINITY - 1 - exponent) << c.number.mantissa).to(c.number.integer)
     up = (exponent << c.number.mantissa).to(c.number.integer)
     return down.to(c.number.compute, bitcast=True), up.to(c.number.compute, bitcast=True)
+
+
+@triton.jit
+def _dither_widths(a, b, t, largest, down, c: tl.constexpr):
+    """Returns the width of each block's dither; see `codecs.eden.dither_widths`. ``largest``: bits of the largest
+    magnitudes, rounded up, [rows]."""
+    STAGES: tl.constexpr = c.shape.stages + 1
+    finite = tl.where(largest < c.number.infinity, largest, 0).to(c.number.integer)
+    top = finite.to(c.number.compute, bitcast=True) * down
+    exponent = tl.zeros(t.n.shape, tl.int32)
+    for stage in tl.static_range(STAGES):
+        exponent += (t.n > (1 << stage)).to(tl.int32)
+    HALF: tl.constexpr = (c.number.infinity >> c.number.mantissa) // 2
+    small = ((HALF - 1 - (exponent + 1) // 2).to(c.number.integer) << c.number.mantissa).to(c.number.integer)
+    limit = (top * small.to(c.number.compute, bitcast=True))[:, None]
+    count = tl.sum((tl.abs(a) >= limit).to(tl.int32) + (tl.abs(b) >= limit).to(tl.int32), axis=1)
+    gap = ((HALF + 2 - exponent).to(c.number.integer) << c.number.mantissa).to(c.number.integer)
+    return tl.where(count <= _FEW, top * gap.to(c.number.compute, bitcast=True), 0)
+
+
+@triton.jit
+def _offsets(draw, c: tl.constexpr):
+    """Returns the dither of the coordinates of one half; see `codecs.eden.offsets`."""
+    unit = (draw & 0x3FFF).to(tl.int32).to(c.number.compute)
+    return unit * 0.00006103515625 + (0.000030517578125 - 0.5)
 
 
 @triton.jit
