@@ -3,42 +3,20 @@
 `NoiseGauge` is a state machine without processes or tensors. Its inputs are sums that all ranks know, so ranks that
 give it the same sums get the same numbers of bits.
 
-The sampling variance. Rank i of n has the gradient g_i of its own batch: E g_i = G, and S = E|g_i - G|² is the same for
-all ranks, which are independent. With the mean ḡ of all g_i and A = (1/n) Σ |g_i|²,
+Rank i of n has the gradient g_i of its own batch: E g_i = G and E|g_i - G|² = S on all ranks, whose mean is ḡ. With
+A = (1/n) Σ |g_i|² and C = (1/n) Σ <g_i, m>, m the decoded mean, the sampling variance E|ḡ - G|² = S/n is estimated by
+V = (A - C)/(n-1). The noise scale is B = S/|G|², in batches of one rank; |G|² is estimated by C - V.
 
-    E A = |G|² + S,    E|ḡ|² = |G|² + S/n,    so    V = (A - |ḡ|²)/(n-1)    has    E V = S/n = E|ḡ - G|².
-
-That is the unbiased estimate of McCandlish et al. (arXiv 1812.06162, appendix A.1), with the batch of one rank as the
-small batch and the batches of all ranks as the large batch. No rank knows ḡ where gradients are compressed. Ranks know
-the decoded mean m, and the codec is unbiased: E[m | gradients] = ḡ. So C = (1/n) Σ <g_i, m> = <ḡ, m> has the mean
-E[C | gradients] = |ḡ|², whatever the error of m is, and V = (A - C)/(n-1) stays unbiased. |m|² in the place of C would
-make V too small by the error's variance over n-1.
-
-The noise scale is B = S/|G|², in batches of one rank; |G|² is estimated by C - V.
-
-The variance of rounding. Let ρ = E|Q(g) - g|²/|g|² be the relative error of the codec on these gradients, which each
-rank measures by rounding its own gradient at every width of ``allow``. The mean is taken to have the same ρ: averages
-have lighter tails than what they average, so this errs on the side of more bits. N messages are averaged, of square
-norm A_N each. Then, as in `theory.theta_two_shot` with ρ in the place of the worst case ω,
+Let ρ = E|Q(g) - g|²/|g|² be the relative error of the codec on these gradients, which each rank measures by rounding
+its own gradient at every width of ``allow``. N messages of square norm A_N = C + (N-1) V each are averaged: those of
+all ranks, or of N nodes, inside of which means are exact. Then the variance of rounding is
 
     gather:     R = ρ A_N / N
     two_shot:   R = u + ρ (|ḡ|² + u),    u = ρ A_N (N-1)/N²        (an owner has its own gradient exactly)
 
-Without nodes, N = n and A_N = A. `hierarchical` averages exactly inside of N nodes first: A_N = |G|² + S N/n, which is
-C + (N-1) V in both cases. bf16 numbers have ρ = 1.5e-5 and the first line; 32 bits have R = 0.
-
-The rule. A step along an estimate of G shortens the loss, at the best length of the step, by an amount proportional to
-1/(1 + E|estimate - G|²/|G|²) (arXiv 1812.06162, section 2.2, with a Hessian that is a multiple of the identity). So the
-number of steps to a loss grows with 1 + V/|G|² without rounding, and with 1 + (V + R)/|G|² with it. The quotient is
-
-    1 + R/(V + |G|²)    <=    1 + R/V.
-
-The right side is also the factor of SGD's noise floor (`theory.convergence_factor`). So the fewest bits are taken with
-1 + R/V <= 1 + max_slowdown.
-
-What follows: smaller batches have a larger V and need fewer bits. R/V is ρ (1 + 1/B) for `gather`. B usually grows as
-the loss falls (the same paper), so R/V falls to ρ, and to about 2ρ for `two_shot`. R/V rises where the sampling
-variance falls faster than |G|², for example with growing batches.
+bf16 numbers have ρ = 1.5e-5 and the first line; 32 bits have R = 0. Rounding makes a training at most 1 + R/V times as
+many steps long, so the fewest bits are taken with 1 + R/V <= 1 + max_slowdown. docs/theory.md derives all of this
+("How few bits the noise allows", after McCandlish et al., arXiv 1812.06162).
 """
 
 from __future__ import annotations
@@ -95,7 +73,7 @@ class NoiseSums(NamedTuple):
 
     @classmethod
     def mean(cls, several: Sequence[NoiseSums]) -> NoiseSums:
-        """The mean over ranks; the same whatever the order of the ranks."""
+        """Returns the mean over ranks; the same whatever the order of the ranks."""
         square, inner, *errors = (
             math.fsum(column) / len(several) for column in zip(*map(NoiseSums._row, several), strict=True)
         )
@@ -119,7 +97,7 @@ class Way:
 
     @classmethod
     def of(cls, config: GQSGDConfig, ranks: int) -> Way:
-        """The way of a configuration with its reducer chosen.
+        """Returns the way of a configuration with its reducer chosen.
 
         Raises:
             ConfigError: its reducer rounds in a way that is not predicted.
@@ -137,7 +115,7 @@ class Way:
         return cls(reducer, messages)
 
     def variance(self, relative_error: float, mean_square: float, sampling_variance: float) -> float:
-        """R of the module.
+        """Returns R of the module.
 
         Args:
             relative_error: ρ; of bf16 and native messages, their own is taken.
@@ -241,14 +219,14 @@ class NoiseGauge:
         self.floor = min([bits for bits in self.ways if bits < self.floor and self.ratio(bits) <= limit] + [self.floor])
 
     def describe(self) -> str:
-        """Why these bits are allowed, in a few words."""
+        """Returns why these bits are allowed, in a few words."""
         if self.count < self.rules.least:
             return "the noise of gradients is not known yet"
         ratios = ", ".join(f"{bits} bits {self.ratio(bits):.2g}" for bits in self.ways if self.ratio(bits) > 0)
         return f"variance of rounding over sampling variance: {ratios}; at most {self.max_slowdown:g} is allowed"
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run begins with, as plain values."""
+        """Returns the state that a resumed run begins with, as plain values."""
         return {"bits": list(self.ways), "floor": self.floor, "count": self.count, "sums": list(self._sums)}
 
     def resume(self, state: object, *, is_same_world: bool) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
     expects_sparse = [is_sparse for _, is_sparse in kept]
     if list(map(id, parameters)) != list(map(id, reduced)):
         return False
-    before = model.reducer, model.logger
+    old = model.reducer
+    old_logger = model.logger
     try:
         names = model._build_debug_param_to_name_mapping(parameters)
         model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
@@ -123,26 +124,14 @@ def _build_anew(model: DistributedDataParallel, reduced: Sequence[Tensor], hook:
             model.logger._set_comm_hook_name(function.__qualname__)
             dist._register_comm_hook(model.reducer, state, function)
     except BaseException:
-        if model.reducer is not before[0]:
+        if model.reducer is not old:
             model.reducer._remove_autograd_hooks()
-        model.reducer, model.logger = before
+        model.reducer = old
+        model.logger = old_logger
         raise
-    before[0]._remove_autograd_hooks()
+    old._remove_autograd_hooks()
     model._has_rebuilt_buckets = False
     return True
-
-
-def why_hook_stays(model: DistributedDataParallel, steering: Steering, needs: Mapping[str, object]) -> str:
-    """Returns why plain DDP cannot take the hook's place, in a few words; empty if it can.
-
-    Args:
-        model: the DDP model.
-        steering: that of the hook.
-        needs: what else needs the hook, by name; None: it is not there.
-    """
-    noise = ['bits="auto"'] if steering.gauge is not None else []
-    reasons = [name for name, value in needs.items() if value is not None]
-    return "; ".join([*noise, *reasons]) or obstacle(model)
 
 
 class PlainPath:
@@ -276,7 +265,7 @@ class PlainPath:
         self._engine.plans.clear()
         self._steering.begin_plain()
         self._engine.telemetry.choice = self._steering.choice()
-        self._log(f"plain DDP carries the gradients from step {step} on")
+        self._steering.say(f"plain DDP carries the gradients from step {step} on")
 
     def _end_plain_step(self, stamp: Stamp) -> None:
         """Time a step, and start or read a comparison."""
@@ -313,7 +302,4 @@ class PlainPath:
         self.is_countable = False
         self._steps.compares_first = True  # before the hook sends anything again
         self._steering.end_plain()
-        self._log(f"the hook carries the gradients again from step {step} on")
-
-    def _log(self, text: str) -> None:
-        self._steering.say(f"gqsgd: {text}")
+        self._steering.say(f"the hook carries the gradients again from step {step} on")

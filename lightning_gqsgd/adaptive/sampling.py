@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,13 +24,14 @@ from lightning_gqsgd.adaptive.noise import NoiseSums
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import REDUCERS, Setting, new_store
-from lightning_gqsgd.wire.plan import Plan
+from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey
 
 #: Coordinates of a parameter that are sampled, at most.
 SAMPLE_NUMEL = 4096
 
-#: Plans of samples that are kept. There is one for each bucket and width, and DDP makes its buckets anew once.
-_PLANS_KEPT = 256
+#: Steps after which the plan of a sample is dropped. There is one for each bucket and width, and DDP makes its buckets
+#: anew once.
+_STEPS_KEPT = 100
 
 
 class Run(NamedTuple):
@@ -80,7 +80,7 @@ class GradientSampler:
             for bits, config in candidates.items()
             if REDUCERS[config.reducer].compresses and config.codec != "float"
         }
-        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        self._plans = PlanCache()
         # By parameter: |g|² and |Q(g) - g|² at each number of bits; and <g, m>.
         self._own: dict[int, Tensor] = {}
         self._inner: dict[int, Tensor] = {}
@@ -112,7 +112,7 @@ class GradientSampler:
             self._own[run.parameter] = sums * run.weight
 
     def watch(self, taken: Taken) -> Callable[[Tensor], None]:
-        """Return the function to call with the bucket's mean as soon as the mean is there."""
+        """Returns the function to call with the bucket's mean as soon as the mean is there."""
 
         def add(mean: Tensor) -> None:
             if mean.is_cuda:  # another stream made the sample, and its memory is not to be used again before this one
@@ -124,14 +124,13 @@ class GradientSampler:
         return add
 
     def collect(self) -> NoiseSums | None:
-        """Return the sums measured since the last call, or None if any of them is missing. Waits for a GPU.
+        """Returns the sums measured since the last call, or None if any of them is missing. Waits for a GPU.
 
         Sums over parameters are exact, so that they do not depend on the order of buckets.
         """
         own = self._own
         inner = self._inner
-        self._own = {}
-        self._inner = {}
+        self.drop()
         if not own or set(own) != set(inner):
             return None
         rows = torch.stack([torch.cat([own[key], inner[key].view(1)]) for key in own]).tolist()
@@ -151,25 +150,18 @@ class GradientSampler:
             self._rounded(torch.ones(64, dtype=dtype, device=device), config, (Segment(0, 64, False),), 0)
 
     def _rounded(self, x: Tensor, config: GQSGDConfig, segments: tuple[Segment, ...], step: int) -> Tensor:
-        """Return a flat tensor as it is decoded after a rank has encoded it."""
-        plan = self._plan(config, segments, x.dtype)
+        """Returns a flat tensor as it is decoded after a rank has encoded it."""
+        # The plan rounds the sample as one rank gathers it.
+        key = PlanKey((config,), segments, x.dtype, compressed=True)
+        plan = self._plans.get(key, step, lambda: Plan(segments, Setting(config, 1, x.dtype)))
+        self._plans.drop_unused(step - _STEPS_KEPT)
         result = x.clone()
         plan.average([result], step, [new_store(config, 1, {}, x.dtype, x.device)])
         return result
 
-    def _plan(self, config: GQSGDConfig, segments: tuple[Segment, ...], dtype: torch.dtype) -> Plan:
-        """The plan that rounds a sample, as one rank gathers it."""
-        key = (config, segments, dtype)
-        if key not in self._plans:
-            self._plans[key] = Plan(segments, Setting(config, 1, dtype))
-        self._plans.move_to_end(key)
-        while len(self._plans) > _PLANS_KEPT:
-            self._plans.popitem(last=False)
-        return self._plans[key]
-
 
 def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
-    """Where the samples of a bucket are."""
+    """Returns where the samples of a bucket are."""
     at = 0
     runs = []
     for segment in segments:
@@ -185,7 +177,7 @@ def _runs(segments: Sequence[Segment], step: int, seed: int) -> list[Run]:
 
 
 def _sampled(x: Tensor, runs: Sequence[Run]) -> Tensor:
-    """A copy of the sampled coordinates of a flat tensor, one run after the other."""
+    """Returns a copy of the sampled coordinates of a flat tensor, one run after the other."""
     return torch.cat([x[part] for run in runs for part in run.parts])
 
 
@@ -195,5 +187,5 @@ def _hash(seed: int, step: int, parameter: int) -> int:
 
 
 def _squares(values: Tensor, numels: Sequence[int]) -> Tensor:
-    """Sums of squares of consecutive runs, fp64 [runs]."""
+    """Returns sums of squares of consecutive runs, fp64 [runs]."""
     return torch.stack([run.square().sum() for run in values.split(list(numels))])

@@ -1,8 +1,4 @@
-"""The states of `trials.Trials`, and the watch over the length of steps that goes on through all of them.
-
-Settle, then Try. A trial ends in Stay or, where its winner may be no shorter than plain DDP, in Challenge. Plain DDP
-takes the hook's place in Rest, and in Challenge. A change of the length of steps leads back to Try.
-"""
+"""The states of `trials.Trials`, and the watch over the length of steps that goes on through all of them."""
 
 from __future__ import annotations
 

@@ -66,18 +66,22 @@ class Steering:
             self.gauge = NoiseGauge(ways, ranks, config.max_slowdown)
         self.bits = max(self.candidates)
         self.sampler = GradientSampler(self.candidates)
+        self.clock = StepClock()
+        self._say: Callable[[str], None] | None = say if says else None
+        self._plain = UNKNOWN
+        self.is_plain = False
+        self._begin_run()
+        self._permit(0)
+
+    def _begin_run(self) -> None:
+        """Forget all steps so far."""
         self._changes: list[Decision] = []  # without trials
         self._inherited = 0  # decisions of the run whose state was loaded
         self._inbox: dict[int, Agreed] = {}  # stamps that are not used yet, by the step that they were exchanged in
         self._measuring: int | None = None  # the step that is measured, until its sums are sent
-        self.clock = StepClock()
         self._exposed_s: float | None = None
-        self._say: Callable[[str], None] | None = say if says else None
-        self._plain = UNKNOWN
-        self.is_plain = False
         self._total_bits = 0
         self._total_steps = 0
-        self._permit(0)
 
     @property
     def config(self) -> GQSGDConfig:
@@ -185,7 +189,7 @@ class Steering:
     def _say_from(self, known: int) -> None:
         """Say the decisions beyond those that were known, if this rank says anything."""
         for decision in self.decisions[known:]:
-            self.say(f"gqsgd: {self._described(decision)}")
+            self.say(self._described(decision))
 
     def _waits(self, exposed_s: float | None) -> tuple[int, int]:
         """Returns how long the step before has waited for gradients, and its buckets have arrived, in microseconds plus
@@ -244,8 +248,8 @@ class Steering:
 
     def count_step(self) -> None:
         """Count a step at the present bits, for their average."""
-        self._total_bits = self._total_bits + self.bits
-        self._total_steps = self._total_steps + 1
+        self._total_bits += self.bits
+        self._total_steps += 1
 
     def watch_plain(self, steps: int, period_us: int, step: int) -> None:
         """Take what all ranks know of steps that plain DDP has carried; afterwards, `rests` is False if it has to end.
@@ -306,13 +310,7 @@ class Steering:
         self.clock.interrupt()
         self._plain = self._plain._replace(is_countable=False)
         self.sampler.drop()
-        self._measuring = None
-        self._exposed_s = None
-        self._inbox = {}
-        self._changes = []
-        self._inherited = 0
-        self._total_bits = 0
-        self._total_steps = 0
+        self._begin_run()
         if state is not None and not isinstance(state, Mapping):
             raise ConfigError(
                 f"the gqsgd state's entry 'auto' is {state!r:.100}; load what state_dict has written, or drop the entry"
@@ -371,7 +369,7 @@ class Steering:
     def say(self, text: str) -> None:
         """Say a line to people, if this rank says anything."""
         if self._say is not None:
-            self._say(text)
+            self._say(f"gqsgd: {text}")
 
     def report(self, ranks: int) -> str:
         """Returns one line for people."""

@@ -170,7 +170,10 @@ class Trials:
                 self._end_challenge(self.state, step, None)
         else:
             if isinstance(self.state, Settle):
-                self._go_on_settling(self.state)
+                self.state.left -= 1
+                if self.state.left < 0:
+                    self._asked = self.state.why
+                    self._enter(Stay())
             if isinstance(self.state, Stay):
                 self._begin_if_due()
         counts = not isinstance(self.state, Try) or self._go_on(self.state, step, plain)
@@ -222,12 +225,6 @@ class Trials:
     def _earn(self, steps: int) -> None:
         """Add what steps are worth to the credit for trials."""
         self._credit = min(self._credit + steps * self.rules.share, self.rules.most_trials * self._cost)
-
-    def _go_on_settling(self, state: Settle) -> None:
-        state.left -= 1
-        if state.left < 0:
-            self._asked = state.why
-            self._enter(Stay())
 
     def _begin_if_due(self) -> None:
         """Begin a trial if one was asked for, or if the length of steps has changed, and if the credit is enough."""

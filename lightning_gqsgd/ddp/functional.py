@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from itertools import count
 from typing import Any, Literal, overload
 
 import torch
@@ -42,13 +43,8 @@ class _Reductions:
         self.engine = engine
         self.layout = layout
         self._group = group
-        self._calls = 1  # the call that makes this object
+        self.numbers = count(1)  # of calls; 0 is the one that makes this object
         self._prepared: set[tuple[GQSGDConfig, torch.dtype]] = set()
-
-    def number(self) -> int:
-        """The number of a new call."""
-        self._calls += 1
-        return self._calls - 1
 
     def is_usable(self) -> bool:
         """Returns False after an error, or once the process group was destroyed."""
@@ -174,7 +170,7 @@ def all_reduce(
     number = 0
     known = reductions or _any_of(parent)
     if known is not None:
-        number = known.number()  # counted on all ranks, also where one refuses
+        number = next(known.numbers)  # counted on all ranks, also where one refuses
         try:
             config = _checked(tensor, out, parent, step, make_config(preset, **fields), known.layout)
             target, flat = _copied(tensor, out)
@@ -186,7 +182,8 @@ def all_reduce(
         known.engine.agree(Card(_PURPOSE, {**_facts(tensor, config), _NUMBER: number})).wait()
     if reductions is None:
         number = 0
-        with Meeting(_PURPOSE, [parent], timeout_of(parent, _device_of(tensor))) as meeting:
+        device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
+        with Meeting(_PURPOSE, [parent], timeout_of(parent, device)) as meeting:
             (layout,) = layouts(meeting)
             config = _checked(tensor, out, parent, step, make_config(preset, **fields), layout)
             target, flat = _copied(tensor, out)
@@ -220,10 +217,6 @@ def _usable(group: dist.ProcessGroup, tensor: object) -> _Reductions | None:
 def _any_of(group: dist.ProcessGroup) -> _Reductions | None:
     """Returns what earlier calls on a group have made, for any device. It can tell other ranks of an error."""
     return next((reductions for (other, _), reductions in _reductions.items() if other is group), None)
-
-
-def _device_of(tensor: object) -> torch.device:
-    return tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
 
 
 def _checked(

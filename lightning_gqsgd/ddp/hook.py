@@ -23,11 +23,10 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.adaptive.plain import PlainPath, why_hook_stays
+from lightning_gqsgd.adaptive.plain import PlainPath, obstacle
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve_each
-from lightning_gqsgd.ddp.attachment import Attachment
 from lightning_gqsgd.ddp.checks import (
     check_group,
     check_is_ddp,
@@ -37,20 +36,19 @@ from lightning_gqsgd.ddp.checks import (
     dtypes_of,
     own_facts,
 )
-from lightning_gqsgd.ddp.parameters import NumberedParameters
+from lightning_gqsgd.ddp.model import Attachment, NumberedParameters
 from lightning_gqsgd.ddp.unaveraged import average, start_alike
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.reducers import REDUCERS, Setting
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, compile_together, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.parameters import digest, number_parameters
-from lightning_gqsgd.session.report import report
-from lightning_gqsgd.session.summary import in_words, summary
+from lightning_gqsgd.session.report import in_words, report, summary
 from lightning_gqsgd.sparse.gradients import SparseGradients
 from lightning_gqsgd.sparse.missing import fill_missing_gradients
 from lightning_gqsgd.sparse.options import check_tables, tables_of
@@ -116,9 +114,8 @@ class GQSGDState:
             # Candidates take turns in steps, while configurations by name share each step.
             self._configs = tuple(self._candidates if steering is None else self._candidates[:1])
             choices = {bits: number for number, bits in enumerate(by_bits)}
-            self._parameters = NumberedParameters(
-                numbered, named.values(), self.config, ranks, choices, dtypes[0], self._device
-            )
+            setting = Setting(self.config, ranks, dtypes[0])
+            self._parameters = NumberedParameters(numbered, named.values(), choices, setting, self._device)
             one_or_all = config if len(self._candidates) > 1 else self.config
             self._facts = facts_of(one_or_all, own_facts(config, model, numbered))
             self._digest = digest_of_facts(self._facts)
@@ -372,7 +369,7 @@ class GQSGDState:
         """
         self._engine.check_open()
         before = self._attachment
-        old = before.model
+        old = before.model()
         if old is None:
             raise RuntimeError(f"gqsgd: the model is gone; {_MESSAGES.remedy}")
         module = old.module
@@ -427,7 +424,7 @@ class GQSGDState:
 
     def is_on(self, model: nn.Module) -> bool:
         """Returns True for the model that the hook was registered on, and False for copies of it."""
-        return self._attachment.is_on(model)
+        return self._attachment.model() is model
 
     def _attach(self, model: DistributedDataParallel, *, is_countable: bool) -> None:
         """Register the hook on a model; the hook is closed when that model is deleted.
@@ -443,8 +440,12 @@ class GQSGDState:
         model.register_comm_hook(self, gqsgd_hook)
         plain = None
         if steering is not None and steering.trials is not None and ranks > 1:  # else there are no steps to compare
-            needs = {"sparse gradients": self._sparse, "post-local SGD": self._post_local_sgd}
-            why = why_hook_stays(model, steering, needs)
+            needs = {
+                'bits="auto"': steering.gauge,
+                "sparse gradients": self._sparse,
+                "post-local SGD": self._post_local_sgd,
+            }
+            why = "; ".join(name for name, value in needs.items() if value is not None) or obstacle(model)
             steering.permit_plain(why)
             if not why:
                 plain = PlainPath(model, self._engine, steering, self._steps, is_countable=is_countable)
@@ -488,7 +489,10 @@ class GQSGDState:
         if self._steering is not None:
             self._steering.resume(state.get("auto"))
         if self.config.remembers:
-            self._parameters.take_memory(state, self._engine.rank, self._attachment.trained.parameters)
+            numbers = checkpoint.take_memory(self._store, state, self._engine.rank, self._engine.world_size)
+            if numbers is not None:
+                checkpoint.say_what_is_missing(self._attachment.trained.parameters, numbers)
+                self._parameters.remembered |= numbers
             # Seed and step of states may be equal where memories are not.
             self._digest = digest_of(f"{digest_of_facts(self._facts)} {checkpoint.memory_digest(state)}")
         self._configs = tuple(replace(config, seed=state["seed"]) for config in self._configs)
@@ -507,10 +511,10 @@ class GQSGDState:
         with self._meeting("state_dict") as meeting:
             (key,) = meeting.agree([{"parameters": digest(sorted(self._parameters.remembered))}])
         if not self.is_closed:
-            return self._parameters.gathered_memory(self._engine.communicator)
+            return checkpoint.gathered_memory(self._engine.communicator, self._store, self._parameters.remembered)
         # Lightning closes the hook before users save a model that has been fitted.
         with closing(Communicator(self._device, self._group, key, self._timeout)) as communicator:
-            return self._parameters.gathered_memory(communicator)
+            return checkpoint.gathered_memory(communicator, self._store, self._parameters.remembered)
 
     # --- what the user sees ------------------------------------------------------------------------------------------
 
@@ -528,7 +532,7 @@ class GQSGDState:
         return text if self._sparse is None or ranks == 1 else f"{text}; {self._sparse.describe(self._configs)}"
 
     def summary(self) -> dict[str, float]:
-        """Returns what compression did since the hook was made, in numbers (see `summary.summary`)."""
+        """Returns what compression did since the hook was made, in numbers (see `report.summary`)."""
         return summary(self.telemetry, self._engine.world_size)
 
     def summary_line(self) -> str:

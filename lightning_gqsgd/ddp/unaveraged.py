@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,11 +48,7 @@ _UNREDUCED = (
         "Change the module, and tell the optimizer,",
         "changed",
     ),
-    (
-        "was cast to another dtype or moved to another device after the model was wrapped",
-        "Cast it",
-        "cast",
-    ),
+    ("was cast to another dtype or moved to another device after the model was wrapped", "Cast it", "cast"),
 )
 
 #: Parameters whose gradients are watched: each costs a call of Python in every backward pass.
@@ -341,7 +338,8 @@ class BackwardWatch:
         self._stray_version: int | None = None
         self._mean_version: int | None = None
         self._handles = on_gradients(watched, model, self, BackwardWatch.count_gradient)
-        _register(self)
+        _WATCHES.add(self)
+        _watch_optimizers()
 
     def remove(self) -> None:
         """Watch no longer: another DDP model is wrapped around the module, or the hook was closed."""
@@ -477,15 +475,12 @@ class BackwardWatch:
 
 #: The watches of this process, which the steps of all optimizers are shown to.
 _WATCHES: weakref.WeakSet[BackwardWatch] = weakref.WeakSet()
-_handle: RemovableHandle | None = None
 
 
-def _register(watch: BackwardWatch) -> None:
-    """Show the steps of all optimizers to a watch, from now on."""
-    global _handle
-    _WATCHES.add(watch)
-    if _handle is None:
-        _handle = register_optimizer_step_pre_hook(_before_optimizer_step)
+@cache
+def _watch_optimizers() -> RemovableHandle:
+    """Show the steps of all optimizers to all watches, from now on."""
+    return register_optimizer_step_pre_hook(_before_optimizer_step)
 
 
 def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -58,13 +57,12 @@ class Card:
     def from_json(cls, text: str) -> Card:
         """Returns the card of a text. A text that is no card gives a card that refuses: its rank has another
         version."""
+        unreadable = cls("", {}, f"its card cannot be read ({text:.100}); install the same version on every rank")
         try:
             fields = tuple(json.loads(text))
         except (TypeError, ValueError, RecursionError):  # a text like "[[[[[..." is too deep to parse
-            fields = ()
-        if tuple(map(type, fields)) != (str, dict, str, bool, dict):
-            return cls("", {}, f"its card cannot be read ({text:.100}); install the same version on every rank")
-        return cls(*fields)
+            return unreadable
+        return cls(*fields) if tuple(map(type, fields)) == (str, dict, str, bool, dict) else unreadable
 
 
 def verdict(cards: Sequence[Card]) -> str:
@@ -230,22 +228,9 @@ class StampCheck:
         self._differ = differ
         self._unread: tuple[Tensor, torch.cuda.Event] | None = None
         self._agreed: dict[int, Agreed] = {}  # by step, until somebody takes them
-        self._unawaited: dict[int, threading.Event] = {}  # when those steps' stamps have been read, if no job waits
 
-    def exchange(self, stamp: Stamp) -> Exchange:
-        """Returns the exchange of stamps between all ranks, whose output is for `read`."""
-        mine = torch.tensor(stamp.row(), dtype=torch.int64, device="cpu")
-        # From pinned memory the copy does not make the host wait for the GPU.
-        mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
-        everyone = torch.empty(self._world_size, len(mine), dtype=torch.int64, device=self._device)
-        return Exchange("all_gather", everyone, mine)
-
-    def read(self, everyone: Tensor) -> None:
-        """Read the stamps of all ranks, int64 [ranks, numbers] on the host.
-
-        Raises:
-            ConfigError: stamps differ.
-        """
+    def _read(self, everyone: Tensor) -> None:
+        """Read the stamps of all ranks, int64 [ranks, numbers] on the host; raises ConfigError if stamps differ."""
         stamps = [Stamp.from_row(row) for row in everyone.tolist()]
         _check(stamps, self._differ)
         periods = [stamp.period_us for stamp in stamps]
@@ -259,55 +244,38 @@ class StampCheck:
         """Returns what is known from the stamps of steps, by step, and forgets it; of the latest `STEPS_KEPT` steps."""
         return {step: self._agreed.pop(step) for step in sorted(self._agreed) if step <= until_step}
 
-    def wait_for_unawaited(self, until_step: int, timeout_s: float) -> None:
-        """Wait until the stamps of steps for which no job waits have been read.
-
-        Raises:
-            TimeoutError: they have not come.
-        """
-        for step in [step for step in self._unawaited if step <= until_step]:
-            # The backend ends the comparison at its own timeout, so that this wait runs out only where it does not.
-            if not self._unawaited.pop(step).wait(timeout_s):
-                raise TimeoutError(f"no answer in step {step} within {timeout_s:g} s")
-
-    def steps(
-        self, stamp: Stamp, *, at_once: bool = False, is_awaited: bool = True
-    ) -> Generator[Sequence[Exchange], None, int]:
+    def steps(self, stamp: Stamp, *, at_once: bool = False) -> Generator[Sequence[Exchange], None, int]:
         """Returns the exchange that compares stamps over all ranks, as steps.
 
         Args:
             stamp: this rank's.
             at_once: over NCCL, the host waits for the GPU, and reads the numbers in this step.
-            is_awaited: whether a job waits for the steps; if none does, `wait_for_unawaited` does.
 
         Raises:
             ConfigError: stamps differ; raised on every rank.
         """
         self.read_sent()
-        exchange = self.exchange(stamp)
-        read = threading.Event()
-        if not is_awaited:
-            self._unawaited[stamp.step] = read
-        try:
-            yield (exchange,)
-            if self._device.type == "cuda":
-                self._unread = _sent_to_host(exchange.output)
-                if at_once:
-                    self.read_sent()
-            else:
-                self.read(exchange.output)
-        finally:  # also after an error, which whoever waits will find elsewhere
-            read.set()
+        mine = torch.tensor(stamp.row(), dtype=torch.int64, device="cpu")
+        # From pinned memory the copy does not make the host wait for the GPU.
+        mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
+        everyone = torch.empty(self._world_size, len(mine), dtype=torch.int64, device=self._device)
+        yield (Exchange("all_gather", everyone, mine),)
+        if self._device.type == "cuda":
+            self._unread = _sent_to_host(everyone)
+            if at_once:
+                self.read_sent()
+        else:
+            self._read(everyone)
         return 0
 
     def read_sent(self) -> None:
         """Read the stamps that the GPU was asked for, if there are any; the host waits until they are there."""
         if self._unread is not None:
             numbers, event = self._unread
-            # First of all: an error in `read` must not be raised again by the next call.
+            # First of all: an error in `_read` must not be raised again by the next call.
             self._unread = None
             event.synchronize()
-            self.read(numbers)
+            self._read(numbers)
 
 
 def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:

@@ -44,7 +44,7 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
 
 
 def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> list[Setting]:
-    """What `compile_kernels` runs, with the same arguments: the configuration as it is, for fewer ranks.
+    """Returns what `compile_kernels` runs, with the same arguments: the configuration as it is, for fewer ranks.
 
     Returns:
         The setting for compressed parameters, and the setting for the steps before compression starts, if there are

@@ -13,7 +13,6 @@ they have read its stamp.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from lightning_gqsgd.wire.pipeline import Runner
 
 
 class DirectRunner:
-    """Runs the native jobs of one communicator over Gloo, on tensors in the host's memory.
+    """Runs the jobs of one communicator that have one exchange and no codec, on tensors in the host's memory.
 
     All jobs of a step are native, or none is: two threads would start their collectives in any order.
 
@@ -59,14 +58,15 @@ class DirectRunner:
             job.finish(communicator.describe(error, f"{job.name}, after an earlier failure,"))
             return
         try:
-            if job.preface is not None:
-                comparison = job.preface()
-                self._begin(comparison, 0, partial(self._compared, comparison))
-            (start,) = job.pieces
+            start = job.pieces[0] if job.pieces else job.preface
+            assert start is not None
             steps = start()
-            self._begin(steps, 1, partial(self._arrived, job, steps))
+            (exchange,) = next(steps)
+            future = self._communicator.start(exchange, stage=1 if job.pieces else 0).get_future()
         except Exception as cause:  # reported through the job's future
             self._fail(cause, job.name)
+            return
+        future.add_done_callback(partial(self._arrived, job, steps))
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
         """Returns the error after which nothing can be run any more; see `Runner.error_of`."""
@@ -77,25 +77,11 @@ class DirectRunner:
         self._fail(RuntimeError("it was closed"), "its end")
         self._behind.close(communicator)
 
-    def _begin(self, steps: Steps, stage: int, then: Callable[[torch.futures.Future[Any]], None]) -> None:
-        """Start the only exchange of some steps; ``then`` is called on a thread of the backend."""
-        (exchange,) = next(steps)
-        self._communicator.start(exchange, stage).get_future().add_done_callback(then)
-
-    def _compared(self, comparison: Steps, future: torch.futures.Future[Any]) -> None:
-        """Read stamps. If they differ, all jobs fail."""
+    def _arrived(self, job: Job, steps: Steps, future: torch.futures.Future[Any]) -> None:
+        """Complete a job; on a thread of the backend."""
         try:
             future.value()  # raises the collective's error
-            next(comparison, None)
-        except Exception as error:
-            self._fail(error, "the comparison of stamps")
-        finally:
-            comparison.close()
-
-    def _arrived(self, job: Job, steps: Steps, future: torch.futures.Future[Any]) -> None:
-        """Complete a job."""
-        try:
-            future.value()
+            next(steps, None)  # counts its bytes, or compares what all ranks have sent
         except Exception as error:
             self._fail(error, job.name)
             return
@@ -103,11 +89,7 @@ class DirectRunner:
             if job not in self._under_way:
                 return  # it has failed
             self._under_way.remove(job)
-        try:
-            next(steps, None)  # counts its bytes
-            job.finish()
-        except Exception as error:  # a defect; DDP would wait for ever
-            job.finish(error)
+        job.finish()
 
     def _fail(self, error: BaseException, what: str) -> None:
         """Fail all jobs that are under way, and all that come after."""

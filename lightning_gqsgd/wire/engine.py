@@ -119,6 +119,8 @@ class Engine:
 
     Attributes:
         communicator: the ranks.
+        rank: this process's rank.
+        world_size: number of ranks.
         telemetry: counters of this process.
         plans: the cache of plans, which say how tensors are cut into pieces.
 
@@ -141,6 +143,8 @@ class Engine:
     ) -> None:
         self._threads = codec_threads(group.size()) if device.type == "cpu" else 1
         self.communicator = Communicator(device, group, key, timeout)
+        self.rank = self.communicator.rank
+        self.world_size = self.communicator.size
         self.telemetry: Telemetry = Telemetry() if shares_runner_of is None else shares_runner_of.telemetry
         self.plans = PlanCache()
         self._plan_type = plan
@@ -154,18 +158,9 @@ class Engine:
         # On a GPU, a native all-reduce needs the runner's streams, and over Gloo copies in host memory.
         is_simple = self.communicator.backend == "gloo" and device.type == "cpu" and self.world_size > 1
         self._is_direct = direct and is_simple
+        self._comparing: dict[int, Job] = {}  # comparisons that no other job waits for, by step
         if self._is_direct and self._runner is not None:
             self._runner = DirectRunner(self.communicator, self._runner)
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self.communicator.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.communicator.size
 
     @property
     def is_closed(self) -> bool:
@@ -214,6 +209,11 @@ class Engine:
         if self.world_size > 1 and x.numel():
             plan = self.plan(x, request)
             is_direct = self._is_direct and plan.is_native
+            if is_direct and isinstance(request.agreement, Stamp):
+                # No job waits for it, see `wire.direct`. `agreed` does.
+                comparison = self._compare_alone("the comparison of stamps", request.agreement, is_direct=True)
+                self._comparing[request.step] = comparison
+                request = replace(request, agreement=None)
             store = request.store or new_store(request.configs[0], self.world_size, {}, x.dtype, x.device)
             starts = plan.starts(x, self.rank, request.step, store, counters, self.telemetry)
         connections = request.configs[0].connections
@@ -244,16 +244,12 @@ class Engine:
             until_step: the latest step whose stamps count. If they were exchanged in the step before the last one, or
                 earlier, this waits for nobody.
             at_once: over NCCL, the host waits for the GPU, so that stamps of the latest step count.
-
-        Raises:
-            CollectiveError: other ranks have not answered within the timeout.
         """
         if at_once:
             self._stamps.read_sent()
-        try:
-            self._stamps.wait_for_unawaited(until_step, self.communicator.timeout.total_seconds())
-        except TimeoutError as error:
-            raise self.communicator.describe(error, "the comparison of stamps") from None
+        for step in [step for step in self._comparing if step <= until_step]:
+            with suppress(ConfigError, CollectiveError):  # all later jobs fail with that, too
+                self._comparing.pop(step).wait()
         return self._stamps.take(until_step)
 
     def compare(self, stamp: Stamp) -> Job:
@@ -262,7 +258,7 @@ class Engine:
         Returns:
             The job, whose `Job.wait` raises ConfigError if stamps differ; over NCCL, `agreed` raises that.
         """
-        return self._compare_alone(f"step {stamp.step}", partial(self._stamps.steps, stamp))
+        return self._compare_alone(f"step {stamp.step}", stamp)
 
     def compare_first(self, stamp: Stamp) -> None:
         """Compare a stamp over all ranks before this rank sends anything else of the step: a state was loaded on this
@@ -272,9 +268,8 @@ class Engine:
         """
         if self.world_size > 1:
             # Not a comparison that blocks: after those, ranks go on where they differ.
-            steps = partial(self._stamps.steps, stamp, at_once=True)
-            with suppress(ConfigError, CollectiveError):  # the jobs that come after it raise that
-                self._compare_alone(f"step {stamp.step}", steps, blocks=False).wait()
+            with suppress(ConfigError, CollectiveError):  # all later jobs fail with that, too
+                self._compare_alone(f"step {stamp.step}", stamp, blocks=False, at_once=True).wait()
 
     def agree(self, card: Card) -> Job:
         """Start to compare a card over all ranks. A rank that refuses, by the card's error, need not wait for the job.
@@ -282,7 +277,7 @@ class Engine:
         Returns:
             The job, whose `Job.wait` raises ConfigError if ranks differ, or one refuses.
         """
-        return self._compare_alone(card.purpose, self._steps_of(card) if self.world_size > 1 else None)
+        return self._compare_alone(card.purpose, card)
 
     def check_open(self) -> None:
         """Raise RuntimeError if the engine is closed."""
@@ -337,8 +332,6 @@ class Engine:
     ) -> Job:
         """Returns the job of a request, whose pieces are started by ``starts``; for the others, see `Job`."""
         is_card = isinstance(request.agreement, Card)
-        # Also for nothing, because other ranks may have something.
-        agrees = request.agreement is not None and self.world_size > 1
         return Job(
             x,
             starts,
@@ -346,7 +339,7 @@ class Engine:
             self.telemetry.bucket(request.bucket),
             self.telemetry,
             request.ends_step,
-            preface=self._steps_of(request.agreement, is_awaited=not is_direct) if agrees else None,
+            preface=self._preface(request.agreement),  # also for nothing, because other ranks may have something
             preface_blocks=is_card or request.is_special,
             watch=request.watch,
             kept_if_refused=is_card,
@@ -356,19 +349,25 @@ class Engine:
             is_direct=is_direct,
         )
 
-    def _compare_alone(self, name: str, preface: Start | None, *, blocks: bool = True) -> Job:
-        """Start the steps of an agreement, without anything to reduce."""
+    def _compare_alone(
+        self, name: str, agreement: Card | Stamp, *, blocks: bool = True, at_once: bool = False, is_direct: bool = False
+    ) -> Job:
+        """Start to compare a card or a stamp, without anything to reduce; see `Job` and `StampCheck.steps`."""
         self.check_open()
         nothing = torch.empty(0, device=self.communicator.control_device)
+        preface = self._preface(agreement, at_once=at_once)
         counters = self.telemetry.bucket(0)
-        return self._submit(Job(nothing, [], name, counters, self.telemetry, False, preface, blocks))
+        return self._submit(
+            Job(nothing, [], name, counters, self.telemetry, False, preface, blocks, is_direct=is_direct)
+        )
 
-    def _steps_of(self, agreement: Card | Stamp | None, *, is_awaited: bool = True) -> Start:
-        """Returns what starts the steps that compare a card or a stamp; ``is_awaited``: see `StampCheck.steps`."""
+    def _preface(self, agreement: Card | Stamp | None, *, at_once: bool = False) -> Start | None:
+        """Returns what starts the steps that compare a card or a stamp; None if there is nothing to compare."""
+        if agreement is None or self.world_size == 1:
+            return None
         if isinstance(agreement, Card):
             return partial(compared, agreement, self.world_size, self.communicator.control_device)
-        assert agreement is not None
-        return partial(self._stamps.steps, agreement, is_awaited=is_awaited)
+        return partial(self._stamps.steps, agreement, at_once=at_once)
 
     def _submit(self, job: Job) -> Job:
         """Give a job to the runner, which also knows why nothing can be run any more. All jobs come through here."""

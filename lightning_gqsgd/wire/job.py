@@ -42,7 +42,7 @@ class Job:
         threads: how many pieces may be encoded and decoded at once. More than 1 only if pieces have nothing in common
             that they change, such as a memory.
         connections: how many connections the pieces take in turns.
-        is_direct: whether the calling thread starts its only piece, which needs no codec; see `wire.direct`.
+        is_direct: whether the calling thread starts its only exchange, which needs no codec; see `wire.direct`.
         error: the error, once complete.
     """
 

@@ -269,41 +269,33 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
-        self._used_in: dict[PlanKey, int] = {}
+        self._plans: OrderedDict[PlanKey, tuple[Plan, int]] = OrderedDict()  # with the latest step that used it
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def get(self, key: PlanKey, step: int, make: Callable[[], Plan]) -> Plan:
         """Returns the plan of a key, which is made if there is none; ``step``: the step that uses the plan."""
-        if key not in self._plans:
-            self._plans[key] = make()
-        self._plans.move_to_end(key)
-        self._used_in[key] = step
-        return self._plans[key]
+        plan = self._plans.pop(key)[0] if key in self._plans else make()
+        self._plans[key] = (plan, step)  # behind the others
+        return plan
 
     def drop_unused(self, since_step: int) -> None:
         """Forget the plans that no step has used from ``since_step`` on."""
-        for key in [key for key, step in self._used_in.items() if step < since_step]:
-            self._drop(key)
+        for key in [key for key, (_, step) in self._plans.items() if step < since_step]:
+            del self._plans[key]
 
     def trim(self, most_bytes: int) -> None:
         """Forget the plans that were not used for longest, until the others take ``most_bytes`` bytes, or one is
         left."""
-        total = sum(plan.nbytes for plan in self._plans.values())
+        total = sum(plan.nbytes for plan, _ in self._plans.values())
         while total > most_bytes and len(self._plans) > 1:
-            key = next(iter(self._plans))
-            total -= self._plans[key].nbytes
-            self._drop(key)
+            plan, _ = self._plans.popitem(last=False)[1]
+            total -= plan.nbytes
 
     def clear(self) -> None:
         """Forget all plans."""
         self._plans.clear()
-        self._used_in.clear()
-
-    def _drop(self, key: PlanKey) -> None:
-        del self._plans[key], self._used_in[key]
 
 
 def _runs(segments: Sequence[Segment], settings: Sequence[Setting]) -> list[_Run]:

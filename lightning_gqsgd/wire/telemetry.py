@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -129,41 +130,6 @@ class BucketCounters:
         return int(self._nonfinite.total())
 
 
-class StepLengths:
-    """Lengths of the latest steps, and of the parts of them in which backward waited, both in seconds.
-
-    Medians are reported, so that a validation or a checkpoint between two steps does not count.
-    """
-
-    def __init__(self) -> None:
-        self._latest: tuple[float, float, int] | None = None
-        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)
-
-    def add(self, now: float, exposed_s: float, plain_steps: int) -> None:
-        """Note the end of a backward pass.
-
-        Args:
-            now: seconds of the host's clock.
-            exposed_s: see `Telemetry`, so far.
-            plain_steps: see `Telemetry`, so far.
-        """
-        before = self._latest
-        self._latest = (now, exposed_s, plain_steps)
-        # Between these two, plain DDP may have carried steps, which nothing measures.
-        if before is not None and plain_steps == before[2]:
-            self._steps.append((now - before[0], exposed_s - before[1]))
-
-    @property
-    def step_s(self) -> float:
-        """Median seconds from one backward pass to the next; NaN before the second."""
-        return statistics.median(length for length, _ in self._steps) if self._steps else math.nan
-
-    @property
-    def exposed_s(self) -> float:
-        """Median seconds of a step in which backward waited for gradients; NaN before the second step."""
-        return statistics.median(waited for _, waited in self._steps) if self._steps else math.nan
-
-
 @dataclass
 class Telemetry:
     """Counters of one process; all are totals since the start.
@@ -181,7 +147,6 @@ class Telemetry:
             ``bits``; ``trying``, 1 while candidates or plain DDP are tried and 0 otherwise; ``plain``, 1 while plain
             DDP carries the gradients and 0 otherwise; ``noise_scale`` and ``predicted_step_s``, where they are known.
             Otherwise empty.
-        lengths: of the latest steps, where `end_backward` is called.
     """
 
     steps: int = 0
@@ -190,7 +155,8 @@ class Telemetry:
     exposed_s: float = 0.0
     buckets: dict[int, BucketCounters] = field(default_factory=dict)
     choice: dict[str, float] = field(default_factory=dict)
-    lengths: StepLengths = field(default_factory=StepLengths, repr=False, compare=False)
+    # Ends of the latest backward passes: the host's clock, and the counters of waiting and of plain steps.
+    _ends: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT + 1), repr=False)
     _measuring: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
         default_factory=lambda: deque(maxlen=MAX_MEASURING), repr=False
     )
@@ -228,7 +194,20 @@ class Telemetry:
 
     def end_backward(self) -> None:
         """Note that a backward pass has filled its last bucket."""
-        self.lengths.add(time.perf_counter(), self.exposed_s, self.plain_steps)
+        self._ends.append((time.perf_counter(), self.exposed_s, self.plain_steps))
+
+    def median_step(self) -> tuple[float, float]:
+        """Returns the median seconds of a step, and of its wait for gradients, of the latest steps; NaN before the
+        second.
+
+        Medians leave out a validation or a checkpoint between two steps. What plain DDP has carried between two ends is
+        left out as well, because nothing measures it.
+        """
+        pairs = [(before, now) for before, now in pairwise(self._ends) if before[2] == now[2]]
+        if not pairs:
+            return math.nan, math.nan
+        lengths = [now[0] - before[0] for before, now in pairs]
+        return statistics.median(lengths), statistics.median(now[1] - before[1] for before, now in pairs)
 
     def end_step(self) -> None:
         """Close a step."""

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lightning_gqsgd.session.summary import in_words, summary
+from lightning_gqsgd.session.report import in_words, summary
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 

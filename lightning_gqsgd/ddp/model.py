@@ -1,23 +1,27 @@
-"""The parameters of a model by number, and what this rank remembers of them."""
+"""The DDP model that has the hook: its parameters and what is remembered of them, and what ends with the wrapper.
+
+Another DDP model may be wrapped around the same module later. `NumberedParameters` stay then, and what is remembered of
+them; an `Attachment` belongs to one DDP model.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.adaptive.plain import PlainPath
+from lightning_gqsgd.ddp.unaveraged import BackwardWatch, TrainedParameters
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers import new_store
+from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
-from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.parameters import Parameter, segments_of
-from lightning_gqsgd.wire.communicator import Communicator
 
 
 class NumberedParameters:
@@ -26,35 +30,28 @@ class NumberedParameters:
     Args:
         numbered: number, name and size of each parameter.
         parameters: the parameters, in the same order.
-        config: a configuration with its reducer chosen, whose memories are kept.
-        ranks: number of ranks.
         choices: number of each configuration, by its bits.
-        dtype: dtype of the gradients.
+        setting: the configuration whose memories are kept, with its reducer chosen, and the dtype of the gradients.
         device: device of the gradients.
 
     Attributes:
         entries: number, name and size of each parameter, by the parameter's id.
         store: what this rank remembers.
         remembered: numbers of the parameters that have been compressed, or loaded.
-        dtype: dtype of the gradients.
     """
 
     def __init__(
         self,
         numbered: Sequence[Parameter],
         parameters: Iterable[nn.Parameter],
-        config: GQSGDConfig,
-        ranks: int,
         choices: Mapping[int, int],
-        dtype: torch.dtype,
+        setting: Setting,
         device: torch.device,
     ) -> None:
-        self._config = config
-        self._ranks = ranks
         self._choices = choices
+        self._setting = setting
         self._device = device
         self._segments: dict[tuple[int, ...], tuple[Segment, ...]] = {}  # by the ids of a bucket's parameters
-        self.dtype = dtype
         self.entries = _by_id(numbered, parameters)
         self.remembered: set[int] = set()
         self.store = self._new_store()
@@ -81,30 +78,19 @@ class NumberedParameters:
         self.entries = _by_id(numbered, parameters)
         self._segments.clear()
         is_same = self.numbered == list(before.values()) and self.entries.keys() == before.keys()
-        if is_same and dtype == self.dtype:
+        if is_same and dtype == self._setting.dtype:
             return False
         same = {entry.number: self.entries[key].number for key, entry in before.items() if key in self.entries}
         old = self.store
-        self.dtype = dtype
+        self._setting = replace(self._setting, dtype=dtype)
         self.store = self._new_store()
         self.store.take_from(old, same)
         self.remembered = {same[number] for number in self.remembered if number in same}
         return True
 
-    def gathered_memory(self, communicator: Communicator) -> dict[str, dict[int, Tensor]] | None:
-        """Returns the memory of all ranks, see `checkpoint.gathered_memory`. A collective."""
-        return checkpoint.gathered_memory(communicator, self.store, self.remembered)
-
-    def take_memory(self, state: Mapping[str, Any], rank: int, trained: Iterable[Parameter]) -> None:
-        """Take the memory from a hook's state, see `checkpoint.take_memory`; log which of ``trained`` have none."""
-        numbers = checkpoint.take_memory(self.store, state, rank, self._ranks)
-        if numbers is not None:
-            checkpoint.say_what_is_missing(trained, numbers)
-            self.remembered |= numbers
-
     def _new_store(self) -> MemoryStore:
         sizes = {entry.number: entry.numel for entry in self.numbered if not entry.raw}
-        return new_store(self._config, self._ranks, sizes, self.dtype, self._device)
+        return new_store(self._setting.config, self._setting.ranks, sizes, self._setting.dtype, self._device)
 
 
 def _by_id(numbered: Sequence[Parameter], parameters: Iterable[nn.Parameter]) -> dict[int, Parameter]:
@@ -167,3 +153,87 @@ class UnusedParameters:
             for kind, before in kept.get(number, {}).items():
                 row = self._store.row(kind, number)
                 row.copy_(torch.where(used_by[position] == 0, before, row))
+
+
+class Attachment:
+    """What belongs to one DDP model and to the hook on it.
+
+    Args:
+        model: the DDP model.
+        parameters: the parameters of its module.
+        ranks: number of ranks.
+        remembers: whether anything is remembered of gradients.
+        plain: lets plain DDP take the hook's place; None: the hook stays.
+
+    Attributes:
+        model: refers to the DDP model, as long as that is there.
+        trained: which parameters DDP reduces.
+        plain: see above.
+        skips_buckets: whether DDP hands over no bucket without used parameters, the last one included.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        parameters: NumberedParameters,
+        *,
+        ranks: int,
+        remembers: bool,
+        plain: PlainPath | None,
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.trained = TrainedParameters(model, parameters.entries)
+        self.plain = plain
+        self.skips_buckets = getattr(model, "skip_all_reduce_unused_params", False)
+        self._unused: UnusedParameters | None = None
+        # DDP drops the results of unused parameters, except where it has learnt once which ones are used.
+        if remembers and model.find_unused_parameters and not model.static_graph:
+            numbers = [entry.number for entry in self.trained.parameters]
+            self._unused = UnusedParameters(model, parameters.store, numbers)
+        self._watch = BackwardWatch(model, list(self.trained.reduced.values())) if ranks > 1 else None
+
+    def check_divisor(self) -> None:
+        """Raise ConfigError for a step inside of torch's `Join` that asks for another divisor than the number of
+        ranks."""
+        if getattr(self.model(), "_divide_by_initial_world_size", True) is False:
+            raise ConfigError(
+                "Join with divide_by_initial_world_size=False divides by the number of ranks that still have inputs, "
+                "which a communication hook is not told; gqsgd divides by the number of all ranks: leave it at True"
+            )
+
+    def before_forward(self, model: DistributedDataParallel) -> None:
+        """Note a forward pass; raises ConfigError if the backward pass before has not reached DDP."""
+        if self._watch is not None:
+            self._watch.before_forward(model, has_hook=self.plain is None or not self.plain.is_on)
+
+    def before_bucket(self, x: Tensor, segments: Sequence[Segment]) -> None:
+        """Keep what is remembered of parameters in a bucket that perhaps no rank has used."""
+        if self._unused is not None:
+            self._unused.watch(x, segments)
+
+    def end_hook_step(self) -> None:
+        """Note that the hook has got the last bucket of a step."""
+        if self._unused is not None:
+            self._unused.settle_after_backward()
+        if self.plain is not None:
+            self.plain.end_hook_step()
+
+    def end_backward(self) -> None:
+        """Note that all gradients of a backward pass have been handed over, to this hook or one of torch's."""
+        if self._watch is not None:
+            self._watch.end_reduction()
+
+    def detach(self) -> None:
+        """Leave the model: another one is wrapped around its module."""
+        if self._watch is not None:
+            self._watch.remove()
+        if self.plain is not None:
+            self.plain.remove()
+
+    def close(self) -> None:
+        """Let go of the model: the hook was closed. A forward pass raises that, also while plain DDP has its place."""
+        if self.plain is not None:
+            self.plain.forget()
+        if self._watch is not None:
+            self._watch.remove()
+        self.trained.forget()
