@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, overload
 
@@ -59,6 +59,7 @@ class FabricMixin(_Base):
         ConfigError: an unknown argument, or a value that cannot work.
     """
 
+    _rank_zero_info: Callable[[str], None]  # each flavour's log of the first process
     _backward_sync_control: Any  # Fabric's
 
     @overload
@@ -205,10 +206,6 @@ class FabricMixin(_Base):
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         after_setup(self.world_size)
-
-    @staticmethod
-    def _rank_zero_info(text: str) -> None:
-        raise NotImplementedError
 
 
 class _NothingToBlock:

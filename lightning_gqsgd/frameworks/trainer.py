@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +67,8 @@ class TrainerMixin(_Base):
         ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
     """
 
+    _telemetry: Callable[[], Any]  # each flavour's callback
+    _rank_zero_info: Callable[[str], None]  # and its log of the first process
     _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
     _pl_static_graph_delay_done: bool  # Lightning's
 
@@ -129,7 +131,7 @@ class TrainerMixin(_Base):
         callbacks = model.trainer.callbacks
         if self._adds_telemetry and not any(isinstance(callback, TelemetryMixin) for callback in callbacks):
             # In front: checkpoint callbacks have to stay last.
-            callbacks.insert(0, self._telemetry_callback())
+            callbacks.insert(0, self._telemetry())
 
     def setup_distributed(self) -> None:
         """Set up the process group, then finish as in `distributed.after_setup`."""
@@ -304,13 +306,6 @@ class TrainerMixin(_Base):
         if self.gqsgd_state is not None:
             self.gqsgd_state.close()
         super().teardown()
-
-    def _telemetry_callback(self) -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def _rank_zero_info(text: str) -> None:
-        raise NotImplementedError
 
 
 class TelemetryMixin(_Base):
