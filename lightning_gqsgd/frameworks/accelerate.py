@@ -270,9 +270,9 @@ def say_that_there_is_one_process() -> None:
 
 
 def _say_that_nothing_is_reduced_by_one_process() -> None:
-    """Where an Accelerator finds itself alone, it wraps nothing in DDP, and never asks the handler.
+    """Say so where an Accelerator would find itself alone, which wraps nothing in DDP and never asks the handler.
 
-    So the handler looks at what an Accelerator would look at.
+    The handler looks at what an Accelerator would look at.
     """
     sizes = {os.environ.get(name, "1") for name in _WORLD_SIZES}
     alone = PartialState().num_processes == 1 if PartialState._shared_state else sizes == {"1"}

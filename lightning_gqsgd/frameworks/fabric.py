@@ -82,7 +82,7 @@ class FabricMixin(_Base):
 
     @property
     def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages]:
-        """The states of the models that were set up, as the class documents them."""
+        """The state of each model's hook, or each optimizer's averages with local steps, in the order of set-up."""
         return self._hooks if self._local is None else [trained.averages for trained in self._local.trained]
 
     @property
@@ -92,7 +92,7 @@ class FabricMixin(_Base):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the names are registered when the package is imported."""
+        """Do nothing: `_autoload` registers the names when the package is imported."""
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a model and install the hook; with local steps, leave the model as it is."""

@@ -123,7 +123,7 @@ class TrainerMixin(_Base):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the names are registered when the package is imported."""
+        """Do nothing: `_autoload` registers the names when the package is imported."""
 
     def connect(self, model: Any) -> None:
         """Add the telemetry callback. Lightning calls this first, while callbacks can still be added to the Trainer."""

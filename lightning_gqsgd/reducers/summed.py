@@ -1,4 +1,4 @@
-"""What reducers have in common that add codes before they decode them, once for all ranks.
+"""The frame of reducers that add the codes of all ranks before they decode them, once.
 
 The largest magnitudes of blocks go through a MAX over ranks, because codes can be added only under equal scales. The
 codes follow, and messages have no scales in them. Parameters that travel uncompressed take the two-shot way beside it,
