@@ -65,7 +65,7 @@ def test_the_codec_is_unbiased_and_the_same_on_all_ranks() -> None:
         assert all(torch.equal(first, other) for first, *others in results for other in others)
         # Of each draw, how long it is along the exact mean: 1 on average, as no single coordinate may be biased.
         lengths = torch.stack([(first @ exact) / (exact @ exact) for first, *_ in results])
-        assert abs(float(lengths.mean()) - 1) < 5 * float(lengths.std()) / len(lengths) ** 0.5 < 0.03
+        assert abs(float(lengths.mean()) - 1) < 5 * float(lengths.std()) / len(lengths) ** 0.5 < 0.05
     with pytest.raises(ConfigError, match="cannot add codes of codec=.ternary."):
         average(gradients(), codec="ternary", reducer="sum")
     with pytest.raises(ConfigError, match="leave bits out"):
