@@ -1,8 +1,8 @@
 """Codecs: the maths of one direction, from coordinates to integer codes and back.
 
 A family is a folder. Its codec has the numbers of the paper: how many levels, which ω, what it can be combined with.
-Its quantiser has the numbers that kernels need, and the readable encoding and decoding. A new family is a folder, and a
-line in `_ALL`; fast kernels for it can follow (see `kernels.families`).
+Its quantiser has the numbers that kernels need, and the readable encoding and decoding. A new family is a folder and a
+line in `_ALL`, and docs/extending.md has a whole one. Fast kernels can follow (see `kernels.families`).
 """
 
 from __future__ import annotations

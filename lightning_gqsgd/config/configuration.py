@@ -24,8 +24,8 @@ from lightning_gqsgd.errors import (
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.spec import memories
 from lightning_gqsgd.spec.bits_by_name import BitsByName
+from lightning_gqsgd.spec.decisions import pinned_bits
 from lightning_gqsgd.spec.fields import ALLOW, Fields
-from lightning_gqsgd.spec.pinning import pinned_bits
 
 #: How codes are written: with a fixed width, or as Elias omega codes.
 CODERS = ("fixed", "elias")

@@ -10,12 +10,14 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gqsgd.adaptive.words import print_to_stderr
@@ -268,9 +270,9 @@ def say_that_there_is_one_process() -> None:
 
 
 def _say_that_nothing_is_reduced_by_one_process() -> None:
-    """Where an Accelerator finds itself alone, it wraps nothing in DDP, and never asks the handler.
+    """Say so where an Accelerator would find itself alone, which wraps nothing in DDP and never asks the handler.
 
-    So the handler looks at what an Accelerator would look at.
+    The handler looks at what an Accelerator would look at.
     """
     sizes = {os.environ.get(name, "1") for name in _WORLD_SIZES}
     alone = PartialState().num_processes == 1 if PartialState._shared_state else sizes == {"1"}
@@ -284,3 +286,25 @@ def _say_that_nothing_is_reduced_by_one_process() -> None:
 @functools.lru_cache
 def _say_once(text: str) -> None:
     print_to_stderr(text)
+
+
+def is_seen(file: Path, accelerator: Any) -> bool:
+    """Returns whether all processes see a file; False if none does. A collective.
+
+    With dither that differs among ranks, no rank could decode the messages of the others.
+
+    Args:
+        file: the path, the same in all processes.
+        accelerator: the `accelerate.Accelerator` of the training.
+
+    Raises:
+        ConfigError: some processes see the file, and others do not.
+    """
+    seen = gather(torch.tensor([int(file.is_file())], device=accelerator.device)).tolist()
+    if len(set(seen)) > 1:
+        seeing = [rank for rank, sees in enumerate(seen) if sees]
+        raise ConfigError(
+            f"of {len(seen)} ranks only {seeing} see {file}, and all have to continue from it; "
+            "resume from a folder that all see, or that was copied to every machine"
+        )
+    return bool(seen[0])

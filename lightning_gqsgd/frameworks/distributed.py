@@ -1,10 +1,11 @@
-"""Code that adapters share: the arguments of Lightning's strategies, and the process group's life."""
+"""The arguments of Lightning's strategies, and the process group's life, which adapters share."""
 
 from __future__ import annotations
 
 import atexit
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -14,25 +15,65 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError, did_you_mean
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.presets import Preset, make_config
+from lightning_gqsgd.spec.fields import FieldArguments
 
 #: Where checkpoints have the state of the hook, or of several models' hooks.
 CHECKPOINT_KEY = "gqsgd"
 
 
+class StrategyArguments(FieldArguments, total=False):
+    """The keyword arguments of both strategies, beside Lightning's own and those of DistributedDataParallel."""
+
+    local_steps: int
+    outer: str | Callable[..., Any]
+    outer_after: int
+    fragments: int
+    delay: int
+    mixing: float
+    inner_state: str
+    rule: str | dict[str, Any]
+
+
+def takes(arguments: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a constructor with ``**kwargs`` the keys of a TypedDict as keyword arguments, None by default.
+
+    `inspect.signature`, ``help`` and LightningCLI's parser, jsonargparse, then show each of them with its type.
+    """
+
+    def decorate(constructor: Callable[..., None]) -> Callable[..., None]:
+        shown = inspect.signature(constructor)
+        types = {name: kind | None for name, kind in get_type_hints(arguments).items()}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        made = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in types.items()]
+        # Keyword arguments stand behind all others but ``**kwargs``, and sorting keeps the order of equal kinds.
+        parameters = sorted([*made, *shown.parameters.values()], key=lambda parameter: parameter.kind)
+        constructor.__signature__ = shown.replace(parameters=parameters)  # type: ignore[attr-defined]
+        constructor.__annotations__ |= types
+        return constructor
+
+    return decorate
+
+
 def split_arguments(
-    strategy: type, base: type, preset: str | GQSGDConfig | Preset | None, arguments: dict[str, Any]
+    strategy: type, preset: str | GQSGDConfig | Preset | None, arguments: dict[str, Any]
 ) -> tuple[GQSGDConfig, dict[str, Any]]:
     """Returns the configuration among a strategy's keyword arguments, and the rest, which is Lightning's and DDP's.
 
+    Args:
+        strategy: the class, which has a DDPStrategy of Lightning's among its ancestors.
+        preset: what the fields among the arguments replace values of.
+        arguments: keyword arguments, without those of local steps. A field that is None keeps the preset's value.
+
     Raises:
         ConfigError: a name that is no argument, a value that cannot work, or a communication hook of the user's. (The
-            state of torch's post-local SGD is welcome where ``base`` averages models.)
+            state of torch's post-local SGD is welcome where Lightning's strategy averages models.)
     """
-    fields = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
+    (base,) = (ancestor for ancestor in strategy.__mro__ if ancestor.__name__ == "DDPStrategy")
+    given = {name: arguments.pop(name) for name in GQSGDConfig.field_names() if name in arguments}
+    fields = {name: value for name, value in given.items() if value is not None}
     _check_hooks(strategy, base, arguments)
-    own = ["preset", *GQSGDConfig.field_names()]  # Fabric's strategy takes them as keywords
-    own += [name for name in parameter_names(strategy) if name not in (*own, *parameter_names(base))]
-    own += [name for name in ("local_steps", *LocalOptions.field_names()) if name not in (*own, "every")]
+    own = [name for name in parameter_names(strategy) if name not in parameter_names(base)]
+    own += [name for name in LocalOptions.field_names() if name not in (*own, "every")]
     allowed = {*own, *parameter_names(base), *parameter_names(DistributedDataParallel)}
     for name in arguments:
         if name not in allowed:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,21 @@ from torch.nn import Module
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, counted
-from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, split_arguments
+from lightning_gqsgd.frameworks.distributed import (
+    CHECKPOINT_KEY,
+    StrategyArguments,
+    after_setup,
+    split_arguments,
+    takes,
+)
 from lightning_gqsgd.frameworks.local import LocalTraining, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.wire.agreement import digest_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Base: Any = object  # each flavour's DDPStrategy
 
@@ -37,9 +46,9 @@ class FabricMixin(_Base):
 
     Args:
         preset: name of a preset (default ``gqsgd``, and with local steps ``gqsgd_diloco``), or a configuration.
-        **kwargs: fields of `GQSGDConfig`, arguments of Fabric's DDPStrategy, and of DistributedDataParallel; for local
-            steps, ``local_steps`` (steps between two averages) and the other fields of
-            `local_steps.options.LocalOptions`.
+        **kwargs: fields of `GQSGDConfig` (None keeps the preset's value), arguments of Fabric's DDPStrategy, and of
+            DistributedDataParallel; for local steps, ``local_steps`` (steps between two averages) and the other fields
+            of `local_steps.options.LocalOptions`.
 
     Attributes:
         gqsgd_states: the state of each model's hook, in the order in which models were set up; with local steps, the
@@ -49,13 +58,21 @@ class FabricMixin(_Base):
         ConfigError: an unknown argument, or a value that cannot work.
     """
 
+    _rank_zero_info: Callable[[str], None]  # each flavour's log of the first process
     _backward_sync_control: Any  # Fabric's
 
+    @overload
+    def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Unpack[StrategyArguments]) -> None: ...
+
+    @overload
+    def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None: ...
+
+    # Editors read the first overload. The second one has Lightning's arguments.
+    @takes(StrategyArguments)
     def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None:
         self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
         self._modules: list[Module] = []
-        (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
-        self.gqsgd_config, rest = split_arguments(type(self), base, compression, kwargs)
+        self.gqsgd_config, rest = split_arguments(type(self), compression, kwargs)
         super().__init__(**rest)
         if self._local is not None:
             self._backward_sync_control = _NothingToBlock()
@@ -64,7 +81,7 @@ class FabricMixin(_Base):
 
     @property
     def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages]:
-        """The states of the models that were set up, as the class documents them."""
+        """The state of each model's hook, or each optimizer's averages with local steps, in the order of set-up."""
         return self._hooks if self._local is None else [trained.averages for trained in self._local.trained]
 
     @property
@@ -74,7 +91,7 @@ class FabricMixin(_Base):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the names are registered when the package is imported."""
+        """Do nothing: `_autoload` registers the names when the package is imported."""
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a model and install the hook; with local steps, leave the model as it is."""
@@ -186,10 +203,6 @@ class FabricMixin(_Base):
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         after_setup(self.world_size)
-
-    @staticmethod
-    def _rank_zero_info(text: str) -> None:
-        raise NotImplementedError
 
 
 class _NothingToBlock:

@@ -8,7 +8,4 @@ from lightning_gqsgd.frameworks.fabric import FabricMixin
 
 class GQSGDFabricStrategy(FabricMixin, DDPStrategy):
     __doc__ = FabricMixin.__doc__
-
-    @staticmethod
-    def _rank_zero_info(text: str) -> None:
-        rank_zero_info(text)
+    _rank_zero_info = staticmethod(rank_zero_info)

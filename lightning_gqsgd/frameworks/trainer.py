@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, overload
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_gqsgd.config import GQSGDConfig, Memory
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.ddp.hook import GQSGDState, gqsgd_hook, register_gqsgd
 from lightning_gqsgd.errors import ConfigError, check_one_of
-from lightning_gqsgd.frameworks.distributed import CHECKPOINT_KEY, after_setup, split_arguments
+from lightning_gqsgd.frameworks.distributed import (
+    CHECKPOINT_KEY,
+    StrategyArguments,
+    after_setup,
+    split_arguments,
+    takes,
+)
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.spec.decisions import Decision
 from lightning_gqsgd.wire.telemetry import Meter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Base: Any = object  # each flavour's DDPStrategy, or Callback
 
@@ -38,7 +47,8 @@ class TrainerMixin(_Base):
             averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
             unless the preset is one of local steps, such as ``gqsgd_diloco``. A checkpoint has the first rank's
             parameters, beside what every rank needs to resume. The last average is at the end of training.
-        outer: with local steps, the outer optimizer, see `local_steps.options.LocalOptions`, as for the next six.
+        outer: with local steps, the outer optimizer; see `local_steps.options.LocalOptions` for this, for the next six
+            and for its other fields, which are arguments as well.
         outer_after: with local steps, the number of steps whose averages leave ``outer`` out.
         fragments: with local steps, the number of parts that are averaged at different times.
         delay: with local steps, the number of steps after which an average is used.
@@ -56,63 +66,37 @@ class TrainerMixin(_Base):
         ConfigError: an unknown argument, a value that cannot work, or a communication hook of the user's.
     """
 
+    _telemetry: Callable[[], Any]  # each flavour's callback
+    _rank_zero_info: Callable[[str], None]  # and its log of the first process
     _ddp_kwargs: dict[str, Any]  # Lightning's: what it gives to DistributedDataParallel
     _pl_static_graph_delay_done: bool  # Lightning's
 
+    @overload
     def __init__(
         self,
         preset: str | GQSGDConfig | None = None,
         *,
-        codec: str | None = None,
-        bits: int | Literal["auto"] | dict[str, int] | None = None,
-        levels: int | None = None,
-        mantissa: int | None = None,
-        density: float | None = None,
-        block_size: int | None = None,
-        norm: str | None = None,
-        clip: float | None = None,
-        scale: str | None = None,
-        scale_per: str | None = None,
-        dither: str | None = None,
-        rotation: bool | None = None,
-        coder: str | None = None,
-        reducer: str | None = None,
-        node_size: int | None = None,
-        # The dictionary first: jsonargparse takes the first type that fits, and a Memory needs all three numbers.
-        memory: str | dict[str, float | None] | Memory | None = None,
-        memory_down: str | dict[str, float | None] | Memory | None = None,
-        min_numel: int | None = None,
-        exclude: Sequence[str] | None = None,
-        warmup_steps: int | None = None,
-        seed: int | None = None,
-        sample_every: int | None = None,
-        auto: bool | dict[str, Any] | Decision | None = None,
-        allow: Sequence[int] | None = None,
-        max_slowdown: float | None = None,
-        sparse: str | None = None,
-        sparse_limit: float | None = None,
-        connections: int | None = None,
         telemetry: bool = True,
-        local_steps: int | None = None,
-        outer: str | Callable[..., Any] | None = None,
-        outer_after: int | None = None,
-        fragments: int | None = None,
-        delay: int | None = None,
-        mixing: float | None = None,
-        inner_state: str | None = None,
-        rule: str | dict[str, Any] | None = None,
+        validate_at: str | None = None,
+        **kwargs: Unpack[StrategyArguments],
+    ) -> None: ...
+
+    @overload
+    def __init__(self, preset: str | GQSGDConfig | None = None, **kwargs: Any) -> None: ...
+
+    # Editors read the first overload. The second one has Lightning's arguments.
+    @takes(StrategyArguments)
+    def __init__(
+        self,
+        preset: str | GQSGDConfig | None = None,
+        *,
+        telemetry: bool = True,
         validate_at: str | None = None,
         **kwargs: Any,
     ) -> None:
-        given = locals()
-        names = ("outer", "outer_after", "fragments", "delay", "mixing", "inner_state", "rule")
-        options = {name: given[name] for name in names}
-        self._local, compression = LocalTraining.asked_for(preset, {"every": local_steps, **options}, kwargs)
+        self._local, compression = LocalTraining.asked_for(preset, pop_options(kwargs), kwargs)
         self._validates_at_anchor = self._check_validation(validate_at)
-        named = {name: given[name] for name in GQSGDConfig.field_names()}
-        fields = {name: value for name, value in named.items() if value is not None}
-        (base,) = (ancestor for ancestor in type(self).__mro__ if ancestor.__name__ == "DDPStrategy")
-        self.gqsgd_config, rest = split_arguments(type(self), base, compression, {**fields, **kwargs})
+        self.gqsgd_config, rest = split_arguments(type(self), compression, kwargs)
         super().__init__(**rest)
         self._adds_telemetry = telemetry
         self._gqsgd_state: GQSGDState | None = None
@@ -138,7 +122,7 @@ class TrainerMixin(_Base):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the names are registered when the package is imported."""
+        """Do nothing: `_autoload` registers the names when the package is imported."""
 
     def connect(self, model: Any) -> None:
         """Add the telemetry callback. Lightning calls this first, while callbacks can still be added to the Trainer."""
@@ -146,7 +130,7 @@ class TrainerMixin(_Base):
         callbacks = model.trainer.callbacks
         if self._adds_telemetry and not any(isinstance(callback, TelemetryMixin) for callback in callbacks):
             # In front: checkpoint callbacks have to stay last.
-            callbacks.insert(0, self._telemetry_callback())
+            callbacks.insert(0, self._telemetry())
 
     def setup_distributed(self) -> None:
         """Set up the process group, then finish as in `distributed.after_setup`."""
@@ -318,13 +302,6 @@ class TrainerMixin(_Base):
         if self.gqsgd_state is not None:
             self.gqsgd_state.close()
         super().teardown()
-
-    def _telemetry_callback(self) -> Any:
-        raise NotImplementedError
-
-    @staticmethod
-    def _rank_zero_info(text: str) -> None:
-        raise NotImplementedError
 
 
 class TelemetryMixin(_Base):

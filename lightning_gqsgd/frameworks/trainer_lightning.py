@@ -1,7 +1,5 @@
 """Strategy and callback for the Trainer of ``lightning``."""
 
-from typing import Any
-
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,10 +13,5 @@ class GQSGDTelemetry(TelemetryMixin, Callback):
 
 class GQSGDStrategy(TrainerMixin, DDPStrategy):
     __doc__ = TrainerMixin.__doc__
-
-    def _telemetry_callback(self) -> Any:
-        return GQSGDTelemetry()
-
-    @staticmethod
-    def _rank_zero_info(text: str) -> None:
-        rank_zero_info(text)
+    _telemetry = GQSGDTelemetry
+    _rank_zero_info = staticmethod(rank_zero_info)

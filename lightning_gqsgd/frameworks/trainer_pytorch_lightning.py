@@ -1,7 +1,5 @@
 """Strategy and callback for the Trainer of ``pytorch_lightning``."""
 
-from typing import Any
-
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities import rank_zero_info
@@ -15,10 +13,5 @@ class GQSGDTelemetry(TelemetryMixin, Callback):
 
 class GQSGDStrategy(TrainerMixin, DDPStrategy):
     __doc__ = TrainerMixin.__doc__
-
-    def _telemetry_callback(self) -> Any:
-        return GQSGDTelemetry()
-
-    @staticmethod
-    def _rank_zero_info(text: str) -> None:
-        rank_zero_info(text)
+    _telemetry = GQSGDTelemetry
+    _rank_zero_info = staticmethod(rank_zero_info)

@@ -14,9 +14,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from lightning_gqsgd.adaptive.words import print_to_stderr
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, enable_accelerator
+from lightning_gqsgd.frameworks.accelerate import GQSGDKwargs, enable_accelerator, is_seen
 from lightning_gqsgd.frameworks.local import LocalTraining
-from lightning_gqsgd.frameworks.shared_files import is_seen
 from lightning_gqsgd.frameworks.transformers_local import LocalStepsCallback, enable_local_steps
 from lightning_gqsgd.local_steps.choosing import pop_options
 from lightning_gqsgd.presets import make_config

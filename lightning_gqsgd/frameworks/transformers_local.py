@@ -15,10 +15,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.frameworks.accelerate import WITHOUT_DDP, say_that_there_is_one_process
+from lightning_gqsgd.frameworks.accelerate import WITHOUT_DDP, is_seen, say_that_there_is_one_process
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from lightning_gqsgd.frameworks.local import LocalTraining
-from lightning_gqsgd.frameworks.shared_files import is_seen
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.wire.telemetry import Meter
 

@@ -58,7 +58,7 @@ def note(work: Work) -> None:
 
 def codec_name(kind: Kind, bits: int) -> str:
     """Returns the name that costs of a codec have, e.g. ``"companded/4"``."""
-    return f"{Kind(kind).name.lower()}/{bits}"
+    return f"{kind.name}/{bits}"
 
 
 def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ Common arguments:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -34,15 +33,16 @@ Count = int | Tensor
 Lengths = TypeVar("Lengths", int, np.ndarray, Tensor)
 
 
-class Kind(IntEnum):
-    """The families of codes that kernels tell apart."""
+class Kind(NamedTuple):
+    """A family of codes that kernels tell apart; the family's quantiser says which.
 
-    LINEAR = 0  # numbers of equidistant levels
-    EXPONENTIAL = 1  # sign, exponent and mantissa, from the highest bit downwards
-    TOP_K = 2  # coordinates as they are, and their places
-    COMPANDED = 3  # numbers of levels that lie denser near zero
-    EDEN = 4  # signs and numbers of magnitudes of turned coordinates
-    COARSE_TOP_K = 5  # signs and numbers of magnitudes of the largest coordinates, and their places
+    Attributes:
+        name: name of the family, which its costs have as well.
+        package: the package with the family's fast kernels, see `families`; empty: the family has those of `reference`.
+    """
+
+    name: str
+    package: str = ""
 
 
 class Quantiser(Protocol):
@@ -50,7 +50,6 @@ class Quantiser(Protocol):
 
     Each family has a class of its own in `codecs`, with the numbers that its kernels need, and with its encoding and
     decoding in readable PyTorch, which `reference` calls. The class is a `ScaledQuantiser` or a `WholeQuantiser`.
-    The family's fast kernels are found by its kind, see `families`.
 
     Attributes:
         kind: the family.

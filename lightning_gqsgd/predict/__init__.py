@@ -1,4 +1,4 @@
-"""How long a training step takes: a model of it, and the measurements that the model needs.
+"""A model of how long a training step takes, and the measurements that it needs.
 
 The model runs the package's own reducers on a virtual clock. Nothing in the core imports this package.
 """

@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def knows_other_nodes(self) -> bool:
-        """Whether costs are known between several nodes of several ranks, which a probe of one node cannot say."""
+        """Returns whether costs between several nodes of several ranks are known. A probe of one node has none."""
         return self.per_node == 1 or any(name.startswith("node ") for name in self.costs_at(2, 1.0).collectives)
 
 

@@ -23,7 +23,8 @@ def entries(value: object, what: str, names: tuple[str, ...] | None = None) -> d
     """Returns a dictionary.
 
     Args:
-        value, what: see the module.
+        value: what the file has.
+        what: where it stands there, for messages.
         names: the keys that the dictionary has to have, and no others; None: any keys.
     """
     if not isinstance(value, Mapping):

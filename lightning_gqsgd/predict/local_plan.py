@@ -155,7 +155,7 @@ class LocalProblem:
         return cls(workers, server, learning, limits)
 
     def cost(self, rounds: float, steps: Sequence[int], batch: float) -> tuple[float, float, float]:
-        """Returns the energy in joules, seconds and error of a plan; see the module."""
+        """Returns a plan's energy in joules, its seconds and its error, by the formulas of the module."""
         each = self._round(steps)
         c = self._errors(steps)
         energy = rounds * (batch * each.batch_energy + each.energy)

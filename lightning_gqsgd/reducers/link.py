@@ -285,10 +285,11 @@ class _Result:
 
     def commit(self, result: Tensor) -> None:
         """Remember the trace where the reduced gradient is finite; see `Trace.commit`."""
-        sender, (_, beta, rho, _) = self._sender, self._sender.recursion
+        sender = self._sender
         if sender.reference is None:
             return
-        moved = (sender.reference * beta).add_(result.to(sender.reference.dtype), alpha=rho)
+        old = sender.reference * sender.recursion.beta
+        moved = old.add_(result.to(sender.reference.dtype), alpha=sender.recursion.rho)
         sender.store.store(Keeps.SHARED, sender.runs, torch.where(result.isfinite(), moved, sender.reference))
 
 

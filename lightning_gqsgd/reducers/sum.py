@@ -1,12 +1,12 @@
 """Global-QSGD (arXiv 2305.18627): block scales shared by all ranks, so that an integer allreduce adds the codes.
 
 The largest magnitudes go through a MAX, the codes through a SUM of lanes wide enough for all ranks: K levels per rank
-with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow. Parameters that travel uncompressed
-take the two-shot way beside it, which adds in rank order.
+with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow. `summed` has the frame.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -15,50 +15,22 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import RAW, place
-from lightning_gqsgd.reducers.base import (
-    Exchange,
-    Reducer,
-    Setting,
-    StepKeys,
-    Steps,
-    ring_bytes,
-    side_by_side,
-    uncompressed,
-)
-from lightning_gqsgd.reducers.link import Link
-from lightning_gqsgd.reducers.memory import UP, MemoryStore
-from lightning_gqsgd.reducers.two_shot import TwoShot
+from lightning_gqsgd.kernels.layout import Layout, place
+from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.reducers.base import Exchange, StepKeys, ring_bytes
+from lightning_gqsgd.reducers.summed import Summed
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields
 
 
-class Sum(Reducer):
+class Sum(Summed):
     """Reduces with an integer all-reduce of codes under shared scales.
 
     See `reducers.base.Reducer` for the arguments.
     """
 
-    scales: ClassVar[tuple[str, ...]] = ("global",)
     memories: ClassVar[tuple[str, ...]] = ("memory",)
-    adds_codes: ClassVar[bool] = True
-
-    def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        ranks = setting.ranks
-        q = setting.codec.quantiser(setting.block_size, summed=ranks)
-        self.link = Link(setting, q, UP, scales_travel=False)
-        self.needs_copy = self.link.needs_copy
-        # Uncompressed coordinates cannot be added as integers, so they are a part of their own.
-        raw = table[:, RAW] == 1
-        self.layout = place(table[~raw], q, shards=1, scale_bytes=0, raw_bytes=0)
-        self.raw = TwoShot(table[raw], uncompressed(setting))
-        self.lane = torch.uint8 if 8 % q.bits == 0 else torch.int64
-        # Maxima travel in the compute dtype: 8 bytes for fp64 gradients, 4 for all others.
-        maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
-        self.message_bytes = self.layout.message_bytes + maxima_bytes + self.raw.message_bytes
-        self.sent_bytes = ring_bytes(self.layout.message_bytes + maxima_bytes, ranks) + self.raw.sent_bytes
 
     @staticmethod
     def check(codec: Codec) -> None:
@@ -85,25 +57,14 @@ class Sum(Reducer):
         rounds once, to fewer levels, and the roundings average out."""
         return codec.error_variance(ranks) / ranks
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
-        return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
+    def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:
+        return place(table, q, shards=1, scale_bytes=0, raw_bytes=0)
 
-    def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        kernels = kernels_for(x.device)
-        layout = self.layout.on(x.device)
-        q = self.link.quantiser
-        outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
-        maxima = outgoing.find_scales()
-        # Codes can be added only under equal scales, so the maxima have to be there before anything is encoded.
-        yield (Exchange.in_place("max", maxima),)
+    def _sent_bytes(self, maxima_bytes: int) -> int:
+        return ring_bytes(self.layout.message_bytes + maxima_bytes, self.ranks)
 
-        # Zeros and not `torch.empty`: the padding between records takes part in the sum.
-        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
-        lost = outgoing.encode(codes, keys.up[rank])
-        yield (Exchange.in_place("sum", codes.view(self.lane)),)
-
-        bad = kernels.decode_sum(codes, maxima, layout.blocks, x, q, keys.up)
-        self.link.restore(x, layout.whole, keys.rotation, store)
-        lost.commit(x)
-        return bad
+    def _added(
+        self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys
+    ) -> Generator[Sequence[Exchange], None, None]:
+        lane = torch.uint8 if 8 % self.link.quantiser.bits == 0 else torch.int64
+        yield (Exchange.in_place("sum", codes.view(lane)),)

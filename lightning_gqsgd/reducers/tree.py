@@ -11,7 +11,7 @@ rounds once more, so the error does not fall with n; `two_shot` sends as much an
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,20 +20,10 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import RAW, Layout, place_by_owner
-from lightning_gqsgd.reducers.base import (
-    Exchange,
-    Reducer,
-    Setting,
-    StepKeys,
-    Steps,
-    ring_bytes,
-    side_by_side,
-    uncompressed,
-)
-from lightning_gqsgd.reducers.link import Link
-from lightning_gqsgd.reducers.memory import UP, MemoryStore
-from lightning_gqsgd.reducers.two_shot import TwoShot
+from lightning_gqsgd.kernels.layout import Layout, place_by_owner
+from lightning_gqsgd.kernels.protocol import Quantiser
+from lightning_gqsgd.reducers.base import Exchange, StepKeys, ring_bytes
+from lightning_gqsgd.reducers.summed import Summed
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields
@@ -55,11 +45,16 @@ _NOTHING = (0, 0)
 _IDLE = Hop(None, _NOTHING, _NOTHING, adds=False)
 
 
+def _owners(ranks: int) -> int:
+    """Returns how many ranks own a shard: the largest power of two that is not above the number of ranks."""
+    return 1 << (ranks.bit_length() - 1)
+
+
 def hops_of(rank: int, ranks: int) -> list[Hop]:
     """Returns all hops of a rank, in the order fold, halve, double, unfold. Every rank has the same number of hops."""
-    depth = ranks.bit_length() - 1
-    inner = 1 << depth
-    beyond = ranks - (1 << depth)
+    inner = _owners(ranks)
+    depth = inner.bit_length() - 1
+    beyond = ranks - inner
     fold = _IDLE
     unfold = _IDLE
     if rank >= inner:
@@ -87,33 +82,11 @@ def hops_of(rank: int, ranks: int) -> list[Hop]:
     return [fold, *plan, unfold] if beyond else plan
 
 
-class Tree(Reducer):
+class Tree(Summed):
     """Reduces by recursive halving and doubling, adding the codes of two ranks at every hop.
 
     See `reducers.base.Reducer` for the arguments.
     """
-
-    scales: ClassVar[tuple[str, ...]] = ("global",)
-    adds_codes: ClassVar[bool] = True
-
-    def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        self.ranks = setting.ranks
-        q = setting.codec.quantiser(setting.block_size, summed=self.ranks)
-        self.link = Link(setting, q, UP, scales_travel=False)
-        self.needs_copy = self.link.needs_copy
-        raw = table[:, RAW] == 1
-        inner = 1 << (self.ranks.bit_length() - 1)
-        # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
-        self.layout = place_by_owner(table[~raw], q, shards=inner, scale_bytes=0, raw_bytes=0, striped=True)
-        self.raw = TwoShot(table[raw], uncompressed(setting))
-        # Maxima travel in the compute dtype: 8 bytes for fp64 gradients, 4 for all others.
-        maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
-        codes_bytes = self.layout.message_bytes
-        self.message_bytes = codes_bytes + maxima_bytes + self.raw.message_bytes
-        self.sent_bytes = ring_bytes(maxima_bytes, self.ranks) + self.raw.sent_bytes + ring_bytes(codes_bytes, inner)
-        # A rank beyond the power of two hands its whole message to its partner, and gets as much back; each rank sends
-        # at most one such message.
-        self.sent_bytes += codes_bytes if self.ranks > inner else 0
 
     @staticmethod
     def check(codec: Codec) -> None:
@@ -133,27 +106,19 @@ class Tree(Reducer):
         of the tree rounds once, and these roundings do not average out."""
         return codec.error_variance(ranks) * ranks.bit_length()
 
-    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
-        return (yield from side_by_side(self.raw.steps(x, rank, keys, store), self._coded(x, rank, keys, store)))
+    def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:
+        # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
+        return place_by_owner(table, q, shards=_owners(self.ranks), scale_bytes=0, raw_bytes=0, striped=True)
 
-    def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
-        kernels = kernels_for(x.device)
-        layout = self.layout.on(x.device)
-        q = self.link.quantiser
-        outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
-        maxima = outgoing.find_scales()
-        yield (Exchange.in_place("max", maxima),)
+    def _sent_bytes(self, maxima_bytes: int) -> int:
+        inner = _owners(self.ranks)
+        codes_bytes = self.layout.message_bytes
+        # A rank beyond the power of two hands its whole message to its partner, and gets as much back; each rank sends
+        # at most one such message.
+        folded = codes_bytes if self.ranks > inner else 0
+        return ring_bytes(maxima_bytes, self.ranks) + ring_bytes(codes_bytes, inner) + folded
 
-        codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
-        outgoing.encode(codes, keys.up[rank])
-        yield from self._run(codes, layout, rank, keys)
-
-        bad = kernels.decode_sum(codes, maxima, layout.blocks, x, q, keys.up)
-        self.link.restore(x, layout.whole, keys.rotation, store)
-        return bad
-
-    def _run(
+    def _added(
         self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys
     ) -> Generator[Sequence[Exchange], None, None]:
         """Run all hops: yield their exchanges, and add or copy the codes that they bring."""

@@ -19,7 +19,7 @@ from lightning_gqsgd.sparse.tables import Table, Touched, cut_rows, place_rows, 
 
 
 class Rows(Protocol):
-    """How the rows of one table are written in one step."""
+    """The form in which the rows of one table are written in one step."""
 
     def nbytes(self, count: int) -> int:
         """Returns the bytes of so many rows."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from lightning_gqsgd.spec.bits_by_name import BitsByName
 from lightning_gqsgd.spec.decisions import Decision
@@ -99,6 +99,43 @@ class Fields:
         text = b"".join(value.to_bytes(8, "little") for value in (self.seed, step, stream))
         digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+class FieldArguments(TypedDict, total=False):
+    """The fields as keyword arguments that may be left out, with the types that command lines and files have for them.
+
+    Editors and type checkers read it (``**fields: Unpack[FieldArguments]``), and signatures are made of it at run time.
+    """
+
+    codec: str
+    bits: int | Literal["auto"] | dict[str, int]
+    levels: int
+    mantissa: int
+    density: float
+    block_size: int
+    norm: str
+    clip: float
+    scale: str
+    scale_per: str
+    dither: str
+    rotation: bool
+    coder: str
+    reducer: str
+    node_size: int
+    # The dictionary first: jsonargparse takes the first type that fits, and a Memory needs all three numbers.
+    memory: str | dict[str, float | None] | Memory
+    memory_down: str | dict[str, float | None] | Memory
+    min_numel: int
+    exclude: Sequence[str]
+    warmup_steps: int
+    seed: int
+    sample_every: int
+    auto: bool | dict[str, Any] | Decision
+    allow: Sequence[int]
+    max_slowdown: float
+    sparse: str
+    sparse_limit: float
+    connections: int
 
 
 #: A record, or what checks its fields.

@@ -45,7 +45,7 @@ def _linear() -> list[Quantiser]:
 
 def _label(value: Any) -> str | None:
     if hasattr(value, "kind"):
-        name = f"{value.kind.name.lower()}-{value.bits}bit-b{value.block_size}"
+        name = f"{value.kind.name}-{value.bits}bit-b{value.block_size}"
         details = {"m": "mantissa", "k": "kept", "s": "stochastic_from", "n": "nearest"}
         numbers = {key: float(getattr(value, field, 0)) for key, field in details.items()}
         return name + "".join(f"-{key}{number:g}" for key, number in numbers.items() if number)

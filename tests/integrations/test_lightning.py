@@ -403,8 +403,11 @@ def test_every_field_is_an_argument() -> None:
 
 
 def test_the_strategys_signature_the_fields_and_their_description_agree() -> None:
-    """The signature repeats the fields, because jsonargparse and editors read nothing else."""
+    """One record repeats the fields, which jsonargparse reads by way of the signature, and editors by themselves."""
     inherited = inspect.signature(lightning_gqsgd.GQSGDStrategy).parameters
+    of_fabric = inspect.signature(lightning_gqsgd.GQSGDFabricStrategy).parameters
+    assert set(inherited) - set(of_fabric) == {"telemetry", "validate_at"}
+    assert all(of_fabric[name].annotation == inherited[name].annotation for name in GQSGDConfig.field_names())
     fields = {field.name: field for field in dataclasses.fields(GQSGDConfig)}
     others = ("preset", "telemetry", "kwargs", "local_steps", "validate_at", *LocalOptions.field_names())
     repeated = [name for name in inherited if name not in others]

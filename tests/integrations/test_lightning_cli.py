@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 
@@ -74,6 +75,16 @@ def test_an_object_from_yaml(tmp_path: Path) -> None:
         bits=4, block_size=128, exclude=("*.bias",), memory=memory, dither="stochastic"
     )
     assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 5}
+
+
+def test_help_has_every_argument_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        strategy_of("--trainer.strategy.help=lightning_gqsgd.GQSGDStrategy")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--trainer.strategy.bits BITS" in said.replace("init_args.", "")
+    assert "Union[int, Literal['auto'], dict[str, int], null]" in said
+    for name in (*GQSGDConfig.field_names(), "local_steps", "rule", "telemetry", "validate_at"):
+        assert re.search(rf"--trainer\.strategy\.(init_args\.)?{name} ", said), name
 
 
 def test_a_wrong_value_is_the_parsers_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ class CompandedQuantiser:
     stochastic_from: float
     block_size: int
 
-    kind: ClassVar[Kind] = Kind.COMPANDED
+    kind: ClassVar[Kind] = Kind("companded", __package__)
     is_whole: ClassVar[bool] = False
     has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False

@@ -1,8 +1,1 @@
 """Turned coordinates at the best levels for Gaussian numbers: the codec, and its kernels for CPUs and GPUs."""
-
-from __future__ import annotations
-
-from lightning_gqsgd.kernels.families import register
-from lightning_gqsgd.kernels.protocol import Kind
-
-register(Kind.EDEN, __name__)

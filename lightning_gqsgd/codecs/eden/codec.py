@@ -69,7 +69,7 @@ class EdenQuantiser:
     bits: int
     block_size: int
 
-    kind: ClassVar[Kind] = Kind.EDEN
+    kind: ClassVar[Kind] = Kind("eden", __package__)
     is_whole: ClassVar[bool] = True
     has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False

@@ -53,7 +53,7 @@ class ExponentialQuantiser:
     mantissa: int = 0
     headroom: int = 0
 
-    kind: ClassVar[Kind] = Kind.EXPONENTIAL
+    kind: ClassVar[Kind] = Kind("exponential", __package__)
     is_whole: ClassVar[bool] = False
     has_scale: ClassVar[bool] = True
     summable: ClassVar[bool] = False

@@ -26,7 +26,7 @@ from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
 from lightning_gqsgd.kernels.cpu.records import record_reader, record_writer, sum_reader
 from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, integer_type
 from lightning_gqsgd.kernels.layout import CODES, LENGTH
-from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.wire import Share
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def combine(mine: np.ndarray, theirs: np.ndarray, blocks: np.ndarray, q: Quantis
     Raises:
         TypeError: the codes are not exponential.
     """
-    if q.kind != Kind.EXPONENTIAL:
+    if q.kind.name != "exponential":
         raise TypeError(f"codes of {q} cannot be added in pairs: take an exponential codec")
     magnitudes = np.int32(cast("ExponentialQuantiser", q).magnitudes)
     codes, others = np.empty((2, q.block_size + 1), np.uint8)

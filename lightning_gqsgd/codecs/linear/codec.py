@@ -58,7 +58,7 @@ class LinearQuantiser:
     summable: bool = False
     nearest: bool = False
 
-    kind: ClassVar[Kind] = Kind.LINEAR
+    kind: ClassVar[Kind] = Kind("linear", __package__)
     is_whole: ClassVar[bool] = False
     has_scale: ClassVar[bool] = True
 

@@ -43,7 +43,7 @@ class CoarseTopKQuantiser:
     kept: int
     bits: int
 
-    kind: ClassVar[Kind] = Kind.COARSE_TOP_K
+    kind: ClassVar[Kind] = Kind("coarse_top_k")
     is_whole: ClassVar[bool] = True
     has_scale: ClassVar[bool] = False
     summable: ClassVar[bool] = False

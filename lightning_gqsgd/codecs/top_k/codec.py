@@ -41,7 +41,7 @@ class TopKQuantiser:
     block_size: int
     kept: int
 
-    kind: ClassVar[Kind] = Kind.TOP_K
+    kind: ClassVar[Kind] = Kind("top_k", __package__)
     is_whole: ClassVar[bool] = True
     has_scale: ClassVar[bool] = False
     summable: ClassVar[bool] = False

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Share, scale_format
 
 #: Coordinates of a tile, where blocks are not larger: 32 for each of 128 threads.
@@ -160,7 +160,7 @@ def shape_of(block_size: int, codes: Codes | None = None) -> Shape:
 
 def codes_of(q: Quantiser) -> Codes:
     """How the codes of a quantiser lie in a record."""
-    return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind == Kind.EDEN)
+    return Codes(q.bits, in_words=q.summable and 8 % q.bits != 0, padded=q.kind.name == "eden")
 
 
 @lru_cache(maxsize=256)

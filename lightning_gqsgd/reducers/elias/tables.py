@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from lightning_gqsgd.kernels.protocol import Kind, Quantiser
+from lightning_gqsgd.kernels.protocol import Quantiser
 from lightning_gqsgd.reducers.elias.codewords import omega_code, sign_bit
 
 #: Integers below this have their code in a table. From here on, codes have 16 bits or more.
@@ -52,7 +52,7 @@ def levels_of(q: Quantiser) -> int:
     Raises:
         ValueError: there are no Elias codes for the quantiser.
     """
-    has_words = q.kind == Kind.LINEAR and not q.summable and 1 <= q.bits <= 8
+    has_words = q.kind.name == "linear" and not q.summable and 1 <= q.bits <= 8
     levels = cast(_HasOddLevels, q).odd_levels if has_words else 0
     if levels % 2 != 1 or not 1 <= levels <= 2**q.bits:
         raise ValueError(f"Elias codes need an odd number of linear levels in separate words of 1 to 8 bits, not {q}")

@@ -1,0 +1,118 @@
+"""The codec and the reducer of docs/extending.md, taken from the page, run as any other."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gqsgd import codecs, reducers
+from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.ddp.functional import all_reduce
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.predict import Bucket, Timeline, collectives_between, predict
+from lightning_gqsgd.predict.costs import ESTIMATES, Gamma, Link
+from lightning_gqsgd.reducers import choice
+from lightning_gqsgd.research.simulation.virtual import average
+from tests.distributed.ranks import run
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+RANKS = 4
+
+
+def code_of(heading: str) -> str:
+    """All indented code under a heading of the page, in order."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    return textwrap.dedent("\n".join(line for line in section.split("\n") if not line or line.startswith("    ")))
+
+
+def add(heading: str) -> None:
+    """Run the page's code: the classes, and the lines that make a configuration know them."""
+    module = ModuleType("extending")
+    sys.modules[module.__name__] = module  # where dataclasses look for the names in annotations
+    exec(compile(code_of(heading), str(PAGE), "exec"), vars(module))  # noqa: S102
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    tables: tuple[dict[str, Any], ...] = (codecs.CODECS, reducers.REDUCERS, choice.FLAT)
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+def gradients(numel: int = 3000) -> list[torch.Tensor]:
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
+
+
+def test_the_codec_is_unbiased_and_the_same_on_all_ranks() -> None:
+    add("A codec")
+    config = GQSGDConfig(codec="ternary")
+    assert config.bits == 2
+    assert "ternary" in config.describe()
+    exact = torch.stack(gradients()).mean(0)
+    for reducer in ("two_shot", "gather"):
+        results = [average(gradients(), codec="ternary", reducer=reducer, step=step) for step in range(60)]
+        assert all(torch.equal(first, other) for first, *others in results for other in others)
+        # Of each draw, how long it is along the exact mean: 1 on average, as no single coordinate may be biased.
+        lengths = torch.stack([(first @ exact) / (exact @ exact) for first, *_ in results])
+        assert abs(float(lengths.mean()) - 1) < 5 * float(lengths.std()) / len(lengths) ** 0.5 < 0.05
+    with pytest.raises(ConfigError, match="cannot add codes of codec=.ternary."):
+        average(gradients(), codec="ternary", reducer="sum")
+    with pytest.raises(ConfigError, match="leave bits out"):
+        GQSGDConfig(codec="ternary", bits=4)
+
+
+def test_what_is_not_finite_survives_the_codec() -> None:
+    add("A codec")
+    broken = gradients()
+    broken[2][700] = torch.inf
+    results = average(broken, codec="ternary", block_size=256)
+    assert all(result[512:768].isnan().all() for result in results)
+    assert all(result[:512].isfinite().all() for result in results)
+
+
+def test_steps_with_the_codec_and_the_reducer_are_predicted() -> None:
+    add("A codec")
+    add("A reducer")
+    timeline = Timeline((Bucket((Segment(0, 1 << 22, False),), 1.0),), 1.0)
+    costs = ESTIMATES["cpu"].costs(collectives_between(RANKS, 1, Link(1.25e8), Link(1e9)))
+    costs.gammas["ternary/2"] = Gamma(1e-9, 1e-9, 1e-9)  # type: ignore[index]
+    native = predict(timeline, costs, RANKS, "native")
+    coded = predict(timeline, costs, RANKS, GQSGDConfig(codec="ternary"))
+    gathered = predict(timeline, costs, RANKS, GQSGDConfig(reducer="in_order"))
+    assert 0 < coded.sent_bytes < native.sent_bytes / 15
+    assert gathered.sent_bytes >= (RANKS - 1) * 4 * (1 << 22)
+    assert gathered.step_s > native.step_s > coded.step_s
+
+
+def reduce_as_on_the_page(rank: int) -> list[list[float]]:
+    """What one of two processes has after both reductions."""
+    add("A codec")
+    add("A reducer")
+    mine = gradients()[rank]
+    return [all_reduce(mine, codec="ternary").tolist(), all_reduce(mine, reducer="in_order").tolist()]
+
+
+def test_both_run_between_processes(tmp_path: Path) -> None:
+    first, second = run(reduce_as_on_the_page, 2, tmp_path)
+    assert first == second
+    assert first[1] == ((gradients()[0] + gradients()[1]) / 2).tolist()
+
+
+def test_the_reducer_adds_in_rank_order() -> None:
+    add("A reducer")
+    total = gradients()[0].clone()
+    for gradient in gradients()[1:]:
+        total += gradient
+    results = average(gradients(), reducer="in_order")
+    assert all(torch.equal(result, total / RANKS) for result in results)
