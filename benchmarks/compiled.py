@@ -127,7 +127,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__.split("\n")[0])
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help=f"versions to compile with, or {INSTALLED!r}")
-    parser.add_argument("--kernels", choices=["few", "all"], default="few")
+    parser.add_argument("--kernels", choices=["default", "few", "all"], default="few")
     parser.add_argument("--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities")
     parser.add_argument("--front", action="store_true", help="stop at Triton's intermediate code, in a tenth of the time")
     parser.add_argument("--save", action="store_true", help="write the table")

@@ -55,6 +55,11 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+def default() -> list[Case]:
+    """Returns the default configuration."""
+    return [Case("gqsgd, fp32", FIXED["gqsgd"].config)]
+
+
 def few() -> list[Case]:
     """Returns one case of each family of codes, and of the dtypes."""
     return [
@@ -86,7 +91,7 @@ def table() -> list[Case]:
 
 _TILES = {tiles.ALIGNED.value: "aligned", tiles.FULL.value: "full", tiles.RAGGED.value: "ragged"}
 
-KERNELS: dict[str, Callable[[], list[Case]]] = {"few": few, "all": every, "table": table}
+KERNELS: dict[str, Callable[[], list[Case]]] = {"default": default, "few": few, "all": every, "table": table}
 
 
 @dataclass(frozen=True)
