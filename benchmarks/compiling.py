@@ -31,10 +31,10 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch, tiles
 from lightning_gqsgd.kernels.cuda.constants import Constants
-from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import kinds
+from lightning_gqsgd.wire.compiling import every_tile
 from lightning_gqsgd.wire.plan import Plan
 
 #: Messages that a reduction is counted for.
@@ -261,19 +261,12 @@ def compile_cases(compiler: Compiler, cases: Iterable[Case], ranks: int) -> None
     """Compile what a step of virtual ranks launches, in each case."""
     for compiler.case, config, dtype in cases:
         resolved = resolve(config, ranks)
-        for segments in segment_lists(resolved.block_size, ranks):
-            numel = sum(segment.numel for segment in segments)
-            sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
-            stores = [new_store(resolved, ranks, sizes, dtype, torch.device("cpu")) for _ in range(ranks)]
-            Plan(segments, Setting(resolved, ranks, dtype)).average(
-                [torch.ones(numel, dtype=dtype) for _ in range(ranks)], 0, stores
-            )
-
-
-def segment_lists(block_size: int, ranks: int) -> list[list[Segment]]:
-    """Returns gradients that have every kind of tile between them."""
-    full = block_size * ranks
-    return [[Segment(0, full, raw=False), Segment(1, 3, raw=True), Segment(2, full + 5, raw=False)]]
+        segments = every_tile(resolved.block_size, ranks)
+        numel = sum(segment.numel for segment in segments)
+        sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
+        stores = [new_store(resolved, ranks, sizes, dtype, torch.device("cpu")) for _ in range(ranks)]
+        gradients = [torch.ones(numel, dtype=dtype) for _ in range(ranks)]
+        Plan(segments, Setting(resolved, ranks, dtype)).average(gradients, 0, stores)
 
 
 def _output(*command: str | Path) -> str:

@@ -16,7 +16,7 @@ from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.clock import Clock, Resource, Then
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.profile import Message, Profile
-from lightning_gqsgd.wire.pipeline import MAX_UNDER_WAY, ready
+from lightning_gqsgd.wire.pipeline import MAX_ON_STREAM, ready
 
 #: Streams that jobs take in turns (`pipeline.runner_for`).
 _STREAMS = 2
@@ -169,7 +169,7 @@ class StreamsRunner:
         latest: dict[_Piece, list[_Collective]] = {}
         under_way: deque[_Piece] = deque()
         while waiting or under_way:
-            while waiting and len(under_way) < MAX_UNDER_WAY:
+            while waiting and len(under_way) < MAX_ON_STREAM:
                 under_way.append(waiting.popleft())
             piece = under_way.popleft()
             works, messages, is_last = piece.take()
