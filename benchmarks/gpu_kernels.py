@@ -25,7 +25,15 @@ from benchmarks.report import Report, gpu_machine, slug
 from benchmarks.roofline import Fact, save_figure
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import COLUMNS, LENGTH, Layout, Segment, pieces, place_by_owner, table_of, whole
+from lightning_gqsgd.kernels.layout import (
+    LENGTH,
+    Layout,
+    Segment,
+    pieces,
+    place_by_owner,
+    table_of,
+    whole,
+)
 from lightning_gqsgd.kernels.protocol import Own
 from lightning_gqsgd.predict.timing import Case, Clock, EventClock, Spread, in_turns, ratio
 from lightning_gqsgd.reducers import Setting, StepKeys
@@ -33,6 +41,7 @@ from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 
 MEGABYTES = (1, 25, 100, 1000)
 DTYPES = ("float32", "bfloat16")
+#: Coordinates of a block of the ordinary torch operations, and what sizes of tensors are multiples of.
 BLOCK = 256
 STAGES = ("encode", "reduce", "decode")
 
@@ -55,6 +64,8 @@ AUTHORS_BYTES = 62
 
 #: All copies of a small bucket's buffers together are at least this many times the size of the L2 cache.
 CACHES = 3
+#: Bytes that a kernel reads of the table of tiles for a block of full length, see `kernels.cuda.tiles`.
+ROW_BYTES = 24
 #: Most copies that one timed run takes one after the other.
 BURST = 16
 
@@ -172,7 +183,7 @@ def stage_bytes(layouts: Sequence[Layout], itemsize: int, ranks: int) -> dict[st
     """
     gradient = sum(int(layout.blocks[:, LENGTH].sum()) for layout in layouts) * itemsize
     message = sum(layout.message_bytes for layout in layouts)
-    row = 8 * COLUMNS
+    row = ROW_BYTES
     whole = gradient + message + row * sum(len(layout.blocks) for layout in layouts)
     shards = [(layout.shard_bytes, layout.shard(0).table) for layout in layouts]
     reduced = sum(ranks * nbytes + itemsize * int(t[:, LENGTH].sum()) + row * len(t) for nbytes, t in shards)
@@ -433,9 +444,9 @@ def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> R
         notes=(
             f"Three numbers in a cell are of encode (the whole tensor), reduce (a shard: {ranks} messages of 1/{ranks} "
             f"of the tensor) and decode (the whole), as the reducer `two_shot` runs them, with the kernels "
-            f"`{kernels_for(target.device).__name__.rpartition('.')[2]}`, blocks of {BLOCK} and pieces of up to "
-            f"{NCCL_PIECE_NUMEL:,} coordinates. MB are 10^6 bytes of gradient.",
-            "bytes/coordinate is a count: gradient and messages, read or written once, and 64 bytes of table per "
+            f"`{kernels_for(target.device).__name__.rpartition('.')[2]}`, pieces of up to {NCCL_PIECE_NUMEL:,} coordinates and "
+            f"{'; '.join(described(facts))}; torch's operations have blocks of {BLOCK}. MB are 10^6 bytes of gradient.",
+            "bytes/coordinate is a count: gradient and messages, read or written once, and 24 bytes of table per "
             "block; for torch's operations one by one, what each reads and writes; compiled, what goes in and comes "
             "out. GB/s is this count over the time; of copy_, its share of the copy's in the same round, median over "
             "rounds. limit: on encode, reduce and decode together.",
@@ -456,6 +467,13 @@ def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> R
     for _, group in itertools.groupby(facts, lambda fact: (fact.dtype, fact.megabytes, fact.case)):
         report.rows.append(row_of(list(group)))
     return report
+
+
+def described(facts: Sequence[Fact]) -> list[str]:
+    """Returns the codes and the blocks of each codec that was measured, as the configuration has them."""
+    names = dict.fromkeys(fact.case for fact in facts if fact.case in CODECS)
+    configs = {name: CODECS[name] for name in names}
+    return [f"{name}: {config.codec} codes in blocks of {config.block_size}" for name, config in configs.items()]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -40,7 +40,9 @@ from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.staging import Staging
 
 #: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
-#: gain there, and scratch memory of 64 MiB where a bucket is larger.
+#: gain there. A piece holds two messages and a shard, and `pipeline.MAX_ON_STREAM` pieces of each of two streams are under
+#: way. So a GPU has at most 4 (2 + 1/ranks) times 16 MiB of scratch memory at 8 bits, less with fewer bits, and as much
+#: for what travels uncompressed, whose pieces are smaller. PyTorch's allocator keeps it from step to step.
 NCCL_PIECE_NUMEL = 1 << 24
 NCCL_PIECE_SIZE = PieceSize(NCCL_PIECE_NUMEL, NCCL_PIECE_NUMEL)
 
@@ -82,6 +84,8 @@ class Communicator:
         self._turn = 0
         self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
         self._staging: Staging | None = None
+        self._has_failed = False
+        self._tried: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that have had a collective
         if self.size > 1:
             self.extend([])
             if needs_staging(self.backend, device):
@@ -90,7 +94,10 @@ class Communicator:
 
     def piece_size(self, bits: int) -> PieceSize:
         """Returns the number of coordinates of a piece whose codes have ``bits`` bits."""
-        return NCCL_PIECE_SIZE if self.backend == "nccl" else PieceSize.of_bits(bits)
+        if self.backend != "nccl":
+            return PieceSize.of_bits(bits)
+        numel = NCCL_PIECE_NUMEL * 8 // max(8, bits)
+        return PieceSize(numel, numel)
 
     @property
     def control_device(self) -> torch.device:
@@ -119,6 +126,27 @@ class Communicator:
             for scope, turn in product(scopes, range(connections if stage else 1)):
                 if (stage, scope, turn) not in self._groups:
                     self._groups[stage, scope, turn] = self._group_for(stage, scope, turn)
+
+    def try_groups(self) -> None:
+        """Do one tiny collective in each group that has had none, over NCCL. A collective.
+
+        NCCL connects ranks when a group is used for the first time. Without this, that would be in the first backward
+        pass, where it takes seconds, and where errors of a network that is set up wrongly would come up.
+
+        Raises:
+            CollectiveError: the ranks cannot be connected.
+        """
+        if self.backend != "nccl":
+            return
+        for (stage, scope, _), group in list(self._groups.items()):
+            if group in self._tried:
+                continue
+            self._tried.add(group)
+            number = torch.zeros(1, device=self.device)
+            try:
+                self.start(Exchange("max", number, number, scope=scope), stage).wait()
+            except RuntimeError as error:
+                raise self.describe(error, "the first collective of a group") from error
 
     def turns(self, count: int, connections: int) -> list[int]:
         """Returns the connections of the next pieces. Every rank asks in the same order.
@@ -194,6 +222,7 @@ class Communicator:
         is."""
         if isinstance(error, ConfigError):
             return error
+        self._has_failed = True
         return CollectiveError(
             f"gqsgd: {what} failed on rank {self.rank} of {self.size} (global rank {self._ranks[self.rank]}, "
             f"{self.backend}): {type(error).__name__}: {error}. Look for the first error among all ranks' logs: "
@@ -201,7 +230,10 @@ class Communicator:
         )
 
     def close(self) -> None:
-        """Destroy the groups. Not a collective."""
+        """Destroy the groups. Not a collective.
+
+        After an error, groups over NCCL are aborted: to shut one down may wait for work that a dead peer never ends.
+        """
         _alive.discard(self)
         if self._staging is not None:
             self._staging.close()
@@ -211,7 +243,11 @@ class Communicator:
         self._latest = (None, None)
         # Over NCCL, stages share a group, which is to be shut down once.
         for group in dict.fromkeys(groups.values()):
-            if self.backend == "nccl":  # Gloo's end with their last reference
+            if self.backend != "nccl":
+                continue  # Gloo's end with their last reference
+            if self._has_failed:
+                group.abort()
+            else:
                 group.shutdown()
 
     def abandon(self) -> None:

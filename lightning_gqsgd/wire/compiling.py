@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Parameters that a first run is made on: one that is compressed, one that is not.
+#: Parameters that a first run on a CPU is made on: one that is compressed, one that is not.
 _SEGMENTS = (Segment(0, 64, raw=False), Segment(1, 8, raw=True))
 
 
@@ -61,10 +61,24 @@ def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, r
 def _run(setting: Setting, device: torch.device) -> None:
     """Average gradients of virtual ranks once."""
     count = setting.ranks
-    dtype = setting.dtype
-    stores = [new_store(setting.config, count, {0: 64}, dtype, device) for _ in range(count)]
-    gradients = [torch.ones(72, dtype=dtype, device=device) for _ in range(count)]
-    Plan(_SEGMENTS, setting).average(gradients, 0, stores)
+    segments = _SEGMENTS if device.type == "cpu" else every_tile(setting.config.block_size, count)
+    numel = sum(segment.numel for segment in segments)
+    sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
+    stores = [new_store(setting.config, count, sizes, setting.dtype, device) for _ in range(count)]
+    gradients = [torch.ones(numel, dtype=setting.dtype, device=device) for _ in range(count)]
+    Plan(segments, setting).average(gradients, 0, stores)
+
+
+def every_tile(block_size: int, ranks: int) -> tuple[Segment, ...]:
+    """Returns parameters whose blocks go into every kind of tile of a GPU, on every owner of a shard.
+
+    Kernels are compiled for each kind, see `kernels.cuda.tiles`: blocks of full length that begin at multiples of 16
+    bytes, others that begin elsewhere, and shorter and uncompressed ones.
+    """
+    full = block_size * ranks
+    short = block_size // 2 + 1
+    ends = tuple(Segment(3 + number, short, raw=False) for number in range(2 * ranks))
+    return (Segment(0, full, raw=False), Segment(1, 3, raw=True), Segment(2, full, raw=False), *ends)
 
 
 def _announced(dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -186,6 +186,7 @@ class Engine:
         for config in configs:
             REDUCERS[config.reducer].check_device(config, self.communicator.device)
             self.communicator.extend(stages(config, self.world_size), config.connections)
+        self.communicator.try_groups()
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
         """Compile the kernels of a configuration, with its reducer chosen, for gradients of a dtype."""

@@ -44,6 +44,11 @@ MAX_UNDER_WAY = 8
 
 #: Streams over NCCL that jobs take in turns.
 STREAMS = 2
+#: The same on the streams of a GPU: one is encoded or decoded while the other is on the wire. More would only take
+#: memory, see `communicator.NCCL_PIECE_NUMEL`.
+MAX_ON_STREAM = 2
+#: Streams whose kernels go before those of the backward pass, which has priority 0: a GPU takes the lower number first.
+HIGH_PRIORITY = -1
 
 #: How long to wait for the thread when closing; it never waits for the network itself.
 CLOSE_TIMEOUT_S = 60.0
@@ -63,6 +68,7 @@ class _Piece:
         is_computing: whether a worker computes for the piece.
         task: what a worker does for the piece, or did last; it may end a little after ``is_computing``.
         turn: which of several connections its exchanges take.
+        stream: where its work is done, if not on the job's stream.
     """
 
     def __init__(self, job: Job, start: Start, stage: int, turn: int = 0) -> None:
@@ -76,13 +82,16 @@ class _Piece:
         self.is_through = False
         self.is_computing = False
         self.task: Future[None] | None = None
+        self.stream: torch.cuda.Stream | None = None
         self._start = start
         self._steps: Steps | None = None
         self._computed: _Outcome | None = None
 
     def resume(self, communicator: Communicator) -> bool:
         """Go on to the next exchange and start it; False if there is none and the piece is through."""
-        with self.job.context():
+        with self.job.context() as context:
+            if self.stream is not None:
+                context.enter_context(torch.cuda.stream(self.stream))
             for work in self.works:
                 work.wait()  # over Gloo, the work is complete, and this raises its error; over NCCL, the stream waits
             self.works = []
@@ -187,8 +196,9 @@ class StreamRunner:
     """Runs jobs at once in the caller's thread: on streams of its own on a GPU, where the host waits for nothing.
 
     Jobs take the streams in turns, so that a bucket is encoded while its predecessor is on the wire or decoded. Pieces
-    of a job take turns for the same reason: `MAX_UNDER_WAY` of them take a stage before any takes the next. On the CPU
-    (for tests) the runner waits for every exchange.
+    of a job take turns for the same reason: `MAX_ON_STREAM` of them take a stage before any takes the next. What ranks
+    only compare has a stream of its own, beside the first encoding. On the CPU (for tests) the runner waits for every
+    exchange.
 
     Args:
         streams: to issue work on; None stands for the CPU.
@@ -196,11 +206,14 @@ class StreamRunner:
 
     def __init__(self, streams: Sequence[torch.cuda.Stream | None]) -> None:
         self._streams = cycle(streams)
+        self._beside: torch.cuda.Stream | None = None
         self._broken: dict[Communicator, BaseException] = {}
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """Start a job; see `Runner.submit`."""
-        job.take(next(self._streams))
+        refuse_capture(job)
+        stream = next(self._streams)
+        job.take(stream)
         broken = self._broken.get(communicator)
         if broken is not None:
             job.finish(communicator.describe(broken, f"{job.name}, after an earlier failure,"))
@@ -209,8 +222,11 @@ class StreamRunner:
         prefaces = 0 if job.preface is None else 1
         error = None
         try:
+            if prefaces and not job.preface_blocks and stream is not None:
+                self._beside = self._beside or torch.cuda.Stream(stream.device, HIGH_PRIORITY)
+                pieces[0].stream = self._beside
             # The preface goes alone, before any piece starts: ranks that do not agree must not have sent messages of
-            # different sizes.
+            # different sizes, and all have one order of collectives.
             for piece in chain(by_stages(pieces[:prefaces]), by_stages(pieces[prefaces:])):
                 piece.resume(communicator)
         except Exception as cause:  # reported through the future
@@ -242,6 +258,7 @@ class Sequencer:
 
     def submit(self, communicator: Communicator, job: Job) -> None:
         """Start a job; see `Runner.submit`."""
+        refuse_capture(job)
         self._events.put(lambda: self._add(communicator, job))
 
     def error_of(self, communicator: Communicator) -> BaseException | None:
@@ -303,7 +320,7 @@ class Sequencer:
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
         if device.type == "cuda" and device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device, HIGH_PRIORITY)
         return self._streams.get(device)
 
     def _advance(self, communicator: Communicator) -> None:
@@ -374,6 +391,17 @@ class Sequencer:
             job.finish(communicator.describe(error, where))
 
 
+def refuse_capture(job: Job) -> None:
+    """Raise ConfigError for a job that would become part of a CUDA graph."""
+    if job.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            f"{job.name} would be reduced while a CUDA graph is captured, and each replay would send what the captured "
+            "step did: the dither changes from step to step, and other threads and streams take part. Capture forward "
+            "and backward passes under no_sync() and reduce after the replay, or leave graphs out, e.g. "
+            "torch.compile(mode='default') in place of 'reduce-overhead'"
+        )
+
+
 def computable(lane: deque[_Piece]) -> list[_Piece]:
     """Returns the pieces that workers may compute for now, oldest first."""
     # Only pieces that may be under way: each one that is encoded holds scratch memory until it is through.
@@ -407,12 +435,12 @@ P = TypeVar("P", bound=Underway)
 
 
 def by_stages(pieces: Iterable[P]) -> Iterator[P]:
-    """Yield each piece whose next stage is to be issued: `MAX_UNDER_WAY` take a stage before any takes the next."""
+    """Yield each piece whose next stage is to be issued: `MAX_ON_STREAM` take a stage before any takes the next."""
     waiting = deque(pieces)
     under_way: deque[P] = deque()
     while waiting or under_way:
         # As many as may be under way, so that the scratch memory of a large job is bounded.
-        while waiting and len(under_way) < MAX_UNDER_WAY:
+        while waiting and len(under_way) < MAX_ON_STREAM:
             under_way.append(waiting.popleft())
         piece = under_way.popleft()
         yield piece
@@ -449,7 +477,7 @@ def runner_for(communicator: Communicator, streams: int = STREAMS) -> Runner:
     global _shared, _users
     # NCCL keeps the order of collectives on the device, so that no thread has to.
     if communicator.backend == "nccl":
-        return StreamRunner([torch.cuda.Stream(communicator.device) for _ in range(streams)])
+        return StreamRunner([torch.cuda.Stream(communicator.device, HIGH_PRIORITY) for _ in range(streams)])
     with _lock:
         _shared = _shared or Sequencer()
         _users += 1

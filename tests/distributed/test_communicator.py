@@ -68,6 +68,9 @@ class FakeNCCL:
     def shutdown(self) -> None:
         FakeNCCL.log.append(("shutdown", self.number))
 
+    def abort(self) -> None:
+        FakeNCCL.log.append(("abort", self.number))
+
 
 class FakeWork:
     def __init__(self, number: int) -> None:
@@ -106,6 +109,26 @@ def _over_nccl(rank: int) -> None:
     several.close()
     with pytest.raises(ConfigError, match="connections=2 is for Gloo; leave it out, and set NCCL_NSOCKS_PERTHREAD"):
         several.extend([(ALL,)], connections=2)
+
+
+def _connected_over_nccl(rank: int) -> None:
+    module.backend_for = lambda *_: "nccl"
+    dist.ProcessGroupNCCL = FakeNCCL
+    made = Communicator(CPU, dist.group.WORLD, "tried", timedelta(seconds=7))
+    made.extend([(ALL, NODE), (PEERS,), (NODE,)])
+    made.try_groups()
+    started = [entry[1] for entry in FakeNCCL.log if entry[0] == "start"]
+    assert sorted(started) == sorted(set(started)) == sorted({group.number for group in made._groups.values()})
+    FakeNCCL.log.clear()
+    made.try_groups()
+    assert not FakeNCCL.log  # once for each group
+    made.describe(RuntimeError("a peer is gone"), "a bucket")
+    made.close()
+    assert {entry[0] for entry in FakeNCCL.log} == {"abort"}  # to shut down may wait for a peer that is gone
+
+
+def test_nccl_connects_before_the_first_step_and_aborts_after_an_error(tmp_path: Path) -> None:
+    run(_connected_over_nccl, 4, tmp_path)
 
 
 def test_nccl_has_one_group_for_each_scope_and_runs_one_at_a_time(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What the tests on a GPU share: the card, marks, and comparisons that say what differs."""
+"""What the tests on a GPU share: the card, or the processor that stands in for it, marks, and comparisons that say what
+differs."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+#: Whether a processor stands in for the card, see `conftest`.
+STANDS_IN = not torch.cuda.is_available()
+DEVICE = CPU if STANDS_IN else torch.device("cuda", 0)
 
-marks = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+marks = [] if STANDS_IN else [pytest.mark.gpu]
+#: For tests of streams, of the card's memory, and of large tensors.
+needs_card = pytest.mark.skipif(STANDS_IN, reason="needs a CUDA device")
 
 #: Cycles of a kernel that does nothing, about half a second: far longer than the host needs to issue what follows it.
 LONG = 1 << 30
@@ -20,11 +22,15 @@ LONG = 1 << 30
 
 def keep_busy() -> None:
     """Let the current stream do nothing for a while, so that all that is issued now has to wait."""
-    torch.cuda._sleep(LONG)
+    if not STANDS_IN:
+        torch.cuda._sleep(LONG)
 
 
 def is_waiting() -> bool:
-    """Whether the current stream has work left at this moment."""
+    """Whether the current stream has work left at this moment. A processor that stands in has none, and says so of
+    no test."""
+    if STANDS_IN:
+        return True
     event = torch.cuda.Event()
     event.record()
     return not event.query()
@@ -32,7 +38,8 @@ def is_waiting() -> bool:
 
 def synchronise() -> None:
     """Wait for the card, where errors of its kernels come up."""
-    torch.cuda.synchronize(DEVICE)
+    if not STANDS_IN:
+        torch.cuda.synchronize(DEVICE)
 
 
 def difference(found: Tensor, expected: Tensor) -> str:

@@ -18,10 +18,10 @@ from lightning_gqsgd.kernels import cpu, kernels_for, reference
 from lightning_gqsgd.kernels.layout import START, Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, scale_format
-from tests.gpu.card import CPU, DEVICE, difference, differences, is_waiting, keep_busy, marks, synchronise
+from tests.gpu.card import CPU, DEVICE, difference, differences, is_waiting, keep_busy, marks, needs_card, synchronise
 from tests.unit.test_kernels import DITHERS, DTYPES, KEYS, gradient, layout_of, norms, other_codecs, quantiser
 
-pytestmark = marks
+pytestmark = [*marks, pytest.mark.usefixtures("triton_kernels")]
 
 BLOCKS = (256, 64, 40, 16)
 RAGGED = [(600, False), (37, True), (1, False), (513, False), (0, False), (255, False), (300, True), (1030, False)]
@@ -267,6 +267,7 @@ LARGE = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_label)
 @pytest.mark.parametrize("q", LARGE, ids=_label)
+@needs_card
 def test_millions_of_coordinates(q: Quantiser, dtype: torch.dtype) -> None:
     segments = _segments([(3_000_001, False), (12_345, True), (4096 * 500, False), (77, False)])
     xs = [gradient(rank, sum(one.numel for one in segments), dtype) for rank in range(2)]
@@ -296,6 +297,7 @@ def test_a_tensor_that_begins_anywhere(q: Quantiser, offset: int, dtype: torch.d
     assert difference(around, mean) == "", "the mean, or what is around it"
 
 
+@needs_card
 def test_positions_beyond_31_bits() -> None:
     """Coordinates and bytes: the last blocks come out as they do alone on the CPU."""
     if torch.cuda.mem_get_info(DEVICE)[0] < 40 << 30:
@@ -370,6 +372,7 @@ def _errors_where_the_host_waits() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("q", BUFFERED, ids=_label)
+@needs_card
 def test_the_host_never_waits(q: Quantiser) -> None:
     buffers = _Buffers(q, torch.bfloat16)
     rotations: list[dict[str, Key]] = [{}, *([{"rotation": (1, 2)}] if q.has_scale else [])]
@@ -387,6 +390,7 @@ def test_the_host_never_waits(q: Quantiser) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=_label)
 @pytest.mark.parametrize("q", BUFFERED, ids=_label)
+@needs_card
 def test_no_stage_takes_memory(q: Quantiser, dtype: torch.dtype) -> None:
     buffers, used = _Buffers(q, dtype), {}
     rotations: list[dict[str, Key]] = [{}, *([{"rotation": (1, 2)}] if q.has_scale else [])]
@@ -405,6 +409,7 @@ def test_no_stage_takes_memory(q: Quantiser, dtype: torch.dtype) -> None:
     assert too_much == {}, f"bytes taken beside the buffers, at most {limit} are allowed"
 
 
+@needs_card
 def test_what_one_stream_encodes_another_decodes() -> None:
     """The keys that a stage needs on the card are there in every stream's own time."""
     q, kernels = quantiser(8, "adaptive", 256), kernels_for(DEVICE)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import SPAWN, run
-from tests.gpu.card import DEVICE, marks
+from tests.gpu.card import DEVICE, STANDS_IN, marks
 from tests.integrations.fit import fits
 
 pytestmark = marks
@@ -41,7 +41,7 @@ def test_fits_with_the_hook_and_ends_with_the_same_bits_on_both_ranks(precision:
         }
         for strategy in STRATEGIES
     ]
-    options: dict[str, Any] = {"timeout": 270, "initialise": False, "context": SPAWN}
+    options: dict[str, Any] = {"timeout": 270, "initialise": False, "context": None if STANDS_IN else SPAWN}
     first, second = run(_fits, 2, tmp_path, tmp_path, *runs, **options)
     for strategy, mine, other in zip(STRATEGIES, first, second, strict=True):
         name = f"{strategy} at {precision}"

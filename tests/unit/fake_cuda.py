@@ -19,6 +19,8 @@ class FakeStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.device = DEVICE
+        self.priority = 0
         self.waited_for: list[str] = []
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -55,7 +57,7 @@ class FakeCuda:
         self.default = FakeStream("default")
         self.made: list[FakeStream] = []
         self.clock = iter(range(1000))
-        self.has_passed = self.may_wait = False
+        self.has_passed = self.may_wait = self.is_capturing = False
         self.results: list[str] = []  # streams on which futures were given tensors: their events are recorded there
         self._local = threading.local()
 
@@ -70,8 +72,9 @@ class FakeCuda:
         finally:
             self._local.stream = before
 
-    def new_stream(self, _: object = None) -> FakeStream:
+    def new_stream(self, _: object = None, priority: int = 0) -> FakeStream:
         self.made.append(FakeStream(f"own {len(self.made)}"))
+        self.made[-1].priority = priority
         return self.made[-1]
 
     def new_event(self, **_: object) -> FakeEvent:
@@ -121,5 +124,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
     monkeypatch.setattr(torch.cuda, "Event", fake.new_event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.is_capturing)
     monkeypatch.setattr(torch.futures, "Future", _future_of(fake))
     return fake

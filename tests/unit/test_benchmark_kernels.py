@@ -31,7 +31,7 @@ def _per_coordinate(name: str, dtype: torch.dtype, numel: int = 1 << 20) -> dict
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_a_stage(name: str, bits: int, dtype: torch.dtype) -> None:
     block = CODECS[name].block_size
-    message, table = bits / 8 + 2 / block, 64 / block
+    message, table = bits / 8 + 2 / block, 24 / block
     found = _per_coordinate(name, dtype)
     assert found["encode"] == found["decode"] == pytest.approx(dtype.itemsize + message + table, rel=1e-3)
     # Seven messages and the rank's own coordinates are read, and one message is written.

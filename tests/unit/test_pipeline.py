@@ -13,7 +13,7 @@ import torch
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire.job import Job
-from lightning_gqsgd.wire.pipeline import MAX_UNDER_WAY, Sequencer, StreamRunner
+from lightning_gqsgd.wire.pipeline import MAX_ON_STREAM, MAX_UNDER_WAY, Sequencer, StreamRunner
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import VARIABLE, codec_threads, spare_threads
 
@@ -209,14 +209,15 @@ def test_closing_fails_what_is_under_way(sequencer: Sequencer) -> None:
 
 def test_stream_runner_takes_all_pieces_through_a_stage_before_the_next() -> None:
     wire = FakeCommunicator()
-    one = job([piece(number) for number in range(3)])
+    one = job([piece(number) for number in range(MAX_ON_STREAM)])
     StreamRunner([None]).submit(wire, one)  # type: ignore[arg-type]
-    assert wire.started == [(stage, number) for stage in (1, 2) for number in range(3)]
+    assert wire.started == [(stage, number) for stage in (1, 2) for number in range(MAX_ON_STREAM)]
     assert torch.equal(one.future.wait(), torch.zeros(3))
-    assert one.counters.nonfinite_blocks == 3
+    assert one.counters.nonfinite_blocks == MAX_ON_STREAM
     wire = FakeCommunicator()
     StreamRunner([None]).submit(wire, agreeing_job(0))  # type: ignore[arg-type]
-    assert wire.started == [(0, 0), *((stage, number) for stage in (1, 2) for number in range(3))]
+    assert wire.started[:3] == [(0, 0), (1, 0), (1, 1)]
+    assert sorted(wire.started[1:]) == [(stage, number) for stage in (1, 2) for number in range(3)]
     broken = job([piece(0), piece(1, fails_in=1)])
     StreamRunner([None]).submit(wire, broken)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="stage 2, piece 1 broke"):
@@ -241,16 +242,16 @@ def test_stream_runner_has_no_more_pieces_under_way_than_its_window() -> None:
 
         return steps
 
-    wire, count = FakeCommunicator(), 2 * MAX_UNDER_WAY + 3
+    wire, count = FakeCommunicator(), 2 * MAX_ON_STREAM + 3
     large = job([counted(number) for number in range(count)])
     StreamRunner([None]).submit(wire, large)  # type: ignore[arg-type]
     large.future.wait()
-    assert max(most_under_way) == MAX_UNDER_WAY
+    assert max(most_under_way) == MAX_ON_STREAM
     assert not under_way
     assert order == list(range(count))
     assert large.counters.nonfinite_blocks == count
     # The window is full before any piece takes its second stage.
-    assert wire.started[: MAX_UNDER_WAY + 1] == [*((1, number) for number in range(MAX_UNDER_WAY)), (2, 0)]
+    assert wire.started[: MAX_ON_STREAM + 1] == [*((1, number) for number in range(MAX_ON_STREAM)), (2, 0)]
     for number in range(count):
         assert [stage for stage, started in wire.started if started == number] == [1, 2]
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Exchange, Steps
 from lightning_gqsgd.wire import staging
 from lightning_gqsgd.wire.job import Job
@@ -91,6 +92,52 @@ def test_jobs_take_two_streams_in_turns(cuda: FakeCuda) -> None:
     assert not cuda.default.waited_for
     assert [one.counters.nonfinite_blocks for one in jobs] == [1, 1, 1]
     release(runner)
+
+
+def test_streams_have_priority_over_the_backward_pass(cuda: FakeCuda) -> None:
+    runner = runner_for(Wire(cuda))  # type: ignore[arg-type]
+    sequencer = Sequencer()
+    sequencer._stream_of(DEVICE)
+    assert [stream.priority for stream in cuda.made] == [-1, -1, -1]
+    sequencer.stop()
+    release(runner)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_what_ranks_only_compare_is_exchanged_beside_the_first_encoding(cuda: FakeCuda, blocks: bool) -> None:
+    """The order of collectives is the same in both cases; what comes before all else stays in the job's stream."""
+    wire = Wire(cuda)
+
+    def compared() -> Steps:
+        yield (Exchange("sum", torch.tensor([7]), torch.tensor([7])),)
+        wire.note("read")
+        return 0
+
+    runner = StreamRunner([cuda.new_stream()])  # type: ignore[list-item]
+    for _ in range(2):
+        one = job(wire, 0)
+        one.preface = compared
+        one.preface_blocks = blocks
+        runner.submit(wire, one)  # type: ignore[arg-type]
+    where = "own 0" if blocks else "own 1"
+    assert len(cuda.made) == (1 if blocks else 2)
+    assert wire.done[:5] == [
+        *[(where, "start 0 7"), (where, "wait 0 7"), (where, "read")],
+        *[("own 0", "encode 1 0"), ("own 0", "start 1 0")],
+    ]
+    assert "own 1" not in cuda.made[0].waited_for  # nothing of the bucket waits for it
+    assert not blocks or {stream for stream, _ in wire.done} == {"own 0"}
+
+
+def test_a_cuda_graph_is_refused_in_words(cuda: FakeCuda) -> None:
+    wire = Wire(cuda)
+    cuda.is_capturing = True
+    sequencer = Sequencer()
+    for runner in (StreamRunner([cuda.new_stream()]), sequencer):  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match="bucket would be reduced while a CUDA graph is captured.*no_sync"):
+            runner.submit(wire, job(wire, 0))  # type: ignore[arg-type]
+    sequencer.stop()
+    assert not wire.done
 
 
 def test_a_bucket_is_waited_for_on_the_stream_that_brought_it(cuda: FakeCuda) -> None:

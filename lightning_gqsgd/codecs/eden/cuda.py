@@ -155,7 +155,8 @@ def _folded(v, c: tl.constexpr):
     """Returns the sum of each row's terms; see `codecs.eden.folded`. ``v``: the sums of the terms of both halves,
     [rows, half]."""
     ROWS: tl.constexpr = c.shape.rows
-    for stage in tl.static_range(c.shape.stages):
+    STAGES: tl.constexpr = c.shape.stages  # Triton before 3.9 takes no attribute here
+    for stage in tl.static_range(STAGES):
         first, second = tl.split(tl.trans(tl.reshape(v, (ROWS, 2, c.shape.half >> (stage + 1))), 0, 2, 1))
         v = first + second
     return tl.reshape(v, (ROWS,))

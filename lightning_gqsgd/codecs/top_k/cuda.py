@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gqsgd.kernels.cuda import launch
 from lightning_gqsgd.kernels.cuda.constants import Constants, Mean, mean_of, number_of, shape_of
 from lightning_gqsgd.kernels.cuda.floats import divided, in_finite_range, is_finite, magnitudes
-from lightning_gqsgd.kernels.cuda.tiles import CODES, column, count_rows, record, tile_of
+from lightning_gqsgd.kernels.cuda.tiles import RAGGED, count_rows, record, record_places, tile_of
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
 from lightning_gqsgd.kernels.wire import Key
 
@@ -33,28 +33,28 @@ class Share(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["count"])
-def encode_kernel(x, table, wire, count, c: tl.constexpr):
+def encode_kernel(table, count, x, wire, c: tl.constexpr):
     """Encode blocks into a message; see `protocol.Kernels.encode`."""
-    t = tile_of(table, count, c)
+    t = tile_of(table, count, RAGGED, c)
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     v = tl.load(x + t.start[:, None] + j, mask=j < t.n[:, None], other=0).to(c.number.compute)
     _write_largest(v, t, wire, c)
 
 
 @triton.jit(do_not_specialize=["count", "own"])
-def reduce_kernel(wires, stride: tl.int64, messages, own, table, x, out, count, c: tl.constexpr):
+def reduce_kernel(table, count, x, wires, stride: tl.int64, messages, own, out, c: tl.constexpr):
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``x`` has the coordinates
     of source ``own``."""
-    t = tile_of(table, count, c)
+    t = tile_of(table, count, RAGGED, c)
     mean, _ = _mean_of_largest(wires, stride, messages, own, x, t, c)
     _write_largest(mean, t, out, c)
 
 
 @triton.jit(do_not_specialize=["count", "own"])
-def decode_kernel(wires, stride: tl.int64, messages, own, table, x, counter, count, c: tl.constexpr):
+def decode_kernel(table, count, x, wires, stride: tl.int64, messages, own, counter, c: tl.constexpr):
     """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. The number of blocks that are
     not finite is added to ``counter``."""
-    t = tile_of(table, count, c)
+    t = tile_of(table, count, RAGGED, c)
     mean, bad = _mean_of_largest(wires, stride, messages, own, x, t, c)
     # A coded block has no infinite coordinate: it is NaN instead.
     mean = tl.where(t.raw[:, None], mean, in_finite_range(mean, x.dtype.element_ty, False, c))
@@ -82,7 +82,7 @@ def _write_largest(v, t, wire, c: tl.constexpr):
     BITS: tl.constexpr = c.number.compute.primitive_bitwidth
     j = tl.arange(0, 2 * c.shape.half)[None, :]
     inside = j < t.n[:, None]
-    at = column(t, CODES)
+    at = record_places(t)
     values = record(wire, at, c.number.compute)[:, None]
     tl.store(values + j, v, mask=t.raw[:, None] & inside)
     bits = tl.where(inside, magnitudes(v, c), -1)
@@ -113,7 +113,7 @@ def _mean_of_largest(wires, stride, messages, own, x, t, c: tl.constexpr):
     WIDTH: tl.constexpr = 2 * c.shape.half
     j = tl.arange(0, WIDTH)[None, :]
     inside = j < t.n[:, None]
-    at = column(t, CODES)
+    at = record_places(t)
     coded = t.inside & (t.raw == 0)
     count = _kept_of(t.n, c)
     total = tl.zeros((ROWS, WIDTH), c.number.compute)
@@ -158,7 +158,9 @@ class TopKFamily:
     ) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`. The quantiser takes no scales and no
         rotation."""
-        launch.run(encode_kernel, blocks, _constants(q, x.dtype), x, blocks, wire, len(blocks))
+        c = _constants(q, x.dtype)
+        tiles = launch.divided(blocks, c, x, splits=False)
+        launch.run(encode_kernel, tiles, c, tiles.x, wire)
 
     def reduce(
         self,
@@ -173,8 +175,8 @@ class TopKFamily:
         """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. The quantiser takes no
         rotation."""
         c = _constants(q, own.x.dtype, mean_of(len(keys), own.x.dtype, encoded=True, has_own=True))
-        arguments = (wires, wires.shape[1], len(keys), own.source, blocks, own.x, out, len(blocks))
-        launch.run(reduce_kernel, blocks, c, *arguments)
+        tiles = launch.divided(blocks, c, own.x, splits=False)
+        launch.run(reduce_kernel, tiles, c, tiles.x, wires, wires.shape[1], len(keys), own.source, out)
 
     def decode(
         self,
@@ -191,7 +193,8 @@ class TopKFamily:
         c = _constants(q, x.dtype, mean_of(len(keys), x.dtype, has_own=own is not None))
         bad = torch.zeros((), dtype=torch.int32, device=x.device)
         number = -1 if own is None else own
-        launch.run(decode_kernel, blocks, c, wires, wires.shape[1], len(keys), number, blocks, x, bad, len(blocks))
+        tiles = launch.divided(blocks, c, x, splits=False)
+        launch.run(decode_kernel, tiles, c, tiles.x, wires, wires.shape[1], len(keys), number, bad)
         return bad
 
 

@@ -47,7 +47,8 @@ def block_maxima(x: Tensor, blocks: Tensor) -> Tensor:
     """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`."""
     out = torch.empty(len(blocks), dtype=scale_format(x.dtype).integer, device=x.device)
     c = Constants(number_of(x.dtype), shape_of(_MEASURED))
-    launch.run(maxima_kernel, blocks, c, x, blocks, out, len(blocks))
+    tiles = launch.divided(blocks, c, x, splits=False)
+    launch.run(maxima_kernel, tiles, c, tiles.x, out)
     return out
 
 
@@ -55,20 +56,28 @@ def block_moments(x: Tensor, blocks: Tensor) -> Tensor:
     """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     out = torch.empty(len(blocks), 3, dtype=torch.float64, device=x.device)
     c = Constants(number_of(x.dtype), shape_of(_MEASURED))
-    launch.run(moments_kernel, blocks, c, x, blocks, out, len(blocks))
+    tiles = launch.divided(blocks, c, x, splits=False)
+    launch.run(moments_kernel, tiles, c, tiles.x, out)
     return out
 
 
 def rotate(x: Tensor, blocks: Tensor, key: Key, block_size: int, *, inverse: bool = False) -> None:
     """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
     c = Constants(number_of(x.dtype), shape_of(block_size))
-    launch.run(rotate_kernel, blocks, c, x, blocks, len(blocks), launch.packed(key), INVERSE=inverse)
+    tiles = launch.divided(blocks, c, x)
+    launch.run(rotate_kernel, tiles, c, tiles.x, launch.packed(key), INVERSE=inverse)
 
 
 def narrow(x: Tensor, blocks: Tensor, out: Tensor, key: Key, factor: float, limit: int) -> None:
     """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`."""
     c = Constants(number_of(x.dtype), shape_of(_NARROWED), family=Narrowing(factor, limit))
-    launch.run(narrow_kernel, blocks, c, x, blocks, out.view(torch.int16), len(blocks), launch.packed(key))
+    tiles = launch.divided(blocks, c, out)
+    if tiles.x is not out:  # blocks count from one place in both tensors
+        aligned = torch.empty_like(out)
+        narrow(x, blocks, aligned, key, factor, limit)
+        out.copy_(aligned)
+        return
+    launch.run(narrow_kernel, tiles, c, x, out.view(torch.int16), launch.packed(key))
 
 
 def encode(

@@ -8,11 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels import layout, wire
-from lightning_gqsgd.kernels.cuda.tiles import RAGGED, column
+from lightning_gqsgd.kernels import wire
+from lightning_gqsgd.kernels.cuda.tiles import INDEX, PARAMETER, RAGGED, column
 
-_PARAMETER = tl.constexpr(layout.PARAMETER)
-_INDEX = tl.constexpr(layout.INDEX)
 _GOLDEN = tl.constexpr(wire.GOLDEN)
 _MULTIPLY_1 = tl.constexpr(wire.MULTIPLY_1)
 _MULTIPLY_2 = tl.constexpr(wire.MULTIPLY_2)
@@ -37,8 +35,8 @@ def _mix(h):
 @triton.jit
 def block_keys(t, key):
     """Returns the words a and b of each block, uint32 [rows]."""
-    parameter = column(t, _PARAMETER).to(tl.uint32)
-    index = column(t, _INDEX).to(tl.uint32)
+    parameter = column(t, PARAMETER).to(tl.uint32, bitcast=True)
+    index = column(t, INDEX).to(tl.uint32, bitcast=True)
     first = key.to(tl.uint32)
     second = (key.to(tl.int64) >> 32).to(tl.uint32)
     a = _mix(_mix(first ^ parameter) + index * _GOLDEN)

@@ -1,36 +1,160 @@
-"""Launches of kernels: a program for each tile of a block table, and keys in the form that kernels take."""
+"""Launches of kernels: the tables of tiles, a program for each tile, and keys in the form that kernels take.
+
+A block table is divided by the kind of tile that its blocks go into (see `tiles`), each kind has a table of its own, and
+a kernel is compiled and launched for each kind that there is. So a kernel for blocks of full length has no registers
+that only the ends of parameters need, and a bucket is fast whatever parameters it begins with. The division is made
+when a block table is used for the first time, and kept as long as the block table is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_gqsgd.kernels import layout
+from lightning_gqsgd.kernels.cuda import tiles
 from lightning_gqsgd.kernels.cuda.constants import Constants
 from lightning_gqsgd.kernels.wire import Key
 
+#: Bytes that a GPU loads at once.
+_WIDE = 16
 
-def run(kernel: Any, blocks: Tensor, c: Constants, *arguments: Any, **constants: Any) -> None:
+
+class _Table(NamedTuple):
+    """The blocks that go into tiles of one kind.
+
+    Attributes:
+        kind: the kind.
+        columns: int32 [columns, blocks], see `tiles.COLUMNS`.
+        count: number of blocks.
+    """
+
+    kind: int
+    columns: Tensor
+    count: int
+
+
+class Division(NamedTuple):
+    """A block table, divided for one tensor.
+
+    Attributes:
+        x: the tensor from the last multiple of 16 bytes before it on, which kernels get in its place: there is one way
+            to compile them, wherever the tensor begins. None: kernels take no coordinates.
+        tables: of each kind that there is.
+        splits: whether the kernel takes the kind of its tiles.
+    """
+
+    x: Tensor | None
+    tables: tuple[_Table, ...]
+    splits: bool
+
+
+def divided(blocks: Tensor, c: Constants, x: Tensor | None = None, *, splits: bool = True) -> Division:
+    """Returns the tables of a kernel's tiles. The host waits for the device the first time.
+
+    Args:
+        blocks: the block table, int64 [blocks, `layout.COLUMNS`].
+        c: the kernel's constants.
+        x: the tensor that has the coordinates. None: kernels take none.
+        splits: whether the kernel takes the kind of its tiles, ``KIND``; otherwise all are ragged.
+    """
+    if x is None:
+        base, shift, per_access = None, 0, 1
+    else:
+        base, shift = _aligned(x)
+        per_access = _WIDE // x.element_size()
+    kept = _divided.setdefault(blocks, {})
+    key = (c.shape.block if splits and c.shape.may_be_full else 0, c.number.sent.primitive_bitwidth, shift, per_access)
+    tables = kept.get(key)
+    if tables is None:
+        kept[key] = tables = _divide(blocks, *key)
+    if blocks.is_cuda:
+        _keep_for_this_stream(tables, kept)
+    return Division(base, tables, splits)
+
+
+#: The tables by block table; they go when it goes.
+_divided: Any = WeakIdKeyDictionary()
+
+
+def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_access: int) -> tuple[_Table, ...]:
+    table = blocks.cpu().numpy()
+    start = table[:, layout.START] + shift
+    is_full = (table[:, layout.LENGTH] == full_length) & (table[:, layout.RAW] == 0)
+    is_aligned = is_full & (start % per_access == 0)
+    scale = table[:, layout.SCALE]
+    columns = np.empty((tiles.COLUMNS, len(table)), dtype=np.int64)
+    columns[tiles.START_LOW.value] = start & 0xFFFFFFFF
+    columns[tiles.START_HIGH.value] = start >> 32
+    columns[tiles.PARAMETER.value] = table[:, layout.PARAMETER]
+    columns[tiles.INDEX.value] = table[:, layout.INDEX]
+    columns[tiles.SCALE.value] = np.where(scale < 0, -1, scale // (scale_bits // 8))
+    columns[tiles.CODES.value] = table[:, layout.CODES] // layout.ALIGNMENT
+    columns[tiles.LENGTH.value] = table[:, layout.LENGTH] * 2 + (table[:, layout.RAW] == 1)
+    columns[tiles.ROW.value] = np.arange(len(table))
+    made = []
+    for kind, rows in (
+        (tiles.ALIGNED, is_aligned),
+        (tiles.FULL, is_full & ~is_aligned),
+        (tiles.RAGGED, ~is_full),
+    ):
+        if rows.any():
+            words = np.ascontiguousarray(columns[:, rows]).astype(np.uint32).view(np.int32)
+            made.append(_Table(kind.value, torch.from_numpy(words).to(blocks.device), words.shape[1]))
+    return tuple(made)
+
+
+def _keep_for_this_stream(tables: tuple[_Table, ...], kept: dict[Any, Any]) -> None:
+    """Tell PyTorch once that the current stream uses tables: it gives memory back to the stream that it was allocated
+    on, and a table may go while other streams are not done with it."""
+    for table in tables:
+        stream = torch.cuda.current_stream(table.columns.device)
+        used = (id(table.columns), stream.cuda_stream)
+        if used not in kept:
+            kept[used] = True
+            table.columns.record_stream(stream)
+
+
+def _aligned(x: Tensor) -> tuple[Tensor, int]:
+    """Returns a tensor from a multiple of 16 bytes on, and how many of its elements are before ``x``."""
+    before = x.data_ptr() % _WIDE // x.element_size()
+    first = x.storage_offset() - before
+    if not before or first < 0:  # memory that is not PyTorch's may begin anywhere
+        return x, 0
+    return x.as_strided((x.numel() + before,), (1,), first), before
+
+
+def run(kernel: Any, division: Division, c: Constants, *arguments: Any, **constants: Any) -> None:
     """Run a kernel on a block table.
 
     Args:
-        kernel: the kernel.
-        blocks: the block table.
+        kernel: the kernel, which takes a table, the number of its blocks, and then what is below.
+        division: the block table, from `divided`.
         c: the kernel's constants.
         arguments: what the kernel takes, in order.
         constants: what the kernel takes as constants beside ``c``, by name.
     """
-    if len(blocks):
-        kernel[(-(-len(blocks) // c.shape.rows),)](*arguments, **constants, c=c, **options(c))
+    for kind, columns, count in division.tables:
+        if division.splits:
+            constants["KIND"] = kind
+        start(kernel, c, -(-count // c.shape.rows), columns, count, *arguments, **constants)
+
+
+def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launch so many programs of a kernel."""
+    kernel[(programs,)](*arguments, **constants, c=c, **options(c))
 
 
 def options(c: Constants) -> dict[str, int]:
     """Returns the options with which a kernel is compiled for tiles of this shape."""
-    warps = min(max(c.shape.rows * c.shape.half >> 9, 1), 32)  # 32 coordinates per thread
-    # Tiles with the ends of parameters would take more than 128 registers, and leave all others too few threads.
+    warps = min(max(c.shape.rows * c.shape.half >> 8, 1), 32)  # 16 coordinates per thread
+    # Tiles with the ends of parameters would take more than 128 registers.
     return {"num_warps": warps, "maxnreg": min(128, 2048 // warps), "enable_fp_fusion": False}
 
 

@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels.cuda.floats import magnitudes
-from lightning_gqsgd.kernels.cuda.tiles import ALIGNED, RAGGED, are_aligned, load_tile, tile_of
+from lightning_gqsgd.kernels.cuda.tiles import ALIGNED, RAGGED, ROW, are_aligned, column, load_tile, tile_of
 from lightning_gqsgd.kernels.reference import LANES
 
 _LANES = tl.constexpr(LANES)
 
 
 @triton.jit(do_not_specialize=["count"])
-def maxima_kernel(x, table, out, count, c: tl.constexpr):
+def maxima_kernel(table, count, x, out, c: tl.constexpr):
     """Find the largest magnitude of each block; see `protocol.Kernels.block_maxima`. Blocks may be longer than
     ``c.shape.block``."""
-    t = tile_of(table, count, c)
+    t = tile_of(table, count, RAGGED, c)
     longest = tl.max(t.n, axis=0)
     largest = (t.n * 0).to(c.number.integer)
     if (tl.min(t.n, axis=0) == longest) & (longest % c.shape.block == 0) & are_aligned(t.start, x):
@@ -27,7 +27,7 @@ def maxima_kernel(x, table, out, count, c: tl.constexpr):
         for first in range(0, longest, c.shape.block):
             a, b = load_tile(x, t.start + first, t.n - first, RAGGED, c)
             largest = _larger(largest, a, b, c)
-    tl.store(out + t.row, largest, mask=t.inside)
+    tl.store(out + column(t, ROW), largest, mask=t.inside)
 
 
 @triton.jit
@@ -36,11 +36,11 @@ def _larger(largest, a, b, c: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def moments_kernel(x, table, out, count, c: tl.constexpr):
+def moments_kernel(table, count, x, out, c: tl.constexpr):
     """Sum x, |x| and x² of each block; see `protocol.Kernels.block_moments`."""
     ROWS: tl.constexpr = c.shape.rows
     LANES: tl.constexpr = _LANES
-    t = tile_of(table, count, c)
+    t = tile_of(table, count, RAGGED, c)
     lane = tl.arange(0, _LANES)[None, :]
     plain = tl.zeros((ROWS, LANES), tl.float64)
     absolute = tl.zeros((ROWS, LANES), tl.float64)
@@ -51,9 +51,10 @@ def moments_kernel(x, table, out, count, c: tl.constexpr):
         plain += v
         absolute += tl.abs(v)
         square += v * v
-    _store_total(plain, out + 3 * t.row, lane, t.inside)
-    _store_total(absolute, out + 3 * t.row + 1, lane, t.inside)
-    _store_total(square, out + 3 * t.row + 2, lane, t.inside)
+    places = out + 3 * column(t, ROW).to(tl.int64)
+    _store_total(plain, places, lane, t.inside)
+    _store_total(absolute, places + 1, lane, t.inside)
+    _store_total(square, places + 2, lane, t.inside)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels.cuda.hashing import draws
-from lightning_gqsgd.kernels.cuda.tiles import by_kind, load_tile, store_tile, tile_of
+from lightning_gqsgd.kernels.cuda.tiles import load_tile, store_tile, tile_of
 
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -36,20 +36,14 @@ def _rounded(v, random, LIMIT: tl.constexpr):
     return tl.where(magnitude >= _INFINITY, special, upper) | ((bits >> 16) & 0x8000)
 
 
-@triton.jit
-def _narrow_tile(arguments, t, KIND: tl.constexpr, c: tl.constexpr):
-    x, out, key = arguments
+@triton.jit(do_not_specialize=["count", "key"])
+def narrow_kernel(table, count, x, out, key: tl.int64, KIND: tl.constexpr, c: tl.constexpr):
+    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` has the bits of bf16 numbers, int16
+    [numel]."""
+    t = tile_of(table, count, KIND, c)
     a, b = load_tile(x, t.start, t.n, KIND, c)
     random_a, random_b = draws(t, key, KIND, c)
     factor = tl.full((), c.family.factor, tl.float32)
     a = _rounded(a * factor, random_a, c.family.limit)
     b = _rounded(b * factor, random_b, c.family.limit)
     store_tile(a, b, out, t, t.inside, KIND, c)
-
-
-@triton.jit(do_not_specialize=["count", "key"])
-def narrow_kernel(x, table, out, count, key: tl.int64, c: tl.constexpr):
-    """Round coordinates to bf16 at random; see `protocol.Kernels.narrow`. ``out`` has the bits of bf16 numbers, int16
-    [numel]."""
-    t = tile_of(table, count, c)
-    by_kind(_narrow_tile, (x, out, key), t, out, c)

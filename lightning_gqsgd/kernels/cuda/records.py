@@ -11,24 +11,21 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda.floats import divided
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
 from lightning_gqsgd.kernels.cuda.rotation import rotated
 from lightning_gqsgd.kernels.cuda.scales import received_scale, scales_of, value_of
 from lightning_gqsgd.kernels.cuda.tiles import (
-    CODES,
     RAGGED,
     any_not_finite,
     coded_tile,
-    column,
     load_raw,
     load_tile,
+    record_places,
+    scale_places,
     store_raw,
     within,
 )
-
-_SCALE = tl.constexpr(layout.SCALE)
 
 
 class Messages(NamedTuple):
@@ -64,7 +61,7 @@ def write_records(a, b, t, wire, given, key, to_codes: tl.constexpr, KIND: tl.co
         key: the dither key.
         to_codes: the family's function, see `stages.ScaledFamily`.
     """
-    at = column(t, CODES)
+    at = record_places(t)
     if KIND == RAGGED:
         store_raw(a, b, wire, at, t, c)
     t = coded_tile(t, KIND, c)
@@ -78,8 +75,8 @@ def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
     NaN. The message of source ``m.own`` counts in raw rows only."""
     ROWS: tl.constexpr = c.shape.rows
     HALF: tl.constexpr = c.shape.half
-    at = column(t, CODES)
-    place = column(t, _SCALE)
+    at = record_places(t)
+    place = scale_places(t, c)
     coded = t.inside & (t.raw == 0)
     first = tl.zeros((ROWS,), c.number.compute)  # of all sums of a row: NaN, if a message's scale is not finite
     for source in range(m.ranks):
@@ -111,12 +108,12 @@ def sum_of_messages(m, t, KIND: tl.constexpr, c: tl.constexpr):
 def _with_message(a, b, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
     """Both halves of a sum with the coded coordinates of one message times ``c.mean.each``."""
     wire = m.wires + source * m.stride
-    code = received_scale(wire, column(t, _SCALE), t.inside & (t.raw == 0), c)
+    code = received_scale(wire, scale_places(t, c), t.inside & (t.raw == 0), c)
     bits = (code >> 1) << c.number.shift
     used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
     scale = tl.where(used, value_of(bits, c) * c.mean.each, 0)
     t = coded_tile(t, KIND, c)
-    code_a, code_b = unpack(wire, column(t, CODES), t.n, used, KIND, c)
+    code_a, code_b = unpack(wire, record_places(t), t.n, used, KIND, c)
     value_a, value_b = m.to_values(code_a, code_b, t, m.keys + source, scale, (code & 1) == 1, KIND, c)
     return a + value_a, b + value_b
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from lightning_gqsgd.kernels.cuda.hashing import draws
-from lightning_gqsgd.kernels.cuda.tiles import RAGGED, by_kind, load_tile, store_tile, tile_of
+from lightning_gqsgd.kernels.cuda.tiles import RAGGED, load_tile, store_tile, tile_of
 
 
 @triton.jit
@@ -82,20 +80,10 @@ def _butterflies(v, n, first, STAGE: tl.constexpr, KIND: tl.constexpr, c: tl.con
     return tl.reshape(tl.trans(tl.join(plus, minus), 0, 1, 3, 2), (ROWS, HALF))
 
 
-class _Rotation(NamedTuple):
-    x: Any
-    key: Any
-    inverse: Any
-
-
-@triton.jit
-def _rotate_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b = load_tile(r.x, t.start, t.n, KIND, c)
-    a, b = rotated(a, b, t, r.key, r.inverse, KIND, c)
-    store_tile(a, b, r.x, t, t.inside & (t.raw == 0), KIND, c)
-
-
 @triton.jit(do_not_specialize=["count", "key"])
-def rotate_kernel(x, table, count, key: tl.int64, INVERSE: tl.constexpr, c: tl.constexpr):
+def rotate_kernel(table, count, x, key: tl.int64, INVERSE: tl.constexpr, KIND: tl.constexpr, c: tl.constexpr):
     """Turn blocks by the randomised Hadamard transform, or back; see `protocol.Kernels.rotate`."""
-    by_kind(_rotate_tile, _Rotation(x, key, INVERSE), tile_of(table, count, c), x, c)
+    t = tile_of(table, count, KIND, c)
+    a, b = load_tile(x, t.start, t.n, KIND, c)
+    a, b = rotated(a, b, t, key, INVERSE, KIND, c)
+    store_tile(a, b, x, t, t.inside & (t.raw == 0), KIND, c)

@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda.floats import magnitudes
-from lightning_gqsgd.kernels.cuda.tiles import column
-
-_SCALE = tl.constexpr(layout.SCALE)
+from lightning_gqsgd.kernels.cuda.tiles import ROW, column, scale_places
 
 
 class Scales(NamedTuple):
@@ -48,9 +45,9 @@ def scales_of(a, b, t, wire, given, c: tl.constexpr):
         largest = tl.maximum(tl.max(magnitudes(a, c), axis=1), tl.max(magnitudes(b, c), axis=1))
         bits = _rounded_up(largest, c)
     else:
-        bits = tl.load(given + t.row, mask=t.inside, other=0)
+        bits = tl.load(given + column(t, ROW))
     used = tl.minimum(tl.where(bits < c.number.infinity, bits, 0), 1).to(tl.int32)
-    place = column(t, _SCALE)
+    place = scale_places(t, c)
     places = (wire + place).to(tl.pointer_type(c.number.sent), bitcast=True)
     return Scales(value_of(bits, c), used, bits, places, t.inside & (t.raw == 0) & (place >= 0))
 

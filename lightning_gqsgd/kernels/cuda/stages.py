@@ -1,7 +1,7 @@
 """The stages of a family whose records are a scale and codes: kernels for encoding, reducing, decoding and adding.
 
-A kernel builds the tile of its program, and runs a function on it that is compiled for each kind of tile. Coordinates
-are read once, and stay in registers until their codes leave. ``c`` are the kernel's constants, see
+A kernel is compiled for each kind of tile, see `tiles`. Coordinates are read once, and stay in registers until their
+codes leave. ``c`` are the kernel's constants, see
 `constants.Constants`. Integers that change from launch to launch are not specialised: kernels are not compiled anew for
 other keys, or other numbers of blocks.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,13 +27,13 @@ from lightning_gqsgd.kernels.cuda.records import Messages, divided_by_rest, sum_
 from lightning_gqsgd.kernels.cuda.rotation import rotated
 from lightning_gqsgd.kernels.cuda.scales import value_of
 from lightning_gqsgd.kernels.cuda.tiles import (
-    CODES,
     RAGGED,
+    ROW,
     any_not_finite,
-    by_kind,
     column,
     count_rows,
     load_tile,
+    record_places,
     store_tile,
     tile_of,
 )
@@ -43,120 +43,67 @@ from lightning_gqsgd.kernels.wire import Key
 # --- encode -----------------------------------------------------------------------------------------------------------
 
 
-class _Encoding(NamedTuple):
-    x: Any
-    wire: Any
-    scales: Any
-    key: Any
-    rotation: Any
-    to_codes: Any
-
-
-@triton.jit
-def _encode_tile(e, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b = load_tile(e.x, t.start, t.n, KIND, c)
-    if c.rotated:
-        a, b = rotated(a, b, t, e.rotation, False, KIND, c)
-    write_records(a, b, t, e.wire, e.scales, e.key, e.to_codes, KIND, c)
-
-
 @triton.jit(do_not_specialize=["count", "key", "rotation"])
 def encode_kernel(
-    x, table, wire, scales, count, key: tl.int64, rotation: tl.int64, to_codes: tl.constexpr, c: tl.constexpr
-):
+    table, count, x, wire, scales, key: tl.int64, rotation: tl.int64, to_codes: tl.constexpr, KIND: tl.constexpr,
+    c: tl.constexpr,
+):  # fmt: skip
     """Encode blocks into a message; see `protocol.Kernels.encode`. ``scales`` may be None, and ``rotation`` counts if
     ``c.rotated`` is true."""
-    t = tile_of(table, count, c)
-    by_kind(_encode_tile, _Encoding(x, wire, scales, key, rotation, to_codes), t, x, c)
+    t = tile_of(table, count, KIND, c)
+    a, b = load_tile(x, t.start, t.n, KIND, c)
+    if c.rotated:
+        a, b = rotated(a, b, t, rotation, False, KIND, c)
+    write_records(a, b, t, wire, scales, key, to_codes, KIND, c)
 
 
 # --- reduce -----------------------------------------------------------------------------------------------------------
 
 
-# A tuple within a tuple loses its constants and its functions after the first call that takes it, with Triton 3.5 and
-# 3.6. So what `tiles.by_kind` hands to three calls is flat, and `Messages` are made in the call that takes them.
-
-
-class _Reduction(NamedTuple):
-    wires: Any
-    stride: Any
-    ranks: Any
-    keys: Any
-    own: Any
-    to_values: Any
-    x: Any
-    out: Any
-    key: Any
-    to_codes: Any
-
-
-@triton.jit
-def _reduce_tile(r, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b, _ = sum_of_messages(Messages(r.wires, r.stride, r.ranks, r.keys, r.own, r.to_values), t, KIND, c)
-    a, b, _ = with_own(a, b, r.x, t, _key_after(1, r) if c.rotated else None, KIND, c)
-    a, b = divided_by_rest(a, b, c)
-    write_records(a, b, t, r.out, None, r.key, r.to_codes, KIND, c)
-
-
-@triton.jit
-def _key_after(number: tl.constexpr, arguments):
-    """Returns the key that is so many places after those of the messages, in a `_Reduction` or a `_Decoding`."""
-    return tl.load(arguments.keys + arguments.ranks + number)
-
-
 @triton.jit(do_not_specialize=["count", "own"])
 def reduce_kernel(
-    wires, stride: tl.int64, messages, keys, own, table, x, out, count, to_values: tl.constexpr, to_codes: tl.constexpr,
-    c: tl.constexpr,
+    table, count, x, wires, stride: tl.int64, messages, keys, own, out, to_values: tl.constexpr, to_codes: tl.constexpr,
+    KIND: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Average the messages of one shard, and encode the mean; see `protocol.Kernels.reduce`. ``messages`` is their
     number, ``x`` has the coordinates of source ``own``, and ``keys`` are those of the messages, then that of the mean,
     and, if ``c.rotated`` is true, that of the rotation."""
-    t = tile_of(table, count, c)
-    key = tl.load(keys + messages)
-    # Functions stay functions in a named tuple only where it is made in a call.
-    by_kind(
-        _reduce_tile,
-        _Reduction(wires, stride, messages, keys, own, to_values, x, out, key, to_codes),
-        t,
-        x,
-        c,
-    )
+    t = tile_of(table, count, KIND, c)
+    a, b, _ = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
+    a, b, _ = with_own(a, b, x, t, tl.load(keys + messages + 1) if c.rotated else None, KIND, c)
+    a, b = divided_by_rest(a, b, c)
+    write_records(a, b, t, out, None, tl.load(keys + messages), to_codes, KIND, c)
 
 
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
-class _Decoding(NamedTuple):
-    wires: Any
-    stride: Any
-    ranks: Any
-    keys: Any
-    own: Any
-    to_values: Any
-    x: Any
-    counter: Any
-
-
-@triton.jit
-def _decode_tile(d, t, KIND: tl.constexpr, c: tl.constexpr):
-    a, b, bad = sum_of_messages(Messages(d.wires, d.stride, d.ranks, d.keys, d.own, d.to_values), t, KIND, c)
+@triton.jit(do_not_specialize=["count", "own"])
+def decode_kernel(
+    table, count, x, wires, stride: tl.int64, messages, keys, own, counter, to_values: tl.constexpr, KIND: tl.constexpr,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. ``messages`` is their number,
+    and ``keys`` are those of the messages and then, if ``c.rotated`` is true, that of the rotation. The number of
+    blocks that are not finite is added to ``counter``."""
+    t = tile_of(table, count, KIND, c)
+    a, b, bad = sum_of_messages(Messages(wires, stride, messages, keys, own, to_values), t, KIND, c)
     if not c.mean.has_own:
         a, b = divided_by_rest(a, b, c)
     if c.rotated:
-        a, b = rotated(a, b, t, _key_after(0, d), True, KIND, c)
+        a, b = rotated(a, b, t, tl.load(keys + messages), True, KIND, c)
     if c.mean.has_own:
-        a, b, not_finite = with_own(a, b, d.x, t, None, KIND, c)
+        a, b, not_finite = with_own(a, b, x, t, None, KIND, c)
         bad |= not_finite
         a, b = divided_by_rest(a, b, c)
     if c.mean.is_clamped:
-        a, b = _in_finite_range(a, b, t, d.x.dtype.element_ty, KIND, c)
+        a, b = _in_finite_range(a, b, t, x.dtype.element_ty, KIND, c)
     if c.rotated:
         bad |= any_not_finite(a, b, t.n, KIND, c)
     elif KIND == RAGGED:
         bad |= t.raw & any_not_finite(a, b, t.n, KIND, c)
-    store_tile(a, b, d.x, t, t.inside, KIND, c)
-    count_rows(bad, d.counter)
+    store_tile(a, b, x, t, t.inside, KIND, c)
+    count_rows(bad & t.inside, counter)
 
 
 @triton.jit
@@ -174,62 +121,37 @@ def _in_finite_range(a, b, t, DTYPE: tl.constexpr, KIND: tl.constexpr, c: tl.con
     return coded_a, coded_b
 
 
-@triton.jit(do_not_specialize=["count", "own"])
-def decode_kernel(
-    wires, stride: tl.int64, messages, keys, own, table, x, counter, count, to_values: tl.constexpr, c: tl.constexpr
-):
-    """Decode messages, and write their mean into ``x``; see `protocol.Kernels.decode`. ``messages`` is their number,
-    and ``keys`` are those of the messages and then, if ``c.rotated`` is true, that of the rotation. The number of
-    blocks that are not finite is added to ``counter``."""
-    t = tile_of(table, count, c)
-    by_kind(_decode_tile, _Decoding(wires, stride, messages, keys, own, to_values, x, counter), t, x, c)
-
-
 # --- sums of codes ----------------------------------------------------------------------------------------------------
-
-
-class _Sum(NamedTuple):
-    wire: Any
-    scales: Any
-    x: Any
-    counter: Any
-    keys: Any
-    ranks: Any
-    sums_to_values: Any
-
-
-@triton.jit
-def _decode_sum_tile(s, t, KIND: tl.constexpr, c: tl.constexpr):
-    bits = tl.load(s.scales + t.row, mask=t.inside, other=0)
-    bad = bits >= c.number.infinity
-    used = (bits > 0) & (bits < c.number.infinity)
-    scale = tl.where(used, value_of(bits, c), 0)
-    code_a, code_b = unpack(s.wire, column(t, CODES), t.n, used, KIND, c)
-    a, b = s.sums_to_values(code_a, code_b, t, s.keys, s.ranks, scale, KIND, c)
-    a = tl.where(bad[:, None], float("nan"), a)
-    b = tl.where(bad[:, None], float("nan"), b)
-    store_tile(a, b, s.x, t, t.inside, KIND, c)
-    count_rows(bad, s.counter)
 
 
 @triton.jit(do_not_specialize=["count"])
 def decode_sum_kernel(
-    wire, scales, keys, ranks, table, x, counter, count, sums_to_values: tl.constexpr, c: tl.constexpr
-):
+    table, count, x, wire, scales, keys, ranks, counter, sums_to_values: tl.constexpr, KIND: tl.constexpr,
+    c: tl.constexpr,
+):  # fmt: skip
     """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`. ``ranks``
     is their number.
 
     The number of blocks that are not finite is added to ``counter``.
     """
-    t = tile_of(table, count, c)
-    by_kind(_decode_sum_tile, _Sum(wire, scales, x, counter, keys, ranks, sums_to_values), t, x, c)
+    t = tile_of(table, count, KIND, c)
+    bits = tl.load(scales + column(t, ROW))
+    bad = bits >= c.number.infinity
+    used = (bits > 0) & (bits < c.number.infinity)
+    scale = tl.where(used, value_of(bits, c), 0)
+    code_a, code_b = unpack(wire, record_places(t), t.n, used, KIND, c)
+    a, b = sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND, c)
+    a = tl.where(bad[:, None], float("nan"), a)
+    b = tl.where(bad[:, None], float("nan"), b)
+    store_tile(a, b, x, t, t.inside, KIND, c)
+    count_rows(bad & t.inside, counter)
 
 
 @triton.jit(do_not_specialize=["count", "key"])
-def combine_kernel(mine, theirs, table, count, key: tl.int64, pairs_to_codes: tl.constexpr, c: tl.constexpr):
+def combine_kernel(table, count, mine, theirs, key: tl.int64, pairs_to_codes: tl.constexpr, c: tl.constexpr):
     """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
-    t = tile_of(table, count, c)
-    at = column(t, CODES)
+    t = tile_of(table, count, RAGGED, c)
+    at = record_places(t)
     word_a, word_b = block_keys(t, key)
     p = tl.arange(0, c.shape.half)[None, :]
     mine_a, mine_b = unpack(mine, at, t.n, t.inside, RAGGED, c)
@@ -282,8 +204,9 @@ class ScaledFamily:
     ) -> None:
         """Encode blocks into a message; see `protocol.Kernels.encode`."""
         c = self._constants(q, x.dtype, rotated=rotation is not None)
-        arguments = (x, blocks, wire, scales, len(blocks), launch.packed(key), launch.packed(rotation or key))
-        launch.run(encode_kernel, blocks, c, *arguments, to_codes=self.to_codes)
+        tiles = launch.divided(blocks, c, x)
+        arguments = (tiles.x, wire, scales, launch.packed(key), launch.packed(rotation or key))
+        launch.run(encode_kernel, tiles, c, *arguments, to_codes=self.to_codes)
 
     def reduce(
         self,
@@ -300,8 +223,9 @@ class ScaledFamily:
         turns = own.rotation is not None
         c = self._constants(q, own.x.dtype, mean, rotated=turns)
         on_device = launch.keys_on(wires.device, (*keys, out_key, *([own.rotation] if own.rotation else [])))
-        arguments = (wires, wires.shape[1], len(keys), on_device, own.source, blocks, own.x, out, len(blocks))
-        launch.run(reduce_kernel, blocks, c, *arguments, to_values=self.to_values, to_codes=self.to_codes)
+        tiles = launch.divided(blocks, c, own.x)
+        arguments = (tiles.x, wires, wires.shape[1], len(keys), on_device, own.source, out)
+        launch.run(reduce_kernel, tiles, c, *arguments, to_values=self.to_values, to_codes=self.to_codes)
 
     def decode(
         self,
@@ -320,8 +244,9 @@ class ScaledFamily:
         bad = torch.zeros((), dtype=torch.int32, device=x.device)
         on_device = launch.keys_on(x.device, keys if rotation is None else (*keys, rotation))
         number = -1 if own is None else own
-        arguments = (wires, wires.shape[1], len(keys), on_device, number, blocks, x, bad, len(blocks))
-        launch.run(decode_kernel, blocks, c, *arguments, to_values=self.to_values)
+        tiles = launch.divided(blocks, c, x)
+        arguments = (tiles.x, wires, wires.shape[1], len(keys), on_device, number, bad)
+        launch.run(decode_kernel, tiles, c, *arguments, to_values=self.to_values)
         return bad
 
     def decode_sum(
@@ -330,15 +255,16 @@ class ScaledFamily:
         """Decode the sum of all ranks' codes, and write the mean into ``x``; see `protocol.Kernels.decode_sum`."""
         c = self._constants(q, x.dtype, mean_of(len(keys), x.dtype, summed=True))
         bad = torch.zeros((), dtype=torch.int32, device=x.device)
-        arguments = (wire, scales, launch.keys_on(x.device, keys), len(keys), blocks, x, bad, len(blocks))
-        launch.run(decode_sum_kernel, blocks, c, *arguments, sums_to_values=self.sums_to_values)
+        tiles = launch.divided(blocks, c, x)
+        arguments = (tiles.x, wire, scales, launch.keys_on(x.device, keys), len(keys), bad)
+        launch.run(decode_sum_kernel, tiles, c, *arguments, sums_to_values=self.sums_to_values)
         return bad
 
     def combine(self, mine: Tensor, theirs: Tensor, blocks: Tensor, q: Quantiser, key: Key) -> None:
         """Add the codes of two messages in pairs, without bias; see `protocol.Kernels.combine`."""
         c = self._constants(q, torch.float32)
-        functions = {"pairs_to_codes": self.pairs_to_codes}
-        launch.run(combine_kernel, blocks, c, mine, theirs, blocks, len(blocks), launch.packed(key), **functions)
+        tiles = launch.divided(blocks, c, splits=False)
+        launch.run(combine_kernel, tiles, c, mine, theirs, launch.packed(key), pairs_to_codes=self.pairs_to_codes)
 
     def _constants(
         self, q: Quantiser, dtype: torch.dtype, mean: Mean | None = None, *, rotated: bool = False

@@ -4,9 +4,10 @@ A tile is some whole blocks, a row each, in two halves ``a`` and ``b`` of shape 
 of a block are at the same place of the two, and share a hash and, below 8 bits, a byte of codes.
 
 Tiles are of three kinds. In an `ALIGNED` one, all blocks have the full length and begin at multiples of 16 bytes: no
-access is masked, and coordinates and codes move 16 bytes at a time. In a `FULL` one, all blocks have the full length,
-so codes still do. A `RAGGED` tile has shorter or raw blocks, and is slower. ``KIND`` is the kind in what follows, and
-``c`` are the kernel's constants, see `constants.Constants`.
+load of coordinates is masked, and coordinates and codes move 16 bytes at a time. In a `FULL` one, all blocks have the
+full length, so codes still do. A `RAGGED` tile has shorter or raw blocks, and is slower. The host puts blocks into
+tables by the kind (see `launch`), and each kind has kernels of its own. ``KIND`` is the kind in what follows, and ``c``
+are the kernel's constants, see `constants.Constants`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ RAGGED = tl.constexpr(0)
 FULL = tl.constexpr(1)
 ALIGNED = tl.constexpr(2)
 
-CODES = tl.constexpr(layout.CODES)
-_START = tl.constexpr(layout.START)
-_LENGTH = tl.constexpr(layout.LENGTH)
-_RAW = tl.constexpr(layout.RAW)
-_COLUMNS = tl.constexpr(layout.COLUMNS)
+#: Columns of a table of tiles, int32: of a block of full length, the first six are read, and 24 bytes.
+START_LOW = tl.constexpr(0)  # first coordinate: the lower and the upper 32 bits
+START_HIGH = tl.constexpr(1)
+PARAMETER = tl.constexpr(2)  # as in the block table
+INDEX = tl.constexpr(3)
+SCALE = tl.constexpr(4)  # position of the scale in the message, in units of a scale; -1: none is sent
+CODES = tl.constexpr(5)  # position of the record in the message, in units of 16 bytes
+LENGTH = tl.constexpr(6)  # twice the number of coordinates, and 1 if they travel uncompressed
+ROW = tl.constexpr(7)  # number of the block in the block table
+COLUMNS = 8
+
 _SHORTEST = tl.constexpr(SHORTEST)
 _ALIGNMENT = tl.constexpr(layout.ALIGNMENT)
 
@@ -37,15 +44,17 @@ class Tile(NamedTuple):
     """The blocks of one program, one in each row.
 
     Attributes:
-        table: the block table.
-        row: the blocks' numbers in the table, int64 [rows].
+        table: the table of tiles.
+        count: number of its blocks.
+        row: the blocks' numbers in it, int32 [rows]; beyond its end, that of the last block.
         inside: which rows the table has, bool [rows].
-        n: lengths of the blocks, int32 [rows]; 0 beyond the end of the table.
+        n: lengths of the blocks, int32 [rows]; 0 beyond the end of a table of ragged tiles.
         raw: which blocks travel uncompressed, bool [rows].
         start: the blocks' first coordinates, int64 [rows].
     """
 
     table: Any
+    count: Any
     row: Any
     inside: Any
     n: Any
@@ -55,20 +64,43 @@ class Tile(NamedTuple):
 
 @triton.jit
 def column(t, COLUMN: tl.constexpr):
-    """Returns a column of the block table, int64 [rows]."""
-    return tl.load(t.table + t.row * _COLUMNS + COLUMN, mask=t.inside, other=0)
+    """Returns a column of the table of tiles, int32 [rows]."""
+    return tl.load(t.table + COLUMN * t.count + t.row)
 
 
 @triton.jit
-def tile_of(table, count, c: tl.constexpr):
+def record_places(t):
+    """Returns where blocks' records begin, in bytes from the start of a message, int64 [rows]."""
+    return column(t, CODES).to(tl.int64) * _ALIGNMENT
+
+
+@triton.jit
+def scale_places(t, c: tl.constexpr):
+    """Returns where blocks' scales are, in bytes from the start of a message, int64 [rows]; negative if none is
+    sent."""
+    BYTES: tl.constexpr = c.number.sent.primitive_bitwidth // 8
+    return column(t, SCALE).to(tl.int64) * BYTES
+
+
+@triton.jit
+def tile_of(table, count, KIND: tl.constexpr, c: tl.constexpr):
     """Returns the tile of this program, in a table of ``count`` blocks."""
-    row = tl.program_id(0).to(tl.int64) * c.shape.rows + tl.arange(0, c.shape.rows)
+    ROWS: tl.constexpr = c.shape.rows
+    FULL_LENGTH: tl.constexpr = c.shape.block
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
-    places = table + row * _COLUMNS
-    n = tl.load(places + _LENGTH, mask=inside, other=0).to(tl.int32)
-    raw = tl.load(places + _RAW, mask=inside, other=0) == 1
-    start = tl.load(places + _START, mask=inside, other=0)
-    return Tile(table, row, inside, n, raw, start)
+    # Rows beyond the end read what the last block has, so that no load needs a mask.
+    row = tl.minimum(row, count - 1)
+    low = tl.load(table + START_LOW * count + row).to(tl.uint32, bitcast=True).to(tl.int64)
+    start = low | (tl.load(table + START_HIGH * count + row).to(tl.int64) << 32)
+    if KIND == RAGGED:
+        length = tl.load(table + LENGTH * count + row)
+        n = tl.where(inside, length >> 1, 0)
+        raw = inside & ((length & 1) == 1)
+    else:
+        n = tl.full((ROWS,), FULL_LENGTH, tl.int32)
+        raw = tl.zeros((ROWS,), tl.int1)
+    return Tile(table, count, row, inside, n, raw, start)
 
 
 @triton.jit
@@ -79,43 +111,8 @@ def coded_tile(t, KIND: tl.constexpr, c: tl.constexpr):
         n = tl.where(t.n > 0, _SHORTEST, 0)
         for _ in tl.static_range(STAGES):
             n = tl.where(n < t.n, 2 * n, n)
-        t = Tile(t.table, t.row, t.inside, n, t.raw, t.start)
+        t = Tile(t.table, t.count, t.row, t.inside, n, t.raw, t.start)
     return t
-
-
-@triton.jit
-def by_kind(body: tl.constexpr, arguments, t, x, c: tl.constexpr):
-    """Run ``body(arguments, t, KIND, c)``, which is compiled for each kind that a tile can have.
-
-    Args:
-        body: the function.
-        arguments: its first argument.
-        t: the tile.
-        x: the tensor that has the tile's coordinates. None: no coordinates are loaded or stored, and a tile of full
-            blocks need not be aligned.
-    """
-    if not c.shape.may_be_full:
-        body(arguments, t, RAGGED, c)
-    elif x is None:
-        if _are_full(t, c):
-            body(arguments, t, FULL, c)
-        else:
-            body(arguments, t, RAGGED, c)
-    else:
-        full = _are_full(t, c)
-        kind = full.to(tl.int32) + (full & are_aligned(t.start, x)).to(tl.int32)
-        if kind == ALIGNED:
-            body(arguments, t, ALIGNED, c)
-        elif kind == FULL:
-            body(arguments, t, FULL, c)
-        else:
-            body(arguments, t, RAGGED, c)
-
-
-@triton.jit
-def _are_full(t, c: tl.constexpr):
-    """Returns whether all blocks of a tile have the full length, and none is raw."""
-    return tl.min(tl.where(t.raw, 0, t.n), axis=0) == c.shape.block
 
 
 # Places are divided and multiplied by what they are multiples of, so that Triton sees it: a hint (`tl.multiple_of`) on
@@ -174,7 +171,7 @@ def _coordinates(x, start, KIND: tl.constexpr, c: tl.constexpr):
 @triton.jit
 def record(wire, at, ELEMENT: tl.constexpr):
     """Returns where blocks' codes, or raw coordinates, begin: pointers to a type. ``at``: bytes from ``wire`` on."""
-    return (wire + at // _ALIGNMENT * _ALIGNMENT).to(tl.pointer_type(ELEMENT), bitcast=True)
+    return (wire + at).to(tl.pointer_type(ELEMENT), bitcast=True)
 
 
 @triton.jit

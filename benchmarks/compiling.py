@@ -1,0 +1,322 @@
+"""Compiles the kernels for GPUs, on a machine that need not have one, and prints what came out as JSON, the last line.
+
+`benchmarks.compiled` runs this in a process of its own for each version of Triton: Triton decides when it is imported
+whether it interprets, and a process has one version. By itself:
+
+    TRITON_INTERPRET=0 python -m benchmarks.compiling --kernels table --arch 90
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.runtime import driver
+
+from lightning_gqsgd import kernels
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels import cuda
+from lightning_gqsgd.kernels.cuda import launch, tiles
+from lightning_gqsgd.kernels.cuda.constants import Constants
+from lightning_gqsgd.presets import FIXED
+from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers.memory import kinds
+from lightning_gqsgd.wire.compiling import every_tile
+from lightning_gqsgd.wire.plan import Plan
+
+#: Messages that a reduction is counted for.
+MESSAGES = 8
+
+
+class Case(NamedTuple):
+    """A configuration whose kernels are compiled.
+
+    Attributes:
+        name: what it is called.
+        config: the configuration.
+        dtype: dtype of the gradients.
+    """
+
+    name: str
+    config: GQSGDConfig
+    dtype: torch.dtype = torch.float32
+
+
+def default() -> list[Case]:
+    """Returns the default configuration."""
+    return [Case("gqsgd, fp32", FIXED["gqsgd"].config)]
+
+
+def few() -> list[Case]:
+    """Returns one case of each family of codes, and of the dtypes."""
+    return [
+        Case("gqsgd", FIXED["gqsgd"].config),
+        Case("gqsgd_2bit, bf16", FIXED["gqsgd_2bit"].config, torch.bfloat16),
+        Case("gqsgd_exponential", FIXED["gqsgd_exponential"].config),
+    ]
+
+
+def every() -> list[Case]:
+    """Returns the presets that run on GPUs in fp32, the ones without a memory in all dtypes, and rounding to bf16."""
+    on_gpus = [(name, preset.config) for name, preset in FIXED.items() if preset.config.coder == "fixed"]
+    cases = [Case(name, config) for name, config in on_gpus]
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        cases += [Case(f"{name}, {_short(dtype)}", config, dtype) for name, config in on_gpus if not kinds(config)]
+    cases.append(Case("8 bit, linear", GQSGDConfig(codec="linear", reducer="two_shot")))
+    cases.append(Case("3 bit sums", GQSGDConfig(codec="linear", bits=4, reducer="sum")))
+    return cases
+
+
+def table() -> list[Case]:
+    """Returns the cases of the table: what the defaults, fewer bits and the other families compile to."""
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in ("gqsgd", "gqsgd_4bit", "gqsgd_2bit", "gqsgd_exponential"):
+            cases.append(Case(f"{name}, {_short(dtype)}", FIXED[name].config, dtype))
+    return cases
+
+
+_TILES = {tiles.ALIGNED.value: "aligned", tiles.FULL.value: "full", tiles.RAGGED.value: "ragged"}
+
+KERNELS: dict[str, Callable[[], list[Case]]] = {"default": default, "few": few, "all": every, "table": table}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel is compiled to, for one GPU.
+
+    Attributes:
+        case: name of the first case that needs it.
+        kernel: name of the kernel.
+        tiles: the kind of its tiles.
+        arch: compute capability of the GPU, e.g. 90.
+        registers: of a thread.
+        spills: bytes of a thread's local memory.
+        instructions: per coordinate; of a reduction, per coordinate and message of `MESSAGES`.
+        wide_loads, wide_stores: how many accesses of 16 bytes it has.
+        narrow_loads: how many other loads of memory of the GPU it has.
+        inexact: divisions and roots that are not rounded correctly.
+        contracted: products and sums that became one, in encoding.
+    """
+
+    case: str
+    kernel: str
+    tiles: str
+    arch: int
+    registers: int
+    spills: int
+    instructions: float
+    wide_loads: int
+    wide_stores: int
+    narrow_loads: int
+    inexact: int
+    contracted: int
+
+
+class _NoCard:
+    """As much of a driver as compiling asks for. The number of the device is what is compiled for."""
+
+    def __init__(self) -> None:
+        self.arch = 90
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class _Understood(Exception):
+    """Raised in place of all later stages of compiling: the kernel is a valid program."""
+
+
+class Compiler:
+    """Takes the place of `launch.run`: compiles each kernel once instead of running it.
+
+    Args:
+        whole: whether kernels are compiled to machine code; otherwise only to Triton's own intermediate code, where
+            versions of Triton differ most, in a tenth of the time.
+        counts: whether machine code is looked at.
+
+    Attributes:
+        case: what is being compiled.
+        card: the GPU that is compiled for.
+        found: what was compiled, if ``counts``.
+        compiled: how many kernels were compiled.
+        failed: by kernel, what the compiler said.
+    """
+
+    def __init__(self, *, whole: bool, counts: bool) -> None:
+        self.case = ""
+        self.card = _NoCard()
+        self.found: list[Compiled] = []
+        self.compiled = 0
+        self.failed: dict[str, str] = {}
+        self._whole = whole
+        self._counts = counts
+        self._seen: set[Any] = set()
+
+    def __call__(self, kernel: Any, c: Constants, grid: int, *arguments: Any, **constants: Any) -> None:
+        kinds = tuple(one.dtype if isinstance(one, Tensor) else type(one) for one in arguments)
+        identity = (self.card.arch, kernel.fn.__module__, kernel.fn.__name__, c, kinds, *map(str, constants.values()))
+        if not grid or identity in self._seen:
+            return
+        self._seen.add(identity)
+        try:
+            made = kernel.warmup(*arguments, grid=(1,), c=c, **launch.options(c), **constants)
+        except _Understood:
+            made = None
+        except Exception as error:  # of any kind, from any version; all kernels are tried
+            name = f"{self.case}: {kernel.fn.__name__} for sm_{self.card.arch}"
+            self.failed[name] = f"{type(error).__name__}: {str(error)[-600:]}"
+            return
+        self.compiled += 1
+        if made is not None and self._counts:
+            kind = _TILES.get(constants.get("KIND"), "any")
+            self.found.append(self._looked_at(kernel.fn.__name__, kind, made, c))
+
+    def _looked_at(self, name: str, kind: str, made: Any, c: Constants) -> Compiled:
+        ptx = made.asm["ptx"]
+        code = machine_code(made.asm["cubin"])
+        each = 2 * c.shape.half * c.shape.rows / (32 * made.metadata.num_warps)
+        count = code.executed(MESSAGES) / MESSAGES if name == "reduce_kernel" else code.executed(1)
+        return Compiled(
+            case=self.case,
+            kernel=name.removesuffix("_kernel"),
+            tiles=kind,
+            arch=self.card.arch,
+            registers=code.registers,
+            spills=code.spills,
+            instructions=round(count / each, 1),
+            wide_loads=len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
+            wide_stores=len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
+            narrow_loads=len(re.findall(r"ld\.global(?![\w.:]*\.v4)", ptx)),
+            inexact=sum(ptx.count(word) for word in ("div.full", "div.approx", "sqrt.approx")),
+            # Decoding has contracted products on purpose, which are exact: of the dither and the level at zero.
+            contracted=ptx.count("fma.rn") if name == "encode_kernel" else 0,
+        )
+
+
+class MachineCode(NamedTuple):
+    """The instructions of a kernel.
+
+    Attributes:
+        registers: of a thread.
+        spills: bytes of a thread's local memory.
+        addresses: of its instructions, up to the routines that it calls for rare numbers.
+        loops: first and last address of each loop.
+    """
+
+    registers: int
+    spills: int
+    addresses: list[int]
+    loops: list[tuple[int, int]]
+
+    def executed(self, turns: int) -> int:
+        """Returns how many instructions a thread executes whose loops take so many turns, and that skips none."""
+        within = sum(any(first <= at <= last for first, last in self.loops) for at in self.addresses)
+        return len(self.addresses) + (turns - 1) * within
+
+
+def machine_code(cubin: bytes) -> MachineCode:
+    """Returns the instructions of a compiled kernel, as NVIDIA's tools in Triton's package show them."""
+    tools = Path(nvidia.__file__).parent / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
+        listing = _output(tools / "cuobjdump", "-sass", file.name)
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", listing, re.MULTILINE)
+    instructions = [(int(at, 16), text) for at, text in lines if "NOP" not in text]
+    called = [int(to, 16) for _, text in instructions for to in re.findall(r"CALL\S* .*?0x([0-9a-f]+)", text)]
+    end = min([to for to in called if to], default=1 << 60)
+    main = [(at, text) for at, text in instructions if at < end]
+    jumps = [(int(to, 16), at) for at, text in main for to in re.findall(r"BRA\S* .*?0x([0-9a-f]+)", text)]
+    return MachineCode(
+        registers=int(re.findall(r"REG:(\d+)", usage)[-1]),
+        spills=int(re.findall(r"STACK:(\d+)", usage)[-1]) + int(re.findall(r"LOCAL:(\d+)", usage)[-1]),
+        addresses=[at for at, _ in main],
+        # The last instruction jumps to itself, and is never reached.
+        loops=[(to, at) for to, at in jumps if to < at],
+    )
+
+
+def compile_cases(compiler: Compiler, cases: Iterable[Case], ranks: int) -> None:
+    """Compile what a step of virtual ranks launches, in each case."""
+    for compiler.case, config, dtype in cases:
+        resolved = resolve(config, ranks)
+        segments = every_tile(resolved.block_size, ranks)
+        numel = sum(segment.numel for segment in segments)
+        sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
+        stores = [new_store(resolved, ranks, sizes, dtype, torch.device("cpu")) for _ in range(ranks)]
+        gradients = [torch.ones(numel, dtype=dtype) for _ in range(ranks)]
+        Plan(segments, Setting(resolved, ranks, dtype)).average(gradients, 0, stores)
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}[dtype]
+
+
+def _stop_early() -> None:
+    """Let compiling end after Triton's own intermediate code."""
+    add = nvidia.CUDABackend.add_stages
+
+    def understood(source: Any, metadata: Any) -> None:
+        raise _Understood
+
+    def add_first(self: Any, stages: dict[str, Any], *arguments: Any) -> None:
+        add(self, stages, *arguments)
+        for name in [name for name in stages if name != "ttir"]:
+            stages[name] = understood
+
+    nvidia.CUDABackend.add_stages = add_first
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiling", description=__doc__.split("\n")[0])
+    parser.add_argument("--kernels", choices=list(KERNELS), default="few")
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capabilities, e.g. 80 90 100")
+    parser.add_argument("--front", action="store_true", help="stop at Triton's intermediate code")
+    parser.add_argument("--counts", action="store_true", help="look at the machine code")
+    parser.add_argument("--ranks", type=int, default=4)
+    options = parser.parse_args()
+    if options.front:
+        _stop_early()
+    compiler = Compiler(whole=not options.front, counts=options.counts)
+    driver.set_active(compiler.card)
+    launch.start = compiler
+    kernels.cpu = cuda  # so that plans of tensors on the CPU launch the kernels for GPUs
+    for compiler.card.arch in options.arch:
+        compile_cases(compiler, KERNELS[options.kernels](), options.ranks)
+    facts = {
+        "triton": triton.__version__,
+        "compiled": compiler.compiled,
+        "failed": compiler.failed,
+        "found": [asdict(one) for one in compiler.found],
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

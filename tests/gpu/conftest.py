@@ -1,0 +1,47 @@
+"""Where there is no GPU, a processor stands in for it, so that continuous integration runs these tests as far as it can.
+
+The kernels for GPUs run in Triton's interpreter, streams are none, and Gloo takes NCCL's place. What needs a card is
+marked `card.needs_card`. Of the cases of a test, only some run there, since the interpreter is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_gqsgd import kernels
+from tests.gpu.card import STANDS_IN
+from tests.unit.interpreter import fast, rounds_like_a_gpu  # noqa: F401
+
+#: Cases of a test that run without a GPU.
+_CASES = 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the first and the last case of each test, where a processor stands in for a GPU."""
+    if not STANDS_IN:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.parent.name == "gpu":
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {item for same in cases.values() for item in same[1 : 1 - _CASES]}
+    if left:
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
+
+
+@pytest.fixture
+def triton_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let tensors on the CPU take the kernels for GPUs, where a processor stands in for a GPU."""
+    if STANDS_IN:
+        from lightning_gqsgd.kernels import cuda
+
+        for name in ("rounds_like_a_gpu", "fast"):
+            request.getfixturevalue(name)
+        monkeypatch.setattr(kernels, "cpu", cuda)
+        # The host's memory is not pinned for a card that is not there.
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    yield
