@@ -23,6 +23,7 @@ from recipes.files import RESULT_FILE
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices, check_profile
 from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
+from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_light, check_strategies
@@ -261,7 +262,7 @@ def _checked_rate(rate: str) -> int | None:
 
 def _experiment(overrides: Sequence[Override]) -> str:
     for override in overrides:
-        if override.key_or_group == "exp" and isinstance(override.value(), str):
+        if override.key_or_group in ("exp", "experiment") and isinstance(override.value(), str):
             return str(override.value())
     names = ", ".join(sorted(file.stem for file in (CONF / "exp").glob("*.yaml")))
     raise PlanError(f"name one experiment: +exp=NAME, one of {names}")
@@ -299,9 +300,10 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], comparison: Path) -> Cell:
     """The run of one command line, in a folder below that of its comparison."""
-    if "group" in config["logger"] and config["logger"]["group"] is None:
-        config["logger"]["group"] = group = f"compare-{comparison.name}"
-        overrides = [*overrides, f"logger.group={group}"]
+    for key, logger in chosen_loggers(config).items():
+        if "group" in logger and logger["group"] is None:
+            logger["group"] = group = f"compare-{comparison.name}"
+            overrides = [*overrides, f"{key}.group={group}"]
     seed, name = config["seed"], config["strategy"]["name"]
     details = [_last_part(override) for override in overrides if _key(override) in swept]
     variant = " ".join([name, *(detail for detail in details if detail)])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recipes.measuring import names
 from recipes.measuring.metrics import Metric
-from recipes.tasks.optimizers import OptimizerSettings, make_optimizer
+from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer, make_optimizer
 
 #: Inputs and targets.
 Batch = tuple[Any, Tensor]
@@ -32,7 +32,7 @@ class Task(LightningModule):
 
     metric: ClassVar[Metric]
 
-    def __init__(self, network: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, network: nn.Module, settings: OptimizerSettings | OwnOptimizer) -> None:
         super().__init__()
         self.network = network
         self.settings = settings
