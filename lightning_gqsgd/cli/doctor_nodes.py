@@ -33,6 +33,8 @@ WAIT_S = 60
 WAIT_VARIABLE = "GQSGD_DOCTOR_WAIT_S"
 #: Seconds that all rounds of pairs may take together, and the most that one round takes.
 ROUNDS_S, ROUND_S = 30.0, 1.0
+#: Further seconds that rank 0 waits.
+LAST_S = 3
 #: Round trips of one byte; the shortest and the longest message of the rate, in bytes.
 TRIPS = 20
 SHORTEST, LONGEST = 1 << 16, 1 << 26
@@ -198,16 +200,29 @@ def _exchange(store: Any, key: str, host: Host, place: Place, wait: timedelta) -
     Raises:
         ConfigError: a rank has not come.
     """
+    # Rank 0 may have the store: it waits a little longer, so that the others can still ask who is missing.
+    end = time.monotonic() + wait.total_seconds() + (LAST_S if place.rank == 0 else 0)
+    try:
+        return _asked(store, key, host, place, end)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"{_who(place)} was waiting for the others, and rank 0 at {place.address}:{place.port}, where they meet, "
+            f"has ended ({_first_line(error)}); look at its output"
+        ) from None
+
+
+def _asked(store: Any, key: str, host: Host, place: Place, end: float) -> list[Host]:
+    """See `_exchange`; ``end`` is when the wait is over."""
+    begun = time.monotonic()
     store.set(f"{key}/{place.rank}", host.to_json())
     missing = list(range(place.size))
-    end = time.monotonic() + wait.total_seconds()
     while missing and time.monotonic() < end:
         missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
         time.sleep(0.05 if missing else 0)
     if missing:
         named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         raise ConfigError(
-            f"{_who(place)} has waited {wait.total_seconds():.0f} s for rank {named} of {place.size}; look at the "
+            f"{_who(place)} has waited {time.monotonic() - begun:.0f} s for rank {named} of {place.size}; look at the "
             f"output of their hosts, and whether they reach {place.address}:{place.port}"
         )
     found = [Host.of_json(store.get(f"{key}/{rank}")) for rank in range(place.size)]

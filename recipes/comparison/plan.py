@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 
 from netlab.lab import NetLabError, parse_rate
 from recipes.arguments import check_arguments
-from recipes.data.named_files import check_named
+from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
 from recipes.errors import OverrideError, RecipeError
 from recipes.files import RESULT_FILE
-from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices, check_profile
+from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
 from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
 from recipes.loggers.chosen import chosen_loggers
@@ -281,6 +281,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         check_profile(resolved)
         check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
         check_named(resolved["data"])
+        check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
         if resolved["trainer"]["accelerator"] == "cpu":
             check_devices(resolved)  # GPUs are counted by the runs: that imports torch
             here = local_processes("cpu", resolved["trainer"]["devices"])
@@ -288,8 +289,8 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     except (RecipeError, NetLabError) as error:
         raise PlanError(str(error)) from error
     name = resolved["hardware"]["name"]
-    if name in (MULTI_NODE, SLURM):
-        folders = f"outputs/{resolved['title']}/*" if name == MULTI_NODE else "outputs/multirun/TIME"
+    if name == MULTI_NODE:
+        folders = f"outputs/{resolved['title']}/*"
         raise PlanError(
             f"hardware={name}: the runs of a comparison are started from this machine, on this machine; take "
             "python recipes/run.py for each of them, and compare them when they have finished: "

@@ -19,7 +19,7 @@ from lightning_gqsgd.errors import ConfigError, counted
 from netlab.lab import NetLabError
 from netlab.machine import cores
 from recipes.arguments import check_arguments
-from recipes.data.named_files import check_named
+from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
 from recipes.folders import check_writable
@@ -162,6 +162,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     check_arguments(cfg)
     check_profile(cfg)
     check_light(cfg.strategy, cfg.trainer.accelerator)
+    check_stand_in(cfg.data, cfg.trainer.accelerator)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None
     if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):

@@ -56,6 +56,14 @@ class Task(LightningModule):
         """`metric` on one training batch, a scalar; None where a batch says nothing about it."""
         return None
 
+    def judge(self, outputs: Tensor, targets: Tensor, split: str) -> None:
+        """Log more of a batch than loss and metric; nothing, unless a task says otherwise.
+
+        Args:
+            outputs, targets: of the batch.
+            split: ``"val"`` or ``"test"``.
+        """
+
     def forward(self, inputs: Any) -> Tensor:
         """The network's outputs."""
         outputs: Tensor = self.network(inputs)
@@ -97,4 +105,5 @@ class Task(LightningModule):
         metric.update(outputs, targets)
         loss, size = self.loss(outputs, targets), len(targets)
         self.log(loss_name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
+        self.judge(outputs, targets, metric_name.partition("/")[0])
         self.log(metric_name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
