@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.errors import OverrideError
+from recipes.loggers.chosen import chosen_loggers
 from recipes.signatures import argument_names
 
 #: Most names that a message lists.
@@ -36,7 +37,6 @@ NODES = {
     "model": Node(left_out=("name",)),
     "task": Node(left_out=("metric",), given=("network", "settings")),
     "strategy": Node(left_out=("name",)),
-    "logger": Node(left_out=("name", "group"), given=("folder", "labels", "metric")),
     "optimizer": Node("recipes.tasks.optimizers.OptimizerSettings"),
     "trainer": Node(
         "lightning.pytorch.Trainer",
@@ -46,6 +46,8 @@ NODES = {
         ),
     ),
 }
+
+_LOGGER = Node(left_out=("name", "group"), given=("folder", "labels", "metric"))
 
 
 def check_arguments(config: Mapping[str, Any]) -> None:
@@ -59,10 +61,10 @@ def check_arguments(config: Mapping[str, Any]) -> None:
     Raises:
         OverrideError: an entry is no argument, or is one that the recipe gives itself.
     """
-    for name, node in NODES.items():
-        entries = config[name]
-        target = node.target or str(entries.get("_target_"))
-        if node.target is None and target.partition(".")[0] not in PACKAGES:
+    loggers = {key: (_LOGGER, entries) for key, entries in chosen_loggers(config).items()}
+    for name, (node, entries) in {**{key: (node, config[key]) for key, node in NODES.items()}, **loggers}.items():
+        target = str(entries.get("_target_") or node.target)
+        if (node.target is None or "_target_" in entries) and target.partition(".")[0] not in PACKAGES:
             continue
         names = argument_names(target)
         if names is None:

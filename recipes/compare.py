@@ -27,6 +27,7 @@ examples:
   python recipes/compare.py +exp=resnet_cifar hardware=netlab hardware.rate=1gbit target=0.9
 
   python recipes/compare.py --from outputs/resnet_cifar/*
+  python recipes/compare.py +exp=resnet_cifar hardware=slurm hardware.nodes=2 strategy=ddp,gqsgd seed=0,1,2
 
 Comma lists are the sweep: every combination is one run of recipes/run.py in processes of its own. Finished runs are
 kept. strategy=all is ddp, ddp_bf16 and every preset; not powersgd, which needs CUDA.
@@ -72,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if {"-m", "--multirun"} & set(arguments):
         parser.error("comma lists are the sweep here; leave -m out")
+    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="a folder of your own with further choices")
     options = parser.parse_intermixed_args(arguments)
+    if options.config_dir:
+        options.overrides = _with_folder(options.overrides, options.config_dir, parser)
     if options.runs:
         return _compare_finished(options, parser)
     command = shlex.join(["python", "recipes/compare.py", *options.overrides])
@@ -88,13 +92,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
+def _with_folder(overrides: Sequence[str], folder: str, parser: _Parser) -> list[str]:
+    from recipes.errors import OverrideError
+    from recipes.own_folders import with_search_path
+
+    try:
+        return with_search_path([*overrides, f"--config-dir={folder}"])
+    except OverrideError as error:
+        parser.error(str(error))
+
+
 def _compare(overrides: Sequence[str], fresh: bool, command: str, parser: _Parser) -> int:
     # Here, not above: the first word comes before everything that takes time, and mistakes before what takes longer.
     from rich.console import Console
 
     from recipes.comparison.plan import PlanError, make_plan
     from recipes.comparison.runner import run_all
+    from recipes.comparison.submitted import is_submitted, submit_all
     from recipes.folders import FolderError, check_writable
+    from recipes.launch.slurm import SlurmError
 
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     try:
@@ -103,7 +119,13 @@ def _compare(overrides: Sequence[str], fresh: bool, command: str, parser: _Parse
     except (PlanError, FolderError) as error:
         parser.error(str(error))
     console.print(_intention(plan), markup=False, highlight=False)
-    failures = run_all((*plan.cells, *plan.probes), console, fresh)
+    submitted = tuple(cell for cell in plan.cells if is_submitted(cell))
+    try:
+        failures = submit_all(submitted, console, fresh) if submitted else []
+    except SlurmError as error:
+        parser.error(str(error))
+    here = tuple(cell for cell in plan.cells if cell not in submitted)
+    failures += run_all((*here, *plan.probes), console, fresh) if here else []
     from recipes.comparison.reporting import report, show_failure
 
     for failure in failures:

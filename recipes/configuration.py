@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from recipes.for_hydra import for_hydra
 from recipes.strategies.choices import CONF, register_presets
 
 
@@ -19,4 +20,4 @@ def compose_configuration(overrides: Sequence[str], *, with_hydra: bool = False)
     """
     register_presets()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
+        return compose("config", overrides=for_hydra(overrides), return_hydra_config=with_hydra)

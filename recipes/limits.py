@@ -75,6 +75,7 @@ _SOME_BATCHES = Limit(
 #: The limits by the names of settings; a setting that a configuration does not have has none.
 LIMITS: dict[str, Limit] = {
     "optimizer.lr": Limit("a finite number above 0", 0.1, lambda value: _finite(value) and value > 0),
+    "optimizer.scale_lr": _OPTIONAL_COUNT,
     "optimizer.weight_decay": Limit("a finite number of at least 0", 0.0005, lambda v: _finite(v) and v >= 0),
     "optimizer.momentum": _FRACTION,
     "optimizer.warmup": _FRACTION,
@@ -124,6 +125,8 @@ def check_limits(config: Mapping[str, Any]) -> None:
             _check(key, settings[leaf], limit)
     for key, names in CHOICES.items():
         node, _, leaf = key.rpartition(".")
+        if leaf not in config[node] or (key == "optimizer.name" and "_target_" in config[node]):
+            continue  # a node of the user's own, where the name is a label
         value = _shown(config[node][leaf])
         if value not in names:
             raise LimitError(f"{key}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")

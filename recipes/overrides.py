@@ -10,17 +10,20 @@ import itertools
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from lightning_gqsgd.errors import did_you_mean
 from recipes.configuration import compose_configuration
 from recipes.errors import OverrideError, RecipeError
-from recipes.strategies.choices import CONF, GROUP, TARGET, check_strategies, searches_elsewhere
+from recipes.own_folders import SEARCH_PATH, choices_in, folders_of
+from recipes.strategies.choices import CONF, GROUP, TARGET, check_strategies
+from recipes.unread import check_read
 
 #: Settings that are numbers by default and take other values, too: lists of devices, ``auto``.
 FREE = ("trainer.devices", "hardware.devices", "strategy.bits")
@@ -49,9 +52,8 @@ def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
         RecipeError: another problem of the command line; every message is one line.
     """
     parsed = parse(overrides)
-    if not searches_elsewhere(overrides):
-        check_strategies(overrides)
-        _check_choices(parsed)
+    check_strategies(overrides)
+    _check_choices(parsed, folders_of(overrides))
     try:
         cfg = compose_configuration(overrides, with_hydra=with_hydra)
         # Interpolations are resolved here, so that a value that none of them can use is found now.
@@ -63,6 +65,7 @@ def composed(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfi
         raise OverrideError(_one_line(error) + hint) from error
     for override in parsed:
         _check_type(override, overrides)
+    check_read(cfg)
     return cfg
 
 
@@ -94,6 +97,20 @@ def combinations(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     return list(itertools.product(*columns))
 
 
+def first_combination(overrides: Sequence[Override]) -> tuple[str, ...]:
+    """The first job of a sweep, as a command line; of an interval that a search draws from, its lower end."""
+    words = []
+    for override in overrides:
+        value = override.value()
+        if isinstance(value, IntervalSweep):
+            words.append(f"{override.get_key_element()}={value.start}")
+        elif override.is_sweep_override():
+            words.append(f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}")
+        else:
+            words.append(str(override.input_line))
+    return tuple(words)
+
+
 def _own_keys(cfg: DictConfig) -> list[str]:
     return [str(key) for key in cfg if key != "hydra"]
 
@@ -109,19 +126,37 @@ def _unreadable(text: str) -> str:
 # --- choices of groups ------------------------------------------------------------------------------------------------
 
 
-def _check_choices(overrides: Sequence[Override]) -> None:
-    """Refuse a name that is no choice of a group, e.g. of ``model=``."""
+#: Groups that are not in the list of defaults.
+ADDED = ("exp", "debug")
+
+
+def _check_choices(overrides: Sequence[Override], folders: Sequence[Path]) -> None:
+    """Refuse a name that is no choice of a group, e.g. of ``model=``.
+
+    Args:
+        overrides: the command line.
+        folders: the user's own folders, which may hold further choices.
+    """
     for override in overrides:
         group = override.key_or_group
         if group == GROUP or group.startswith("hydra") or not (CONF / group).is_dir() or override.is_delete():
             continue
-        names = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+        names = sorted({*choices_in([CONF, *folders], group)})
+        if override.is_add() and group not in ADDED and override.package is None:
+            raise OverrideError(
+                f"{override.input_line}: {group} is chosen without the plus, {override.input_line.lstrip('+')}; "
+                f"its choices are {', '.join(names)}"
+            )
         if group == "exp" and not override.is_add():
             raise OverrideError(f"{override.input_line}: an experiment is added, write +{override.input_line}")
-        values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+        values = override.sweep_string_iterator() if override.is_sweep_override() else _listed(override.value())
         for value in values:
             if isinstance(value, str) and value not in names:
                 raise OverrideError(f"{group}={value} is not one of {', '.join(names)}{did_you_mean(value, names)}")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -134,7 +169,12 @@ def _defaults(groups: tuple[str, ...]) -> DictConfig:
 
 
 def _base(overrides: Sequence[str]) -> DictConfig:
-    return _defaults(tuple(text for text in overrides if (CONF / parse([text])[0].key_or_group).is_dir()))
+    return _defaults(tuple(text for text in overrides if _chooses(parse([text])[0].key_or_group)))
+
+
+def _chooses(key: str) -> bool:
+    """Whether an override with this key says which files are read."""
+    return (CONF / key).is_dir() or key == SEARCH_PATH
 
 
 def _check_key(override: Override, overrides: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ gqsgd advise --model torchvision:resnet50 --link 10gbit --nodes 16 --gpus-per-no
 gqsgd bench --procs 2
 gqsgd bench training
 gqsgd doctor
+torchrun --nproc-per-node 2 --no-python gqsgd doctor --nodes
 
 Each command imports what it needs when it runs, so that ``--help`` answers at once.
 """
@@ -300,14 +301,35 @@ def bench(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Look at the network between the ranks of a launcher instead.")
+    ] = False,
+) -> None:
     """Say whether this machine has what the package needs; exit code 1 if something is missing."""
+    if nodes:
+        _doctor_of_nodes()
+        return
     from lightning_gqsgd.cli import doctor as examination
 
     findings = examination.findings()
     typer.echo("\n".join(examination.lines(findings)))
     if any(finding.is_bad for finding in findings):
         raise typer.Exit(1)
+
+
+def _doctor_of_nodes() -> None:
+    from lightning_gqsgd.cli import doctor_nodes, tables
+
+    with _refusals_in_one_line():
+        findings = doctor_nodes.examine()
+    if findings is None:
+        return
+    typer.echo(doctor_nodes.opening(findings))
+    for table in doctor_nodes.tables(findings):
+        tables.show(table)
+    for line in doctor_nodes.warnings(findings):
+        typer.echo(f"WARN  {line}")
 
 
 def main() -> None:

@@ -14,10 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
-from recipes.comparison.finished import Finished
+from recipes.comparison.finished import Finished, Found
 from recipes.comparison.grouping import grouping
 from recipes.comparison.plan import Plan
 from recipes.comparison.workspace import PLOTS, TABLE, Definition, WorkspaceError, save_workspace
+from recipes.loggers.chosen import wandb_settings
 from recipes.loggers.labels import Labels
 from recipes.loggers.wandb_client import start_wandb, wandb_mode
 from recipes.measuring.metrics import Metric
@@ -39,11 +40,11 @@ def publish(plan: Plan, metric: Metric, title: str, files: Sequence[Path], conso
         files: tables and pictures of the comparison; ``table.csv`` is among them.
         console: where the lines are printed.
     """
-    cells = [cell for cell in plan.cells if cell.config["logger"]["name"] == "wandb" and cell.is_finished()]
+    cells = [cell for cell in plan.cells if wandb_settings(cell.config) is not None and cell.is_finished()]
     if cells:
         config = cells[0].config
         by = grouping([cell.config for cell in cells])
-        shown = Shown(config["logger"]["group"], plan.folder, [cell.folder for cell in cells], config, by)
+        shown = Shown(wandb_settings(config)["group"], plan.folder, [cell.folder for cell in cells], config, by)
         publish_runs(shown, metric, title, files, console)
 
 
@@ -104,8 +105,8 @@ def publish_finished(finished: Finished, folder: Path, files: Sequence[Path], co
         files: tables and pictures of the comparison.
         console: where the lines are printed.
     """
-    logged = [found for found in finished.chosen if found.config["logger"]["name"] == "wandb"]
-    projects = dict.fromkeys((each.config["logger"]["entity"], each.config["logger"]["project"]) for each in logged)
+    logged = [found for found in finished.chosen if wandb_settings(found.config) is not None]
+    projects = dict.fromkeys((each["entity"], each["project"]) for each in map(_settings, logged))
     if len(projects) > 1:
         named = ", ".join("/".join(filter(None, project)) for project in projects)
         console.print(
@@ -113,12 +114,16 @@ def publish_finished(finished: Finished, folder: Path, files: Sequence[Path], co
         )
         return
     config = logged[0].config
-    groups = [*dict.fromkeys(each.config["logger"]["group"] or each.config["title"] for each in logged)]
+    groups = [*dict.fromkeys(_settings(each)["group"] or each.config["title"] for each in logged)]
     own = groups[0] if len(groups) == 1 else f"compare-{folder.name}"
     by = (*finished.keys, *_hardware_keys([found.config for found in logged]))
     more = () if len(groups) == 1 else tuple(groups)
     shown = Shown(own, folder, [found.folder for found in logged], config, by, more)
     publish_runs(shown, logged[0].run.metric, finished.title, files, console)
+
+
+def _settings(found: Found) -> Any:
+    return wandb_settings(found.config)
 
 
 def _hardware_keys(configs: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -146,7 +151,7 @@ def _log(shown: Shown, title: str, files: Sequence[Path]) -> list[str]:
     _clear(folder / "wandb")
     # W&B keeps copies for a later upload here; its default is the home directory.
     os.environ.setdefault("WANDB_DATA_DIR", str(folder / "wandb"))
-    settings = config["logger"]
+    settings = wandb_settings(config)
     labels = Labels(title, shown.group, config["title"], JOB_TYPE, config["hardware"]["name"])
     run = start_wandb(
         str(folder),
@@ -239,7 +244,7 @@ def _gather(folder: Path, runs: Sequence[Path]) -> list[str]:
 
 def _workspace(shown: Shown, metric: Metric, files: Sequence[Path]) -> list[str]:
     """Create the workspace, or write its file; returns lines that say where it is, or how to create it later."""
-    logger, folder = shown.config["logger"], shown.folder
+    logger, folder = wandb_settings(shown.config), shown.folder
     definition = Definition(
         shown.group,
         metric.key,

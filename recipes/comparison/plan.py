@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 
 from netlab.lab import NetLabError, parse_rate
 from recipes.arguments import check_arguments
-from recipes.data.named_files import check_named
+from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
 from recipes.errors import OverrideError, RecipeError
 from recipes.files import RESULT_FILE
-from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, check_devices, check_profile
+from recipes.launch.hardware import MULTI_NODE, NETLAB, check_devices, check_profile
 from recipes.launch.processes import local_processes
 from recipes.limits import check_limits
+from recipes.loggers.chosen import chosen_loggers
 from recipes.measuring.metrics import METRICS, Metric
 from recipes.overrides import combinations, composed, parse
 from recipes.strategies.choices import ALL, CONF, UnknownStrategyError, check_light, check_strategies
@@ -261,7 +262,7 @@ def _checked_rate(rate: str) -> int | None:
 
 def _experiment(overrides: Sequence[Override]) -> str:
     for override in overrides:
-        if override.key_or_group == "exp" and isinstance(override.value(), str):
+        if override.key_or_group in ("exp", "experiment") and isinstance(override.value(), str):
             return str(override.value())
     names = ", ".join(sorted(file.stem for file in (CONF / "exp").glob("*.yaml")))
     raise PlanError(f"name one experiment: +exp=NAME, one of {names}")
@@ -280,6 +281,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
         check_profile(resolved)
         check_light(resolved["strategy"], resolved["trainer"]["accelerator"])
         check_named(resolved["data"])
+        check_stand_in(resolved["data"], resolved["trainer"]["accelerator"])
         if resolved["trainer"]["accelerator"] == "cpu":
             check_devices(resolved)  # GPUs are counted by the runs: that imports torch
             here = local_processes("cpu", resolved["trainer"]["devices"])
@@ -287,8 +289,8 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
     except (RecipeError, NetLabError) as error:
         raise PlanError(str(error)) from error
     name = resolved["hardware"]["name"]
-    if name in (MULTI_NODE, SLURM):
-        folders = f"outputs/{resolved['title']}/*" if name == MULTI_NODE else "outputs/multirun/TIME"
+    if name == MULTI_NODE:
+        folders = f"outputs/{resolved['title']}/*"
         raise PlanError(
             f"hardware={name}: the runs of a comparison are started from this machine, on this machine; take "
             "python recipes/run.py for each of them, and compare them when they have finished: "
@@ -299,9 +301,10 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _cell(overrides: Sequence[str], config: dict[str, Any], swept: Sequence[str], comparison: Path) -> Cell:
     """The run of one command line, in a folder below that of its comparison."""
-    if "group" in config["logger"] and config["logger"]["group"] is None:
-        config["logger"]["group"] = group = f"compare-{comparison.name}"
-        overrides = [*overrides, f"logger.group={group}"]
+    for key, logger in chosen_loggers(config).items():
+        if "group" in logger and logger["group"] is None:
+            logger["group"] = group = f"compare-{comparison.name}"
+            overrides = [*overrides, f"{key}.group={group}"]
     seed, name = config["seed"], config["strategy"]["name"]
     details = [_last_part(override) for override in overrides if _key(override) in swept]
     variant = " ".join([name, *(detail for detail in details if detail)])

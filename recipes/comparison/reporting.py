@@ -29,6 +29,7 @@ from recipes.comparison.results import (
 )
 from recipes.comparison.runner import Failure, name_of
 from recipes.comparison.slower_links import elsewhere
+from recipes.loggers.chosen import wandb_settings
 
 
 def report(plan: Plan, failed: set[Path], command: str, console: Console) -> None:
@@ -64,7 +65,7 @@ def report(plan: Plan, failed: set[Path], command: str, console: Console) -> Non
         files[-1],
     )
     _list(files, console)
-    if any(cell.config["logger"]["name"] == "wandb" for cell in plan.cells):
+    if any(wandb_settings(cell.config) is not None for cell in plan.cells):
         # Here, not above: the module imports Lightning, which takes seconds.
         from recipes.comparison.dashboard import publish
 
@@ -101,7 +102,7 @@ def report_finished(finished: Finished, settings: Settings, command: str, consol
     write_page(list(sections.values()), finished.title, command, page, overviews, notes)
     files.append(page)
     _list(files, console)
-    if any(found.config["logger"]["name"] == "wandb" for found in finished.chosen):
+    if any(wandb_settings(found.config) is not None for found in finished.chosen):
         # Here, not above: the module imports Lightning, which takes seconds.
         from recipes.comparison.dashboard import publish_finished
 

@@ -72,7 +72,7 @@ def run_all(cells: tuple[Cell, ...], console: Console, fresh: bool) -> list[Fail
             except KeyboardInterrupt:
                 line(number, "stopped", done=True)
                 raise
-            line(number, f"[red]{failure.outcome}[/]" if failure else _outcome(cell), done=True)
+            line(number, f"[red]{failure.outcome}[/]" if failure else outcome_of(cell), done=True)
             failures += [failure] if failure else []
     return failures
 
@@ -92,11 +92,21 @@ def _run(cell: Cell, starter: Starter, say: Callable[[str], None]) -> Failure | 
         run.end()
     if code == 0 and (cell.folder / RESULT_FILE).is_file():
         return None
-    tail = "\n".join(_read(log).splitlines()[-TAIL_LINES:])
+    return failure_of(cell, f"exit code {code}" if code else f"no {RESULT_FILE}")
+
+
+def failure_of(cell: Cell, reason: str) -> Failure:
+    """The failure of a cell that has ended.
+
+    Args:
+        cell: the cell.
+        reason: what went wrong, in a few words, if the training has not diverged.
+    """
+    tail = "\n".join(_read(cell.folder / LOG).splitlines()[-TAIL_LINES:])
     divergence = cell.divergence()
     if divergence:
         return Failure(cell, f"diverged, {divergence}", tail, "diverged")
-    return Failure(cell, f"exit code {code}" if code else f"no {RESULT_FILE}", tail)
+    return Failure(cell, reason, tail)
 
 
 def _latest(log: Path) -> str:
@@ -106,10 +116,11 @@ def _latest(log: Path) -> str:
 
 
 def _read(log: Path) -> str:
-    return log.read_text(errors="replace")
+    return log.read_text(errors="replace") if log.is_file() else ""
 
 
-def _outcome(cell: Cell) -> str:
+def outcome_of(cell: Cell) -> str:
+    """What a finished cell has reached, in a line."""
     facts = json.loads((cell.folder / RESULT_FILE).read_text())
     metric = METRICS[facts["metric"]]
     value = facts["metrics"].get(metric.test, facts["metrics"].get(metric.val))

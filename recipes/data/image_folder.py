@@ -136,7 +136,8 @@ class ImageFolderData(TaskData):
         num_classes: number of classes in the folder; the digits that stand in may have fewer.
         train_samples, test_samples: number of images of a stratified part of each split; None: all.
         workers: number of processes that decode, per process that trains; None: its share of the cores, less one.
-        fallback: whether scikit-learn's digits stand in where ``root`` is None.
+        fallback: whether scikit-learn's digits stand in where ``root`` is None; None: on the CPU, which
+            `recipes.data.named_files.check_stand_in` sees to.
         **common: ``name`` and ``batch_size``, see `TaskData`.
 
     Raises:
@@ -153,7 +154,7 @@ class ImageFolderData(TaskData):
         train_samples: int | None = None,
         test_samples: int | None = None,
         workers: int | None = None,
-        fallback: bool = True,
+        fallback: bool | None = None,
         **common: Any,
     ) -> None:
         super().__init__(**common)
@@ -169,7 +170,8 @@ class ImageFolderData(TaskData):
         self._root = Path(root).expanduser() if root else None
         self._size, self._resize = image_size, resize if resize is not None else round(image_size * 8 / 7)
         self._train_samples, self._test_samples = train_samples, test_samples
-        self._workers, self._fallback = workers, fallback
+        self._workers = workers
+        self._fallback = fallback is not False
         self._source: Source | None = None
         self._announced = False
 

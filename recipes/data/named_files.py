@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import DataError
+from recipes.launch.processes import gpus
 
 #: Settings of ``data`` that name a file, which may lie in ``data.root``.
 FILES = ("train_file", "valid_file")
@@ -53,6 +54,25 @@ def check_named(data: Mapping[str, Any]) -> None:
         if name is not None and named_file(str(name), root) is None:
             inside = "" if root is None else f", neither in {Path.cwd()} nor in data.root={root}"
             raise DataError(f"data.{key}={name} is no file{inside}; name a file that exists")
+
+
+def check_stand_in(data: Mapping[str, Any], accelerator: str) -> None:
+    """Check that no digits stand in for images on GPUs: nobody means to train 90 epochs on them.
+
+    Args:
+        data: the node ``data`` of a configuration.
+        accelerator: ``trainer.accelerator``.
+
+    Raises:
+        DataError: there is no ``data.root``, and ``data.fallback`` is null.
+    """
+    asked = "fallback" in data and data["fallback"] is None and data.get("root") is None
+    if not asked or accelerator == "cpu" or (accelerator == "auto" and not gpus()):
+        return
+    raise DataError(
+        f"there is no {data['name']}: data.root is not set; name a folder train/CLASS/*.jpg + val/CLASS/*.jpg with "
+        "data.root=PATH (data=webdataset reads shards), or let digits stand in with data.fallback=true"
+    )
 
 
 def _near(path: Path) -> str:

@@ -19,10 +19,11 @@ from lightning_gqsgd.errors import ConfigError, counted
 from netlab.lab import NetLabError
 from netlab.machine import cores
 from recipes.arguments import check_arguments
-from recipes.data.named_files import check_named
+from recipes.data.named_files import check_named, check_stand_in
 from recipes.data.sizes import check_known_samples
 from recipes.errors import DivergedError, OverrideError, RecipeError
 from recipes.folders import check_writable
+from recipes.for_hydra import for_hydra
 from recipes.launch.environment import profile_environment
 from recipes.launch.hardware import MULTI_NODE, NETLAB, SLURM, HardwareError, check_devices, check_profile
 from recipes.launch.hosts import run_on_hosts
@@ -36,12 +37,15 @@ from recipes.launch.processes import (
     torchrun_needed,
 )
 from recipes.launch.slurm import prepare_submission
+from recipes.launch.sweeps import check_sweeper, is_search, run_job
 from recipes.limits import check_limits
 from recipes.opening import INTERRUPTED, leads, say
-from recipes.overrides import combinations, composed, parse
+from recipes.overrides import composed, first_combination, parse
+from recipes.own_folders import with_search_path
 from recipes.strategies.choices import CONF, check_light, check_settings, check_strategies, register_presets
 from recipes.training.checkpoints import find_checkpoint, finished_message
 from recipes.training.continuing import check_continued, uncompared
+from recipes.unread import check_read
 
 #: Exit code of a command line that asks for something that cannot be.
 REFUSED = 2
@@ -57,8 +61,8 @@ def run() -> None:
         SystemExit: with code `REFUSED` or `FAILED` after one line on standard error, or `INTERRUPTED`.
         KeyboardInterrupt: somebody has interrupted what comes before the training.
     """
-    arguments = sys.argv[1:]
     with refusals_in_one_line():
+        sys.argv[1:] = arguments = with_search_path(sys.argv[1:])
         check_strategies(arguments)
         prepare_submission(arguments, os.environ)
         register_presets()
@@ -67,6 +71,7 @@ def run() -> None:
     if finished:
         say(finished)
         return
+    sys.argv[1:] = for_hydra(sys.argv[1:])
     main()
 
 
@@ -114,13 +119,20 @@ def examine(arguments: Sequence[str]) -> str | None:
             f"{swept[0].input_line}: a comma list makes several runs; take python recipes/compare.py, or quote a value "
             f"that has commas"
         )
-    if multirun and not swept and not any(override.input_line == f"hardware={SLURM}" for override in overrides):
+    if multirun:
+        check_sweeper(overrides)
+    if (
+        multirun
+        and not swept
+        and not is_search(overrides)
+        and not any(override.input_line == f"hardware={SLURM}" for override in overrides)
+    ):
         raise OverrideError(
             "-m makes one run of each value of a comma list, and there is no comma list; leave -m out, or write e.g. "
             "-m seed=0,1 trainer.devices=1"
         )
     mode = ("hydra.mode=MULTIRUN",) if multirun else ()
-    cfg = composed([*combinations(overrides)[0], *mode], with_hydra=True)
+    cfg = composed([*first_combination(overrides), *mode], with_hydra=True)
     check_named(cfg.data)
     with profile_environment(cfg.hardware.env, os.environ):
         check(cfg, cfg.hydra)
@@ -150,6 +162,7 @@ def check(cfg: DictConfig, hydra_config: Any) -> None:
     check_arguments(cfg)
     check_profile(cfg)
     check_light(cfg.strategy, cfg.trainer.accelerator)
+    check_stand_in(cfg.data, cfg.trainer.accelerator)
     name, (nodes, devices) = cfg.hardware.name, places(cfg)
     by_hand = external_rank(os.environ) is None
     if name == SLURM and by_hand and (nodes * devices > 1 or "SLURM_JOB_ID" not in os.environ):
@@ -177,11 +190,21 @@ def places(cfg: DictConfig) -> tuple[int, int]:
 
 def _refuse_sweeps_of_processes(name: str, processes: int, hydra_config: Any) -> None:
     submitted = name == SLURM and str(hydra_config.launcher._target_).endswith(".SlurmLauncher")
-    if _is_multirun(hydra_config) and processes > 1 and not submitted:
+    if _is_multirun(hydra_config) and processes > 1 and not submitted and external_rank(os.environ) is not None:
         raise LaunchError(
-            "-m / --multirun cannot be used with several processes: every process would run the whole sweep. "
-            "Take recipes/compare.py, which starts a fresh run for every combination, or trainer.devices=1"
+            "-m / --multirun cannot be used below a launcher: each of its processes would run the whole sweep. "
+            "Take recipes/compare.py or -m without the launcher, which start fresh processes for every combination"
         )
+
+
+def _starts_processes(cfg: DictConfig, hydra_config: Any) -> bool:
+    """Whether this is a job of a sweep on this machine, whose training has processes of its own.
+
+    Lightning would start the other processes with the command line of the whole sweep.
+    """
+    nodes, devices = places(cfg)
+    submitted = cfg.hardware.name == SLURM
+    return _is_multirun(hydra_config) and not submitted and (nodes * devices > 1 or cfg.hardware.name == NETLAB)
 
 
 def _is_multirun(hydra_config: Any) -> bool:
@@ -219,12 +242,20 @@ def main(cfg: DictConfig) -> float:
         # The variables come before anything asks for GPUs: CUDA reads its variables then.
         with refusals_in_one_line(), profile_environment(cfg.hardware.env, os.environ):
             check(cfg, HydraConfig.get())
+            if _starts_processes(cfg, HydraConfig.get()):
+                code, value = run_job(HydraConfig.get().overrides.task, folder)
+                if code == INTERRUPTED:
+                    raise KeyboardInterrupt
+                if code:
+                    sys.exit(code)
+                return value
             if cfg.hardware.name == NETLAB and external_rank(os.environ) is None:
                 hosts, ranks = places(cfg)
                 code = run_on_hosts(hosts, str(cfg.hardware.rate), ranks, sys.argv[1:], folder)
                 if code == INTERRUPTED:
                     raise KeyboardInterrupt
                 sys.exit(code)
+            check_read(cfg)
             check_settings(cfg.strategy)
             # Here, not above: Lightning takes seconds to import, and what is refused or only starts others needs none.
             from recipes.training.train import train

@@ -12,6 +12,8 @@ LEARNING_RATE = "train/lr"
 VAL_LOSS = "val/loss"
 TEST_LOSS = "test/loss"
 
+TOP5 = "acc5"  # last part of the names of top-5 accuracy, 0 to 1
+
 TRAIN_TIME = "train_time"  # seconds in training steps since the start, those of resumed runs included
 SAMPLES = "samples"  # number of training samples that all processes together have seen
 STEP_S = "perf/step_s"  # seconds of one training step

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class OptimizerError(RecipeError):
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The node `optimizer` of the configuration, field by field; conf/config.yaml explains each of them.
+    """The node `optimizer` of the configuration, field by field; conf/optimizer/default.yaml explains each of them.
 
     Raises:
         ValueError: an unknown optimizer.
@@ -37,13 +38,70 @@ class OptimizerSettings:
     schedule: str
     warmup: float
     milestones: tuple[float, ...] = ()
+    scale_lr: int | None = None
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             raise ValueError(f"optimizer.name={self.name!r} is not one of {', '.join(OPTIMIZERS)}")
 
 
-def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """An optimizer of the user's own, from the node `optimizer` with a `_target_`.
+
+    Attributes:
+        target: the class, which is called with the parameters and with ``arguments``.
+        arguments: keywords of the class.
+        schedule, warmup, milestones, scale_lr: as in `OptimizerSettings`.
+    """
+
+    target: Any
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    schedule: str = "onecycle"
+    warmup: float = 0.2
+    milestones: tuple[float, ...] = ()
+    scale_lr: int | None = None
+
+    @classmethod
+    def of(cls, target: Any, node: Mapping[str, Any]) -> OwnOptimizer:
+        """The optimizer of a node.
+
+        Args:
+            target: what the node's `_target_` names.
+            node: the node; its name is a label.
+        """
+        own = {entry.name for entry in fields(cls)} - {"target", "arguments"}
+        left_out = {*own, "name", "_target_"}
+        arguments = {key: value for key, value in node.items() if key not in left_out}
+        return cls(target, arguments, **{key: value for key, value in node.items() if key in own})
+
+    @property
+    def lr(self) -> float | None:
+        """The rate, if the node names one."""
+        return self.arguments.get("lr")
+
+
+def scaled(settings: OptimizerSettings | OwnOptimizer, samples: int) -> OptimizerSettings | OwnOptimizer:
+    """The settings with the rate of a global batch, by the linear rule of Goyal et al. 2017 (arXiv 1706.02677).
+
+    Args:
+        settings: the settings; without ``scale_lr`` they stay as they are.
+        samples: number of samples of an optimizer step, all processes together.
+
+    Raises:
+        OptimizerError: there is no rate to be scaled.
+    """
+    if settings.scale_lr is None:
+        return settings
+    if settings.lr is None:
+        raise OptimizerError(f"optimizer.scale_lr={settings.scale_lr} scales optimizer.lr, and there is none; set it")
+    lr = settings.lr * (samples / settings.scale_lr)
+    if isinstance(settings, OwnOptimizer):
+        return replace(settings, arguments={**settings.arguments, "lr": lr})
+    return replace(settings, lr=lr)
+
+
+def make_optimizer(module: nn.Module, settings: OptimizerSettings | OwnOptimizer, steps: float) -> dict[str, Any]:
     """Optimizer and schedule, as Lightning's `configure_optimizers` returns them.
 
     Weight decay applies to matrices. Biases and the parameters of normalisations are not decayed, because decay does
@@ -57,6 +115,9 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float)
     Raises:
         OptimizerError: the network gives sparse gradients, which the optimizer does not take.
     """
+    if isinstance(settings, OwnOptimizer):
+        optimizer = settings.target([p for p in module.parameters() if p.requires_grad], **settings.arguments)
+        return _with_schedule(optimizer, settings, steps)
     tables = _tables(module, settings)
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
@@ -64,6 +125,10 @@ def make_optimizer(module: nn.Module, settings: OptimizerSettings, steps: float)
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = _optimizer([group for group in groups if group["params"]], tables, settings)
+    return _with_schedule(optimizer, settings, steps)
+
+
+def _with_schedule(optimizer: Optimizer, settings: OptimizerSettings | OwnOptimizer, steps: float) -> dict[str, Any]:
     schedule = make_schedule(optimizer, settings.schedule, steps, settings.warmup, settings.milestones)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

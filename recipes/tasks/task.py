@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recipes.measuring import names
 from recipes.measuring.metrics import Metric
-from recipes.tasks.optimizers import OptimizerSettings, make_optimizer
+from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer, make_optimizer
 
 #: Inputs and targets.
 Batch = tuple[Any, Tensor]
@@ -32,7 +32,7 @@ class Task(LightningModule):
 
     metric: ClassVar[Metric]
 
-    def __init__(self, network: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(self, network: nn.Module, settings: OptimizerSettings | OwnOptimizer) -> None:
         super().__init__()
         self.network = network
         self.settings = settings
@@ -55,6 +55,14 @@ class Task(LightningModule):
     def training_metric(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """`metric` on one training batch, a scalar; None where a batch says nothing about it."""
         return None
+
+    def judge(self, outputs: Tensor, targets: Tensor, split: str) -> None:
+        """Log more of a batch than loss and metric; nothing, unless a task says otherwise.
+
+        Args:
+            outputs, targets: of the batch.
+            split: ``"val"`` or ``"test"``.
+        """
 
     def forward(self, inputs: Any) -> Tensor:
         """The network's outputs."""
@@ -97,4 +105,5 @@ class Task(LightningModule):
         metric.update(outputs, targets)
         loss, size = self.loss(outputs, targets), len(targets)
         self.log(loss_name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
+        self.judge(outputs, targets, metric_name.partition("/")[0])
         self.log(metric_name, metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.profilers import Profiler
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from recipes.data.task_data import TaskData
 from recipes.errors import ModelError, RecipeError
+from recipes.own_folders import make_importable, named_targets
+from recipes.strategies.choices import CONF
+from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer
+from recipes.tasks.task import Task
+from recipes.training.checkpoints import CHECKPOINTS
 
-#: Everything that a configuration may call. A `_target_` on the command line, or in a file from elsewhere, cannot name
-#: another function, not even one that is reachable through these modules.
+#: Everything of the repository that a configuration may call. A `_target_` on the command line cannot name another
+#: function, not even one that is reachable through these modules; a file in a folder of the user's own can.
 ALLOWED_TARGETS = frozenset(
     {
         "lightning_gqsgd.GQSGDStrategy",
@@ -36,41 +49,210 @@ ALLOWED_TARGETS = frozenset(
 )
 
 
+#: Modules whose classes any configuration may name: Lightning's callbacks and profilers.
+OF_LIGHTNING = {"lightning.pytorch.callbacks": Callback, "lightning.pytorch.profilers": Profiler}
+
+
 class TargetError(RecipeError):
     """A configuration that names a `_target_` which recipes do not call."""
 
 
-def build_network(node: DictConfig) -> nn.Module:
+def own_targets() -> frozenset[str]:
+    """Every `_target_` in the folders that the user has added to Hydra's search path; none outside of Hydra."""
+    if not HydraConfig.initialized():
+        return frozenset()
+    sources = HydraConfig.get().runtime.config_sources
+    folders = [Path(source.path) for source in sources if source.schema == "file" and Path(source.path) != CONF]
+    make_importable(folders)
+    return named_targets(folders)
+
+
+def build_network(node: DictConfig, own: frozenset[str] = frozenset()) -> nn.Module:
     """The network of the node `model`.
 
+    Args:
+        node: the node.
+        own: see `build`.
+
     Raises:
-        TargetError: see `build`.
+        TargetError: see `build`; or the target is no network.
         ModelError: the network refuses a setting.
     """
     try:
-        network: nn.Module = build(node, leave_out=("name",))
+        network: nn.Module = build(node, own=own, leave_out=("name",))
     except ValueError as error:  # networks outside of recipes know no errors of recipes
         raise ModelError(str(error)) from error
+    if not isinstance(network, nn.Module) or isinstance(network, LightningModule):
+        raise TargetError(
+            f"model._target_={node._target_} makes a {type(network).__name__}, and a model is a torch.nn.Module that "
+            "is no LightningModule; the LightningModule is the task's: a subclass of recipes.tasks.task.Task, named by "
+            "task._target_"
+        )
     return network
 
 
-def build(node: DictConfig, *, leave_out: tuple[str, ...] = (), **arguments: Any) -> Any:
+def build_task(node: DictConfig, own: frozenset[str], **arguments: Any) -> Task:
+    """The LightningModule of the node `task`.
+
+    Raises:
+        TargetError: see `build`; or the target is no `Task`.
+    """
+    return _checked(build(node, own=own, leave_out=("metric",), **arguments), Task, f"task._target_={node._target_}")
+
+
+def build_data(node: DictConfig, own: frozenset[str] = frozenset()) -> TaskData:
+    """The data module of the node `data`.
+
+    Raises:
+        TargetError: see `build`; or the target is no `TaskData`.
+    """
+    return _checked(build(node, own=own), TaskData, f"data._target_={node._target_}")
+
+
+def build_optimizer(node: Mapping[str, Any], own: frozenset[str] = frozenset()) -> OptimizerSettings | OwnOptimizer:
+    """The settings of the node `optimizer`, resolved; or an optimizer of the user's own, if it names one.
+
+    Raises:
+        TargetError: see `build`.
+    """
+    target = node.get("_target_")
+    if target is None:
+        return OptimizerSettings(**node)
+    settings = OwnOptimizer.of(_found(target, own), node)
+    check_call(settings.target, f"optimizer._target_={target}", {"params": (), **settings.arguments})
+    return settings
+
+
+def build_callbacks(nodes: Mapping[str, Any] | None, folder: Path, own: frozenset[str] = frozenset()) -> list[Callback]:
+    """The callbacks of the node `callbacks`; an entry that is null is none.
+
+    Args:
+        nodes: a node for each callback.
+        folder: folder of the run, in which checkpoints are kept that have no `dirpath`.
+        own: see `build`.
+
+    Raises:
+        TargetError: see `build`; or a target is no callback.
+    """
+    callbacks: list[Callback] = []
+    for name, node in (nodes or {}).items():
+        if node is None:
+            continue
+        key = f"callbacks.{name}._target_={node._target_}"
+        callback: Callback = _checked(build(node, own=own), Callback, key)
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(folder / CHECKPOINTS)
+        callbacks.append(callback)
+    return callbacks
+
+
+def build_trainer(
+    node: Mapping[str, Any], folder: Path, own: frozenset[str] = frozenset(), **arguments: Any
+) -> Trainer:
+    """The Trainer of the node `trainer`: Lightning's, or a class of the user's that inherits from it.
+
+    Args:
+        node: the node, resolved. The entry `profiler` may be a node, too.
+        folder: folder of the run, which a profiler without a `dirpath` writes to.
+        own: see `build`.
+        **arguments: further arguments of the Trainer.
+
+    Raises:
+        TargetError: see `build`; or the target is no Trainer.
+    """
+    settings = dict(node)
+    target = settings.pop("_target_", None)
+    profiler = settings.get("profiler")
+    if isinstance(profiler, Mapping):
+        place = {} if profiler.get("dirpath") else {"dirpath": str(folder)}
+        settings["profiler"] = build(OmegaConf.create(dict(profiler)), own=own, leave_out=tuple(place), **place)
+    kind = Trainer if target is None else _found(str(target), own)
+    if not (isinstance(kind, type) and issubclass(kind, Trainer)):
+        raise TargetError(f"trainer._target_={target} is no class that inherits from lightning.pytorch.Trainer")
+    return _called(kind, str(target), {**settings, **arguments}) if target else kind(**settings, **arguments)
+
+
+def build(
+    node: DictConfig, *, own: frozenset[str] = frozenset(), leave_out: tuple[str, ...] = (), **arguments: Any
+) -> Any:
     """Call the `_target_` of a node with the node's other entries.
 
     Unlike Hydra's `instantiate`, this calls nothing inside the entries, and errors pass through as they are.
 
     Args:
         node: the node, with the entry `_target_`.
+        own: further targets that are allowed, see `own_targets`.
         leave_out: names of entries that the target does not take.
         **arguments: further arguments of the target.
 
     Raises:
-        TargetError: the target is not one of `ALLOWED_TARGETS`.
+        TargetError: the target is none of `ALLOWED_TARGETS`, of Lightning's callbacks and profilers, and of `own`; or
+            a target of `own` cannot be imported, or does not take an entry.
     """
     settings = OmegaConf.to_container(node, resolve=True)
     assert isinstance(settings, dict)
     target = settings.pop("_target_", None)
-    if target not in ALLOWED_TARGETS:
-        raise TargetError(f"_target_={target!r} is not one of {', '.join(sorted(ALLOWED_TARGETS))}")
     kept = {str(name): value for name, value in settings.items() if name not in leave_out}
-    return get_object(target)(**kept, **arguments)
+    return _called(_found(target, own), target, {**kept, **arguments})
+
+
+def _found(target: Any, own: frozenset[str]) -> Any:
+    """What a target names.
+
+    Raises:
+        TargetError: see `build`.
+    """
+    if target in ALLOWED_TARGETS:
+        return get_object(target)
+    module, _, name = str(target).rpartition(".")
+    if module in OF_LIGHTNING:
+        found = getattr(get_object(module), name, None)
+        if isinstance(found, type) and issubclass(found, OF_LIGHTNING[module]):
+            return found
+    if target not in own:
+        raise TargetError(
+            f"_target_={target!r} is not one of {', '.join(sorted(ALLOWED_TARGETS))}, nor of Lightning's callbacks and "
+            "profilers; name others in a file of your own, e.g. FOLDER/model/NAME.yaml, and add --config-dir FOLDER"
+        )
+    try:
+        return get_object(target)
+    except (ImportError, ValueError) as error:
+        cause = str(error).splitlines()[0]
+        raise TargetError(
+            f"_target_={target}: {cause}; start in the folder of the module, or put that folder on PYTHONPATH"
+        ) from error
+
+
+def check_call(function: Any, name: str, arguments: Mapping[str, Any]) -> None:
+    """Check that a function takes these arguments.
+
+    Args:
+        function: the function or class.
+        name: what a message calls it.
+        arguments: the keywords.
+
+    Raises:
+        TargetError: it takes others.
+    """
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise TargetError(
+            f"{name}: {error}; leave the entry out ('~NODE.ENTRY' on the command line), or add what is missing"
+        ) from error
+    except ValueError:
+        pass  # a signature that cannot be read
+
+
+def _called(function: Any, target: str, arguments: Mapping[str, Any]) -> Any:
+    check_call(function, f"_target_={target}", arguments)
+    return function(**arguments)
+
+
+def _checked(made: Any, kind: type, key: str) -> Any:
+    if not isinstance(made, kind):
+        raise TargetError(
+            f"{key} makes a {type(made).__name__}, and recipes need a {kind.__module__}.{kind.__qualname__}; inherit "
+            "from it"
+        )
+    return made

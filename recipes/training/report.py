@@ -118,6 +118,8 @@ def finish(folder: Path, facts: dict[str, Any], checkpoint: Path | None) -> None
     metric = run.metric
     if metric.test in facts["metrics"]:
         lines[f"test {metric.label}"] = metric.shown(facts["metrics"][metric.test])
+    if f"test/{names.TOP5}" in facts["metrics"]:
+        lines["test top-5"] = metric.shown(facts["metrics"][f"test/{names.TOP5}"])
     # Without a validation, the points of the run are those of the test, which has a line of its own.
     if run.value.size and any(metric.val in row for row in read_rows(folder / METRICS_FILE)):
         lines[f"validation {metric.label}"] = f"{metric.shown(run.value[-1])} (best {metric.shown(run.best)})"

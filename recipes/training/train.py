@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,6 +26,7 @@ from recipes.launch.environment import set_threads
 from recipes.launch.hardware import described
 from recipes.launch.processes import local_processes
 from recipes.launch.ranks import cluster_environment, is_rank_zero, tell_lightning_the_rank
+from recipes.loggers.chosen import chosen_loggers
 from recipes.loggers.csv_rows import ContinuedCSVLogger
 from recipes.loggers.labels import Labels
 from recipes.measuring.clock import TrainingClock
@@ -34,9 +35,19 @@ from recipes.measuring.exposed import ExposedCommunication
 from recipes.measuring.metrics import Metric
 from recipes.measuring.rows import RowOfShortRun
 from recipes.strategies.sparse_tables import fields_for
-from recipes.tasks.optimizers import OptimizerSettings
+from recipes.tasks.optimizers import OptimizerSettings, OwnOptimizer, scaled
 from recipes.tasks.task import Task
-from recipes.training.building import build, build_network
+from recipes.training.building import (
+    ALLOWED_TARGETS,
+    build,
+    build_callbacks,
+    build_data,
+    build_network,
+    build_optimizer,
+    build_task,
+    build_trainer,
+    own_targets,
+)
 from recipes.training.checkpoints import CHECKPOINTS, LAST, CheckpointError, carry_wandb_id, find_checkpoint
 from recipes.training.continuing import asked_by, check_continued
 from recipes.training.machine import machine_facts
@@ -68,7 +79,8 @@ def train(cfg: DictConfig, folder: Path) -> float:
     if checkpoint:
         check_continued(cfg, checkpoint)
 
-    data: TaskData = build(cfg.data)
+    own = own_targets()
+    data: TaskData = build_data(cfg.data, own)
     if is_rank_zero():
         # Before anything is named: other data may stand in, and the run is then called by their name. The other
         # processes start later, or wait for this process to join the process group.
@@ -77,25 +89,35 @@ def train(cfg: DictConfig, folder: Path) -> float:
     config["data"]["name"] = data.data_name
     title = f"{cfg.title} on {data.data_name}"
 
-    network = build_network(cfg.model)
-    settings = OptimizerSettings(**config["optimizer"])
-    module: Task = build(cfg.task, leave_out=("metric",), network=network, settings=settings)
+    network = build_network(cfg.model, own)
+    settings = build_optimizer(config["optimizer"], own)
+    global_batch = _global_batch(config, data, on_this_machine)
+    module: Task = build_task(cfg.task, own, network=network, settings=scaled(settings, global_batch))
     numbers = (TrainingClock(), CommunicationCounter(), ExposedCommunication())
-    summary = StartupSummary(title, _summary(config, network, threads, folder))
+    described_rate = {} if settings.scale_lr is None else {"rate": _rate(settings, global_batch)}
+    summary = StartupSummary(title, {**_summary(config, network, threads, folder), **described_rate})
     start = InterruptedStart(folder)
-    callbacks: list[Callback] = [start, RowOfShortRun(), *numbers, summary, *_callbacks(cfg, folder, module.metric)]
+    chosen = build_callbacks(cfg.get("callbacks"), folder, own)
+    callbacks: list[Callback] = [
+        *(start, RowOfShortRun(), *numbers, summary),
+        *_callbacks(cfg, folder, None if any(isinstance(each, ProgressBar) for each in chosen) else module.metric),
+        *chosen,
+    ]
     name = f"{title}, {cfg.strategy.name}, seed {cfg.seed}"
-    trainer = Trainer(
-        **config["trainer"],
+    trainer = build_trainer(
+        config["trainer"],
+        folder,
+        own,
         strategy=build(cfg.strategy, leave_out=("name",), **fields_for(cfg.strategy, network)),
         plugins=cluster_environment(os.environ),
-        logger=_loggers(cfg, config, folder, name, module.metric, checkpoint),
+        logger=_loggers(cfg, config, (folder, checkpoint), name, module.metric, own),
         callbacks=callbacks,
         default_root_dir=folder,
         num_sanity_val_steps=0,
         enable_model_summary=False,
-        enable_progress_bar=False,  # the callbacks above show the whole run
-        enable_checkpointing=bool(cfg.checkpoint),
+        # The callbacks above show the whole run, unless a bar of Lightning's does.
+        enable_progress_bar=any(isinstance(each, ProgressBar) for each in chosen),
+        enable_checkpointing=bool(cfg.checkpoint) or any(isinstance(each, ModelCheckpoint) for each in chosen),
     )
     with start.watched(trainer), _interrupts(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
@@ -110,7 +132,7 @@ def train(cfg: DictConfig, folder: Path) -> float:
         if result["diverged"]:
             # The other ranks end well: a launcher that sees one fail would end this one while it writes.
             raise DivergedError(
-                f"the training diverged: {result['diverged']}; take an optimizer.lr below {cfg.optimizer.lr}, "
+                f"the training diverged: {result['diverged']}; take an optimizer.lr below {settings.lr}, "
                 f"or trainer.gradient_clip_val=0.5; what was measured is in {folder / RESULT_FILE}"
             )
     metrics = result["metrics"]
@@ -142,9 +164,23 @@ def _summary(config: dict[str, Any], network: torch.nn.Module, threads: int, fol
     }
 
 
-def _callbacks(cfg: DictConfig, folder: Path, metric: Metric) -> list[Callback]:
-    """The callbacks that show progress and keep checkpoints."""
-    callbacks: list[Callback] = [LiveProgress(metric) if _interactive() else PlainProgress(metric)]
+def _global_batch(config: dict[str, Any], data: TaskData, on_this_machine: int) -> int:
+    """Number of samples of an optimizer step, all processes together."""
+    trainer = config["trainer"]
+    return data.batch_size * on_this_machine * int(trainer["num_nodes"]) * int(trainer["accumulate_grad_batches"])
+
+
+def _rate(settings: OptimizerSettings | OwnOptimizer, global_batch: int) -> str:
+    """What the start-up summary says of a rate that belongs to a global batch."""
+    lr = scaled(settings, global_batch).lr
+    return f"{lr:g} = {settings.lr:g} x {counted(global_batch, 'sample')} of a step / {settings.scale_lr}"
+
+
+def _callbacks(cfg: DictConfig, folder: Path, metric: Metric | None) -> list[Callback]:
+    """The callbacks that show progress and keep checkpoints; without a metric, only the latter."""
+    callbacks: list[Callback] = []
+    if metric is not None:
+        callbacks.append(LiveProgress(metric) if _interactive() else PlainProgress(metric))
     if cfg.checkpoint:
         # One file, which is written over after each validation; Lightning saves atomically.
         callbacks.append(
@@ -154,9 +190,23 @@ def _callbacks(cfg: DictConfig, folder: Path, metric: Metric) -> list[Callback]:
 
 
 def _loggers(
-    cfg: DictConfig, config: dict[str, Any], folder: Path, name: str, metric: Metric, checkpoint: str | None
+    cfg: DictConfig,
+    config: dict[str, Any],
+    places: tuple[Path, str | None],
+    name: str,
+    metric: Metric,
+    own: frozenset[str],
 ) -> list[Logger]:
-    """The CSV logger, which every run has, and the chosen logger; both know the whole configuration and the machine."""
+    """The CSV logger, which every run has, and the chosen ones; all know the whole configuration and the machine.
+
+    Args:
+        cfg, config: the configuration, and the same as plain values.
+        places: folder of the run, and the checkpoint that it goes on from.
+        name: name of the run.
+        metric: what the task is judged by.
+        own: see `recipes.training.building.build`.
+    """
+    folder, checkpoint = places
     if checkpoint:
         step = _step_of(cfg, checkpoint)
         csv = ContinuedCSVLogger(folder, Path(checkpoint).parents[1] / METRICS_FILE, before_step=step)
@@ -165,9 +215,15 @@ def _loggers(
     loggers: list[Logger] = [csv]
     if is_rank_zero():
         carry_wandb_id(checkpoint, folder)
-    if "_target_" in cfg.logger:
-        labels = Labels(name, cfg.logger.get("group") or cfg.title, cfg.title, cfg.strategy.name, cfg.hardware.name)
-        loggers.append(build(cfg.logger, leave_out=("name", "group"), folder=str(folder), labels=labels, metric=metric))
+    for node in chosen_loggers(cfg).values():
+        if "_target_" not in node:
+            continue
+        labels = Labels(name, node.get("group") or cfg.title, cfg.title, cfg.strategy.name, cfg.hardware.name)
+        given = {"folder": str(folder), "labels": labels, "metric": metric}
+        if node._target_ in ALLOWED_TARGETS:
+            loggers.append(build(node, leave_out=("name", "group"), **given))
+        else:  # a logger of the user's own has arguments of its own
+            loggers.append(build(node, own=own, leave_out=("group",)))
     recorded = {**config, "machine": machine_facts(cfg.trainer.accelerator)}
     for logger in loggers:
         logger.log_hyperparams(recorded)
@@ -196,6 +252,8 @@ def _interactive() -> bool:
 def _plain(cfg: DictConfig) -> dict[str, Any]:
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
+    for node in ("model", "data", "strategy"):  # a node of the user's own need not have a name
+        config[node].setdefault("name", str(config[node]["_target_"]).rpartition(".")[2])
     return {str(key): value for key, value in config.items()}
 
 

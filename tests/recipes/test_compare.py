@@ -90,7 +90,7 @@ def test_all_is_every_preset_and_the_baselines_of_every_device(monkeypatch: pyte
         (["+exp=quickstart", "optimizer.rate=1"], "rate"),
         (["+exp=quickstart", "target=90"], r"target=90 is out of range.*target=0\.9"),
         (["+exp=quickstart", "target=high"], "target='high' cannot be read"),
-        (["+exp=quickstart", "hardware=slurm"], r"hardware=slurm: .* take python recipes/run\.py"),
+        (["+exp=quickstart", "hardware=multi_node"], r"hardware=multi_node: .* take python recipes/run\.py"),
         (["+exp=quickstart", "hardware=netlab", "hardware.nodes=2,1"], r"hardware\.nodes=1 must be at least 2"),
         (["+exp=quickstart", "hardware=netlab", "hardware.rate=fast"], "rate 'fast' is not a number and a unit"),
         (["+exp=quickstart", "links=1gbit"], "links=1gbit needs hardware=netlab"),

@@ -20,10 +20,12 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
 
-from recipes.data import image_folder
+from recipes.data import image_folder, named_files
 from recipes.data.image_folder import MEAN, STD, ImageFolderData
+from recipes.data.named_files import check_stand_in
 from recipes.errors import DataError
 from recipes.measuring.metrics import ACCURACY
+from recipes.tasks.image_classification import ImageClassifier
 from recipes.training.train import train
 
 
@@ -295,6 +297,37 @@ def test_resnet50_for_imagenet_trains_on_the_fallback(composed: Callable[..., Di
     assert facts["parameters"] == 25_557_032  # with all 1000 outputs
     assert facts["steps"] == 1
     assert ACCURACY.test in facts["metrics"]
+    assert facts["metrics"][ACCURACY.test] <= facts["metrics"]["test/acc5"] <= 1
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "auto"])
+def test_digits_are_no_stand_in_on_gpus(
+    composed: Callable[..., DictConfig], accelerator: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cfg = composed("+exp=resnet_imagenet")
+    monkeypatch.setattr(named_files, "gpus", lambda: 1)
+    with pytest.raises(DataError, match=r"there is no imagenet: data\.root is not set; .*data\.fallback=true"):
+        check_stand_in(cfg.data, accelerator)
+    check_stand_in(cfg.data, "cpu")
+    check_stand_in({**cfg.data, "root": str(tmp_path)}, accelerator)
+    for fallback in (True, False):  # of the latter, the data speak themselves
+        check_stand_in({**cfg.data, "fallback": fallback}, accelerator)
+    check_stand_in(composed("+exp=quickstart").data, accelerator)
+    monkeypatch.setattr(named_files, "gpus", lambda: 0)
+    check_stand_in(cfg.data, "auto")
+
+
+def test_the_rate_of_imagenet_belongs_to_256_images(composed: Callable[..., DictConfig]) -> None:
+    optimizer = composed("+exp=resnet_imagenet").optimizer
+    assert (optimizer.lr, optimizer.scale_lr) == (0.1, 256)
+
+
+def test_top_5_counts_images_whose_class_is_among_the_5_likeliest() -> None:
+    task = ImageClassifier(torch.nn.Identity(), None, num_classes=100)  # type: ignore[arg-type]
+    outputs = torch.arange(100.0).expand(4, -1)
+    task.top5["val"].update(outputs, torch.tensor([99, 95, 94, 0]))
+    assert task.top5["val"].compute() == 0.5
+    assert not hasattr(ImageClassifier(torch.nn.Identity(), None, num_classes=10), "top5")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

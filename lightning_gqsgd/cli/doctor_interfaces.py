@@ -1,0 +1,139 @@
+"""The network interfaces of a host, and which of them traffic should not take; for ``gqsgd doctor --nodes``."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+#: Linux's request for an interface's IPv4 address.
+_SIOCGIFADDR = 0x8915
+#: Interfaces between the containers and virtual machines of one host, which reach no other host.
+_OF_ONE_HOST = re.compile(r"docker|br-|virbr|veth|cni|flannel|lxc|lxd|podman")
+LOOPBACK = "lo"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that is up.
+
+    Attributes:
+        name: its name.
+        address: its IPv4 address; None: it has none, or cannot be asked.
+        mbit: rate of its link in Mbit/s, as the driver says; None: it does not say.
+        sent: bytes that have left the host through it.
+        of_one_host: whether it only reaches other containers of this host, or the host itself.
+    """
+
+    name: str
+    address: str | None
+    mbit: int | None
+    sent: int
+    of_one_host: bool
+
+    @property
+    def speed(self) -> str:
+        """The rate of the link in words."""
+        return "not known" if self.mbit is None else f"{self.mbit / 1000:g} Gbit/s"
+
+
+def interfaces(sys_net: Path = Path("/sys/class/net"), counters: Path = Path("/proc/self/net/dev")) -> list[Interface]:
+    """Returns the interfaces of this host that are up, the loopback among them.
+
+    Args:
+        sys_net: where Linux describes interfaces.
+        counters: where Linux counts bytes; that of this process's network namespace.
+    """
+    sent = _sent(counters)
+    found = []
+    for name in sent or [name for _, name in socket.if_nameindex()]:
+        state = _read(sys_net / name / "operstate")
+        if state == "down":
+            continue
+        speed = _read(sys_net / name / "speed")
+        mbit = int(speed) if speed is not None and speed.isdecimal() and int(speed) > 0 else None
+        is_bridge = (sys_net / name / "bridge").is_dir()
+        alone = name == LOOPBACK or is_bridge or _OF_ONE_HOST.match(name) is not None
+        found.append(Interface(name, _address(name), mbit, sent.get(name, 0), alone))
+    return found
+
+
+def busiest(before: Sequence[Interface], after: Sequence[Interface]) -> Interface | None:
+    """Returns the interface through which most bytes left between two looks; None if none sent any."""
+    earlier = {interface.name: interface.sent for interface in before}
+    grown = {interface: interface.sent - earlier.get(interface.name, interface.sent) for interface in after}
+    most = max(grown, key=lambda interface: grown[interface], default=None)
+    return most if most is not None and grown[most] > 0 else None
+
+
+def warnings(host: str, used: Interface | None, present: Sequence[Interface], is_alone: bool) -> list[str]:
+    """Returns what is wrong with the interface that traffic takes, each with its remedy.
+
+    Args:
+        host: name of the host.
+        used: the interface in use; None if it is not known.
+        present: all interfaces of the host.
+        is_alone: whether all ranks are on this host.
+    """
+    if used is None or is_alone:
+        return []
+    others = [other for other in present if other.address is not None and not other.of_one_host and other != used]
+    best = max(others, key=lambda other: other.mbit or 0, default=None)
+    if used.of_one_host:
+        remedy = _remedy(best.name) if best else "give the host an interface that reaches the others"
+        return [f"{host}: traffic takes {used.name}, which is for containers of one host; {remedy}"]
+    if best is not None and best.mbit and used.mbit and best.mbit > used.mbit:
+        return [
+            f"{host}: traffic takes {used.name} ({used.speed}), and {best.name} ({best.speed}) is up, too; if it "
+            f"reaches the other hosts, {_remedy(best.name)}"
+        ]
+    return []
+
+
+def _remedy(name: str) -> str:
+    return f"set GLOO_SOCKET_IFNAME={name} and NCCL_SOCKET_IFNAME={name}"
+
+
+def to_plain(interface: Interface | None) -> dict[str, Any] | None:
+    """Returns an interface as plain values, for the other ranks."""
+    return None if interface is None else asdict(interface)
+
+
+def of_plain(values: Mapping[str, Any] | None) -> Interface | None:
+    """Returns the interface of plain values."""
+    return None if values is None else Interface(**values)
+
+
+def namespace() -> str:
+    """Returns what tells hosts and network namespaces apart that have the same name."""
+    with contextlib.suppress(OSError):
+        return f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {os.readlink('/proc/self/ns/net')}"
+    return ""
+
+
+def _sent(counters: Path) -> dict[str, int]:
+    """Bytes sent, by the name of the interface; empty where the system does not count like Linux."""
+    text = _read(counters)
+    rows = [line.partition(":") for line in (text or "").splitlines() if ":" in line]
+    return {name.strip(): int(numbers.split()[8]) for name, _, numbers in rows}
+
+
+def _address(name: str) -> str | None:
+    request = struct.pack("256s", name.encode()[:15])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)[20:24])
+    return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,90 @@
+"""The place of this process among the ranks of a launcher, for ``gqsgd doctor --nodes``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lightning_gqsgd.errors import ConfigError
+
+#: Where launchers say rank and size: torchrun and accelerate, SLURM's srun, Open MPI, and MPICH with its kin.
+LAUNCHERS = {
+    "torchrun or its like": ("RANK", "WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS"),
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE"),
+}
+#: torchrun's own port.
+PORT = 29500
+
+HOW = "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 --no-python gqsgd doctor"
+
+
+class Place(NamedTuple):
+    """A rank, and where all ranks meet.
+
+    Attributes:
+        launcher: what has started the rank.
+        rank: its number.
+        size: number of ranks.
+        address, port: where rank 0 waits for the others.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """Returns the place of this process.
+
+    Args:
+        environment: the environment variables of this process.
+
+    Raises:
+        ConfigError: no launcher has started this process, or too few ranks, or nothing says where the ranks meet.
+    """
+    launcher = next((name for name, variables in LAUNCHERS.items() if environment.keys() >= {*variables}), None)
+    if launcher is None:
+        raise ConfigError(
+            f"--nodes asks the ranks of a launcher, and none has started this process; type on each node e.g. {HOW} "
+            "--nodes, or srun gqsgd doctor --nodes in an allocation"
+        )
+    rank, size = LAUNCHERS[launcher]
+    numbers = {name: environment[name] for name in (rank, size)}
+    for name, value in numbers.items():
+        if not value.isdecimal():
+            raise ConfigError(f"{name}={value!r} is no number; start the ranks with torchrun, srun or mpirun")
+    if int(numbers[size]) < 2:
+        raise ConfigError(f"{size}={numbers[size]}: one rank has no other to send to; start at least two")
+    return Place(launcher, int(numbers[rank]), int(numbers[size]), _address(environment, launcher), _port(environment))
+
+
+def _address(environment: Mapping[str, str], launcher: str) -> str:
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"]
+    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if launcher == "srun" and nodes:
+        return first_node(nodes)
+    raise ConfigError(
+        f"{launcher} does not say where rank 0 is; set MASTER_ADDR to the address of its host on all ranks, e.g. "
+        "mpirun -x MASTER_ADDR=10.0.0.1"
+    )
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    port = environment.get("MASTER_PORT") or str(PORT)
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"MASTER_PORT={port!r} is no port; take a number from 1 to 65535, e.g. {PORT}")
+    return int(port)
+
+
+def first_node(nodes: str) -> str:
+    """Returns the first name of SLURM's list of nodes, e.g. ``gpu03`` of ``gpu[03-07,12],login1``."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
+    if found is None:
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes!r} is no list of nodes; set MASTER_ADDR to the host of rank 0")
+    return "".join(part or "" for part in found.groups())

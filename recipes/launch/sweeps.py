@@ -1,0 +1,70 @@
+"""Jobs of a sweep or a search, ``-m``, that run on this machine: each in fresh processes of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+
+from recipes.errors import RecipeError
+from recipes.files import RESULT_FILE
+from recipes.launch.processes import folder_argument
+from recipes.measuring.metrics import METRICS
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+#: Hydra's plugin of a search, and the words that choose it.
+PLUGIN = "hydra_plugins.hydra_optuna_sweeper"
+SEARCHES = ("hydra/sweeper", "hparams_search")
+
+
+class OptunaError(RecipeError):
+    """A search that cannot be made here; the message names the remedy."""
+
+
+def is_search(overrides: Sequence[Override]) -> bool:
+    """Whether a command line chooses a sweeper of its own, which makes jobs without a comma list."""
+    return any(override.key_or_group.lstrip("+") in SEARCHES for override in overrides)
+
+
+def check_sweeper(overrides: Sequence[Override]) -> None:
+    """Check that the sweeper is installed that a command line names.
+
+    Raises:
+        OptunaError: it is not.
+    """
+    named = [override for override in overrides if override.key_or_group in SEARCHES and override.value() == "optuna"]
+    if named and not _installed():
+        raise OptunaError(
+            f"{named[0].input_line} needs hydra-optuna-sweeper; install it: uv sync --extra optuna, or pip install "
+            "hydra-optuna-sweeper"
+        )
+
+
+def run_job(overrides: Sequence[str], folder: Path) -> tuple[int, float]:
+    """Run a job of a sweep; returns the exit code, and the final value of the task's metric, NaN without one.
+
+    Args:
+        overrides: the command line of the job, without the name of the script.
+        folder: folder of the job.
+    """
+    # No output_subdir: this process has already written the configuration into the folder.
+    words = [*overrides, folder_argument(folder), "hydra.output_subdir=null"]
+    code = subprocess.run([sys.executable, str(RUN), *words], check=False).returncode
+    if code:
+        return code, float("nan")
+    facts = json.loads((folder / RESULT_FILE).read_text())
+    metric = METRICS[facts["metric"]]
+    value = facts["metrics"].get(metric.test, facts["metrics"].get(metric.val))
+    return 0, float("nan") if value is None else float(value)
+
+
+def _installed() -> bool:
+    try:
+        return find_spec(PLUGIN) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False

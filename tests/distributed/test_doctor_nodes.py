@@ -1,0 +1,69 @@
+"""`gqsgd doctor --nodes` on real processes; the figures are nobody's business here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_gqsgd.cli import doctor_nodes
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "lightning_gqsgd.cli", "doctor", "--nodes"]
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
+)
+
+
+def _start(rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:
+    place = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        COMMAND,
+        env={**environment, **place, "OMP_NUM_THREADS": "1", **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_ranks_of_srun_are_asked_and_one_of_them_answers() -> None:
+    port = free_port()
+    ranks = [_start(rank, 3, port) for rank in range(3)]
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    first, *others = (out for out, _ in outputs)
+    assert first.startswith(f"3 ranks on 1 host, started by srun; they met at 127.0.0.1:{port}\n")
+    for pair in ("0 - 1", "0 - 2", "1 - 2"):
+        assert pair in first
+    assert "WARN" not in first
+    assert others == ["", ""]
+
+
+def test_a_rank_that_does_not_come_is_named_by_all_that_wait() -> None:
+    port = free_port()
+    ranks = [_start(rank, 3, port, **{doctor_nodes.WAIT_VARIABLE: "25"}) for rank in (0, 2)]
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], outputs
+    for (_, errors), number in zip(outputs, (0, 2), strict=True):
+        assert f"rank {number} on " in errors
+        assert "s for rank 1 of 3; look at the output of their hosts" in errors
+
+
+@needs_root
+@pytest.mark.slow
+def test_hosts_of_a_lab_are_told_apart_by_their_interfaces() -> None:
+    lab = [sys.executable, "-m", "netlab", "--hosts", "2", "--rate", "100mbit", "--ranks-per-host", "2", "--"]
+    done = subprocess.run(
+        [*lab, *COMMAND], capture_output=True, text=True, timeout=250, check=False, cwd=ROOT, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks on 2 hosts" in done.stdout
+    assert "0 - 2" in done.stdout
+    assert "0 - 1" not in done.stdout
