@@ -53,6 +53,8 @@ COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
 #: this is done.
 REPEATS, REPEATED_RANKS = 16, 8
 DOCS_RANKS = 8
+#: The page of errors, beside that of presets.
+ERRORS = "preset_errors.md"
 MIN_NUMEL = make_config().min_numel
 
 
@@ -317,7 +319,7 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
         "Presets with a memory: one step is their first, with an empty memory, so its error is the compressor's and "
         f"not what training sees. The mean of {REPEATS} steps on the same gradients (up to {REPEATED_RANKS} ranks) has "
         "the error that is left when the memory works; roundings without bias or memory would leave a quarter. "
-        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing.md, Memory.",
+        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing_figures.md, Memory.",
     ]
 
 
@@ -331,13 +333,13 @@ def _most_added(facts: list[dict[str, Any]]) -> str:
 
 
 def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int]) -> None:
-    """Write the page at ``path``, and the figure beside the page."""
+    """Write the page of presets at ``path``, and beside it the page of their errors and the figure."""
     described = [facts_of(name, DOCS_RANKS) for name in PRESETS]
     lines = [
         "# Presets",
         "",
-        "What the named configurations of the literature send, remember and guarantee, and how far one averaged "
-        "gradient is off under each. This page is written by",
+        "What the named configurations of the literature send, remember and guarantee. "
+        f"[Errors by preset]({ERRORS}) says how far one averaged gradient is off under each. This page is written by",
         "",
         f"    {COMMAND}",
         "",
@@ -345,22 +347,36 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         "",
         "The same, for any number of ranks: `gqsgd presets --ranks N`. All fields of one: `gqsgd presets NAME`.",
         "",
+        *_spaced(notes(described)),
         *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
-        *_spaced(notes(described)),
         *local.LISTING.markdown(),
         *systems.LISTING.markdown(),
+    ]
+    errors_page, picture = path.with_name(ERRORS), path.with_suffix(".png")
+    for page, content in ((path, lines), (errors_page, _lines_of_errors(raw, order, ranks, picture))):
+        page.write_text("\n".join(content).rstrip() + "\n")
+    print(f"written: {path}, {errors_page} and {picture}")
+
+
+def _lines_of_errors(raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int], picture: Path) -> list[str]:
+    """The lines of the page of errors, whose figure is drawn."""
+    shown = DOCS_RANKS if DOCS_RANKS in ranks else ranks[0]
+    save_figure(raw["facts"], order, shown, picture)
+    lines = [
+        "# Errors by preset",
+        "",
+        "How far one averaged gradient is off under each [preset](presets.md). This page is written by",
+        "",
+        f"    {COMMAND}",
+        "",
         "## Relative L2 error of one step",
         "",
         "|estimate - mean|/|mean| in percent. Compare an error with its row's bound, and with others of about as many "
         "bits.",
         "",
-    ]
-    shown = DOCS_RANKS if DOCS_RANKS in ranks else ranks[0]
-    picture = path.with_suffix(".png")
-    save_figure(raw["facts"], order, shown, picture)
-    lines += [f"![relative error against bits]({picture.name})", ""]
-    lines += [
+        f"![relative error against bits]({picture.name})",
+        "",
         f"*n = {shown}. Nothing reaches the grey area on independent normal gradients.*",
         "",
     ]
@@ -375,8 +391,7 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         if rows:
             lines += [f"### n = {n}, mean of {REPEATS} steps on the same gradients", ""]
             lines += [*_markdown(headings, rows, numbers=range(1, len(headings))), ""]
-    path.write_text("\n".join(lines).rstrip() + "\n")
-    print(f"written: {path} and {picture}")
+    return lines
 
 
 def _spaced(paragraphs: Sequence[str]) -> list[str]:
@@ -488,7 +503,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
     parser.add_argument("--steps", type=int, default=300, help="of training")
-    parser.add_argument("--docs", metavar="FILE", help="write this Markdown page, and a figure beside it")
+    parser.add_argument(
+        "--docs", metavar="FILE", help="write this Markdown page, and beside it that of errors and a figure"
+    )
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"
     )
