@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from benchmarks import accuracy
 from benchmarks.report import RESULTS, Report, present
 from lightning_gqsgd.cli import local, systems
-from lightning_gqsgd.cli.facts import HEADINGS, facts_of, notes
+from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
@@ -53,6 +53,23 @@ COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
 #: this is done.
 REPEATS, REPEATED_RANKS = 16, 8
 DOCS_RANKS = 8
+#: What the columns of the page's first table mean.
+COLUMNS = (
+    ("preset", 'the name, for `preset="NAME"`'),
+    ("bits", "bits per coordinate of one rank's message, scales included; Elias codes: of Gaussian gradients"),
+    ("sent / fp32", "bytes that a rank sends in a step, over those of an fp32 ring all-reduce"),
+    ("collective", "how messages travel between ranks ([Method](method.md))"),
+    ("state", "numbers that a rank remembers per coordinate; what only the owner of a shard remembers counts 1/n"),
+    ("bias", "unbiased: the mean is right on average, so that errors average out over steps"),
+    (
+        "ω or δ",
+        "the worst error of one message x: E\\|Q(x) - x\\|² ≤ ω \\|x\\|² of an unbiased codec Q, and "
+        "\\|C(x) - x\\|² ≤ (1 - δ) \\|x\\|² of a biased codec C; x is what shares a scale, and typical gradients "
+        "stay below",
+    ),
+    ("scale shared by", "coordinates that share a scale; 8 × 256: blocks of 256 of all 8 ranks"),
+    ("paper", "where the system was published"),
+)
 #: The page of errors, beside that of presets.
 ERRORS = "preset_errors.md"
 MIN_NUMEL = make_config().min_numel
@@ -319,7 +336,8 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
         "Presets with a memory: one step is their first, with an empty memory, so its error is the compressor's and "
         f"not what training sees. The mean of {REPEATS} steps on the same gradients (up to {REPEATED_RANKS} ranks) has "
         "the error that is left when the memory works; roundings without bias or memory would leave a quarter. "
-        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing_figures.md, Memory.",
+        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing_figures.md, "
+        "Memory.",
     ]
 
 
@@ -347,9 +365,11 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         "",
         "The same, for any number of ranks: `gqsgd presets --ranks N`. All fields of one: `gqsgd presets NAME`.",
         "",
-        *_spaced(notes(described)),
+        *_markdown(("column", "meaning"), COLUMNS, numbers=()),
+        "",
         *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
+        *_spaced(notes(described)[len(NOTES) :]),
         *local.LISTING.markdown(),
         *systems.LISTING.markdown(),
     ]

@@ -151,7 +151,7 @@ def probe(
     procs: Annotated[
         int | None, typer.Option(help="Start so many processes on this machine; not under torchrun.  [default: 2]")
     ] = None,
-    output: Annotated[Path, typer.Option(help="File to write, for `gqsgd advise --probe`.")] = Path("probe.json"),
+    output: Annotated[Path, typer.Option(help="File to write, for --probe of `gqsgd advise`.")] = Path("probe.json"),
     bits: Annotated[
         list[int] | None, typer.Option(min=1, max=8, help="Width of codes to time, repeatable.  [default: 8 4 3 2]")
     ] = None,

@@ -413,7 +413,7 @@ def test_tables_are_those_of_the_results(checked: Checked) -> None:
 
 
 def test_the_page_of_presets_is_that_of_its_results() -> None:
-    """The page of their errors: its tables, row by row; all other paragraphs with figures are those of the results' page."""
+    """Their errors, row by row; all other paragraphs with figures are those of the results' page."""
     page, results = text_of("docs/preset_errors.md"), RESULTS / "presets.md"
     count = 0
     for table in tables("docs/preset_errors.md"):

@@ -112,7 +112,7 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/performance.md",
-        r"Over (\d+) settings of two hosts, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+) %",
+        r"Over (\d+) settings of two hosts, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+)",
     ): [lambda: prediction(1), lambda: prediction(2), lambda: prediction(3)],
     (
         "docs/performance.md",
