@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from benchmarks import accuracy
 from benchmarks.report import RESULTS, Report, present
 from lightning_gqsgd.cli import local, systems
-from lightning_gqsgd.cli.facts import HEADINGS, facts_of, notes
+from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
@@ -53,6 +53,25 @@ COMMAND = "python -m benchmarks.presets --save --docs docs/presets.md"
 #: this is done.
 REPEATS, REPEATED_RANKS = 16, 8
 DOCS_RANKS = 8
+#: What the columns of the page's first table mean.
+COLUMNS = (
+    ("preset", 'the name, for `preset="NAME"`'),
+    ("bits", "bits per coordinate of one rank's message, scales included; Elias codes: of Gaussian gradients"),
+    ("sent / fp32", "bytes that a rank sends in a step, over those of an fp32 ring all-reduce"),
+    ("collective", "how messages travel between ranks ([Method](method.md))"),
+    ("state", "numbers that a rank remembers per coordinate; what only the owner of a shard remembers counts 1/n"),
+    ("bias", "unbiased: the mean is right on average, so that errors average out over steps"),
+    (
+        "ω or δ",
+        "the worst error of one message x: E\\|Q(x) - x\\|² ≤ ω \\|x\\|² of an unbiased codec Q, and "
+        "\\|C(x) - x\\|² ≤ (1 - δ) \\|x\\|² of a biased codec C; x is what shares a scale, and typical gradients "
+        "stay below",
+    ),
+    ("scale shared by", "coordinates that share a scale; 8 × 256: blocks of 256 of all 8 ranks"),
+    ("paper", "where the system was published"),
+)
+#: The page of errors, beside that of presets.
+ERRORS = "preset_errors.md"
 MIN_NUMEL = make_config().min_numel
 
 
@@ -317,7 +336,8 @@ def how_to_read(raw: dict[str, Any]) -> list[str]:
         "Presets with a memory: one step is their first, with an empty memory, so its error is the compressor's and "
         f"not what training sees. The mean of {REPEATS} steps on the same gradients (up to {REPEATED_RANKS} ranks) has "
         "the error that is left when the memory works; roundings without bias or memory would leave a quarter. "
-        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing.md, Memory.",
+        "Constant gradients flatter wyner_ziv; on those of trainings it gains and loses, see docs/choosing_figures.md, "
+        "Memory.",
     ]
 
 
@@ -331,15 +351,19 @@ def _most_added(facts: list[dict[str, Any]]) -> str:
 
 
 def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int]) -> None:
-    """Write the page at ``path``, and the figure beside the page."""
+    """Write the page of presets at ``path``, and beside it the page of their errors and the figure."""
     described = [facts_of(name, DOCS_RANKS) for name in PRESETS]
     lines = [
         "# Presets",
         "",
-        "What the named configurations of the literature send, remember and guarantee, and how far one averaged "
-        "gradient is off under each. This page is written by",
+        "What the named configurations of the literature send, remember and guarantee. "
+        f"[Errors by preset]({ERRORS}) says how far one averaged gradient is off under each. This page is written by",
         "",
         f"    {COMMAND}",
+        "",
+        "## Columns and symbols",
+        "",
+        *_markdown(("column", "meaning"), COLUMNS, numbers=()),
         "",
         f"## At {DOCS_RANKS} ranks",
         "",
@@ -347,20 +371,34 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         "",
         *_markdown(HEADINGS, [preset_facts.row() for preset_facts in described], numbers=(1, 2, 4)),
         "",
-        *_spaced(notes(described)),
+        *_spaced(notes(described)[len(NOTES) :]),
         *local.LISTING.markdown(),
         *systems.LISTING.markdown(),
+    ]
+    errors_page, picture = path.with_name(ERRORS), path.with_suffix(".png")
+    for page, content in ((path, lines), (errors_page, _lines_of_errors(raw, order, ranks, picture))):
+        page.write_text("\n".join(content).rstrip() + "\n")
+    print(f"written: {path}, {errors_page} and {picture}")
+
+
+def _lines_of_errors(raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int], picture: Path) -> list[str]:
+    """The lines of the page of errors, whose figure is drawn."""
+    shown = DOCS_RANKS if DOCS_RANKS in ranks else ranks[0]
+    save_figure(raw["facts"], order, shown, picture)
+    lines = [
+        "# Errors by preset",
+        "",
+        "How far one averaged gradient is off under each [preset](presets.md). This page is written by",
+        "",
+        f"    {COMMAND}",
+        "",
         "## Relative L2 error of one step",
         "",
         "|estimate - mean|/|mean| in percent. Compare an error with its row's bound, and with others of about as many "
         "bits.",
         "",
-    ]
-    shown = DOCS_RANKS if DOCS_RANKS in ranks else ranks[0]
-    picture = path.with_suffix(".png")
-    save_figure(raw["facts"], order, shown, picture)
-    lines += [f"![relative error against bits]({picture.name})", ""]
-    lines += [
+        f"![relative error against bits]({picture.name})",
+        "",
         f"*n = {shown}. Nothing reaches the grey area on independent normal gradients.*",
         "",
     ]
@@ -375,8 +413,7 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         if rows:
             lines += [f"### n = {n}, mean of {REPEATS} steps on the same gradients", ""]
             lines += [*_markdown(headings, rows, numbers=range(1, len(headings))), ""]
-    path.write_text("\n".join(lines).rstrip() + "\n")
-    print(f"written: {path} and {picture}")
+    return lines
 
 
 def _spaced(paragraphs: Sequence[str]) -> list[str]:
@@ -488,7 +525,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64], help="e.g. 2 4 8 16 32 64")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of gradients")
     parser.add_argument("--steps", type=int, default=300, help="of training")
-    parser.add_argument("--docs", metavar="FILE", help="write this Markdown page, and a figure beside it")
+    parser.add_argument(
+        "--docs", metavar="FILE", help="write this Markdown page, and beside it that of errors and a figure"
+    )
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"
     )

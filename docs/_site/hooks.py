@@ -7,7 +7,7 @@ page, pictures and HTML as they are, any other text as a page with its source), 
 
 A notebook below docs/ is a page as well, see `notebook`.
 
-The first page says which version it is of.
+The first page says at its end which version it is of.
 
 A link whose target does not exist is left as it is: MkDocs warns of it, which ends a strict build.
 """
@@ -125,11 +125,10 @@ def resolve(page: str, link: str) -> str | None:
 
 
 def _with_version(markdown: str) -> str:
-    """The first page with the version of the package below its title."""
+    """The first page with the version of the package at its end."""
     source = (ROOT / "lightning_gqsgd" / "version.py").read_text(encoding="utf-8")
     (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
-    title, rest = markdown.split("\n", 1)
-    return f"{title}\n\nVersion {version}.\n{rest}"
+    return f"{markdown.rstrip()}\n\nThis page is of version {version}.\n"
 
 
 def _with_links(markdown: str, change: Callable[[str], str]) -> str:

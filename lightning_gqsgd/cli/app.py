@@ -7,6 +7,7 @@ gqsgd probe --procs 2 --model torchvision:resnet18
 gqsgd advise --model torchvision:resnet50 --link 10gbit --nodes 16 --gpus-per-node 8 --backward 120ms
 gqsgd bench --procs 2
 gqsgd bench training
+gqsgd simulate gqsgd_4bit terngrad --workers 16
 gqsgd doctor
 torchrun --nproc-per-node 2 --no-python gqsgd doctor --nodes
 
@@ -151,7 +152,7 @@ def probe(
     procs: Annotated[
         int | None, typer.Option(help="Start so many processes on this machine; not under torchrun.  [default: 2]")
     ] = None,
-    output: Annotated[Path, typer.Option(help="File to write, for `gqsgd advise --probe`.")] = Path("probe.json"),
+    output: Annotated[Path, typer.Option(help="File to write, for --probe of `gqsgd advise`.")] = Path("probe.json"),
     bits: Annotated[
         list[int] | None, typer.Option(min=1, max=8, help="Width of codes to time, repeatable.  [default: 8 4 3 2]")
     ] = None,
@@ -298,6 +299,30 @@ def bench(
         typer.echo(json.dumps(made.to_dict(), indent=1))
         return
     tables.show(*benching.parts_of(made))
+
+
+@app.command()
+def simulate(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="PRESET", help="Presets to compare; none: a few well-known ones.")
+    ] = None,
+    problem: Annotated[
+        str, typer.Option(help="least_squares, logistic, or digits, which needs scikit-learn.")
+    ] = "least_squares",
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Number of virtual workers.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 200,
+    lr: Annotated[float, typer.Option(help="Learning rate of SGD.")] = 0.1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train a small problem under several presets, with virtual workers in this process: losses and bytes."""
+    from lightning_gqsgd.cli import simulating, tables, waiting
+
+    with _refusals_in_one_line(), waiting.status("making the problem") as say:
+        made = simulating.outcomes(names or simulating.DEFAULT_PRESETS, problem, workers, steps, lr, say)
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in made], indent=1))
+    else:
+        tables.show(simulating.table(made, problem, workers, steps))
 
 
 @app.command()

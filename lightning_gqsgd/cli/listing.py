@@ -53,9 +53,9 @@ class Listing:
             "",
             self.about,
             "",
-            *("| " + " | ".join(cells) + " |" for cells in lines),
-            "",
             self.note.replace("gqsgd presets NAME", "`gqsgd presets NAME`"),
+            "",
+            *("| " + " | ".join(cells) + " |" for cells in lines),
             "",
         ]
 

@@ -18,7 +18,8 @@ from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
 #: Widths of codes that are compared, most exact ones first.
 BITS = (8, 4, 3, 2)
-#: The fewest bits that are recommended: below, the error of one mean is as large as the gradient (docs/choosing.md).
+#: The fewest bits that are recommended: below, the error of one mean is as large as the gradient
+#: (docs/choosing_figures.md).
 FEWEST_BITS = 4
 #: The least gain in time that is worth a change.
 WORTH = 0.05

@@ -126,7 +126,7 @@ def longer_with_codes() -> list[float]:
 SENTENCES: Sentences = {
     (
         "docs/experiments/convnet_cifar.md",
-        r"([\d.]+) % of the validation images ([\d.]+) times sooner than `ddp` and ([\d.]+) times sooner than "
+        r"([\d.]+) % of the validation images ([\d.]+) times faster than `ddp` and ([\d.]+) times faster than "
         r"`ddp_bf16`; "
         r"at 100 Mbit/s ([\d.]+) and ([\d.]+) times, at 1 Gbit/s ([\d.]+) and ([\d.]+) times\. "
         r"Over three seeds, it ends ([\d.]+) points below `ddp`,\s+whose own seeds spread by (\d\.\d+)",
@@ -146,7 +146,7 @@ SENTENCES: Sentences = {
     ],
     (
         "docs/experiments/deeplight_criteo.md",
-        r"A step is ([\d.]+) times shorter with 4 bits .*? and ([\d.]+) times shorter than under `ddp_bf16`; "
+        r"A step is ([\d.]+) times faster with 4 bits .*? and ([\d.]+) times faster than under `ddp_bf16`; "
         r"at 1 Gbit/s ([\d.]+) and ([\d.]+) times",
     ): [
         partial(shorter, heading, than)
@@ -159,18 +159,18 @@ SENTENCES: Sentences = {
     ],
     ("docs/experiments/quickstart.md", r"([\d.]+) points are one image of 360"): [lambda: 100 / 360],
     ("docs/experiments/quickstart.md", r"error of (\d+) presets and two"): [lambda: len(accuracies()) - 2],
-    ("docs/experiments/resnet_cifar.md", r"a step is ([\d.]+) times shorter with 4 bits, and ([\d.]+) times with 8"): [
+    ("docs/experiments/resnet_cifar.md", r"a step is ([\d.]+) times faster with 4 bits, and ([\d.]+) times with 8"): [
         lambda: float(whole("ddp", "step (ms)", "200 Mbit/s")) / float(whole("gqsgd_4bit", "step (ms)", "200 Mbit/s")),
         lambda: float(whole("ddp", "step (ms)", "200 Mbit/s")) / float(whole("gqsgd", "step (ms)", "200 Mbit/s")),
     ],
     (
         "docs/experiments/resnet_cifar.md",
-        r"common target ([\d.]+) times sooner than `ddp` and ([\d.]+) times sooner than `ddp_bf16`; "
+        r"common target ([\d.]+) times faster than `ddp` and ([\d.]+) times faster than `ddp_bf16`; "
         r"at 1 Gbit/s ([\d.]+) and ([\d.]+) times",
     ): [*sooner("resnet_cifar", "2 hosts, 100 Mbit/s"), *sooner("resnet_cifar", "2 hosts, 1 Gbit/s")],
     (
         TRANSFORMER,
-        r"that all reach ([\d.]+) times sooner than `ddp` and ([\d.]+) times sooner than `ddp_bf16`; "
+        r"that all reach ([\d.]+) times faster than `ddp` and ([\d.]+) times faster than `ddp_bf16`; "
         r"at 1 Gbit/s ([\d.]+) and ([\d.]+) times",
     ): [*sooner("transformer_wikitext", "100 Mbit/s", "3"), *sooner("transformer_wikitext", "1 Gbit/s", "3")],
     (
@@ -270,7 +270,7 @@ SENTENCES: Sentences = {
         lambda: sparse("sparse `ddp` / step"),
         lambda: sparse("dense `ddp` / step"),
     ],
-    ("docs/performance.md", r"two hosts, the step of plain DDP is (\d+) % longer than predicted"): [
+    ("docs/prediction.md", r"two hosts, the step of plain DDP is (\d+) % longer than predicted"): [
         lambda: mean(
             100 * (measured / guess - 1)
             for measured, guess in zip(
@@ -280,14 +280,14 @@ SENTENCES: Sentences = {
             )
         ),
     ],
-    ("docs/performance.md", r"prediction_4_hosts\.md\)\); (\d+) are within 10 %"): [
+    ("docs/prediction.md", r"prediction_4_hosts\.md\)\); (\d+) are within 10 %"): [
         lambda: sum(abs(error) <= 10 for error in predicted("error (%)")),
     ],
-    ("docs/performance.md", r"(\d+) of these (\d+) steps are longer than predicted"): [
+    ("docs/prediction.md", r"(\d+) of these (\d+) steps are longer than predicted"): [
         lambda: sum(error < 0 for hosts in (2, 4) for error in predicted("error (%)", hosts=hosts)),
         lambda: sum(len(predicted("error (%)", hosts=hosts)) for hosts in (2, 4)),
     ],
-    ("docs/performance.md", r"8 and 4 bits on two hosts are (\d+) to (\d+) % longer than predicted"): [
+    ("docs/prediction.md", r"8 and 4 bits on two hosts are (\d+) to (\d+) % longer than predicted"): [
         lambda: min(longer_with_codes()),
         lambda: max(longer_with_codes()),
     ],
@@ -413,10 +413,10 @@ def test_tables_are_those_of_the_results(checked: Checked) -> None:
 
 
 def test_the_page_of_presets_is_that_of_its_results() -> None:
-    """Its tables of errors, row by row; all other paragraphs with figures are those of the results' page."""
-    page, results = text_of("docs/presets.md"), RESULTS / "presets.md"
+    """Their errors, row by row; all other paragraphs with figures are those of the results' page."""
+    page, results = text_of("docs/preset_errors.md"), RESULTS / "presets.md"
     count = 0
-    for table in tables("docs/presets.md"):
+    for table in tables("docs/preset_errors.md"):
         match = re.fullmatch(r"n = (\d+)(, mean of 16 steps on the same gradients)?", table.heading)
         if match is None:
             continue

@@ -63,15 +63,20 @@ def quoted(program: str) -> list[list[str]]:
     return [list(arguments) for name, *arguments in QUOTED if name == program]
 
 
-@pytest.fixture(scope="module")
-def hooks() -> Any:
-    """docs/_site/hooks.py."""
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "_site" / "hooks.py")
+def _module(name: str) -> Any:
+    """A module of docs/_site."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_site" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Any:
+    """docs/_site/hooks.py."""
+    return _module("hooks")
 
 
 def _leaves(nav: Any) -> Iterator[str]:
@@ -87,6 +92,18 @@ def test_the_navigation_has_every_page_once() -> None:
     pages = [page.removeprefix("docs/") for page in PAGES if page != "README.md"]
     notebooks = [path.with_suffix(".md").name for path in (ROOT / "docs").glob("*.ipynb")]
     assert sorted(listed) == sorted([*pages, *notebooks])
+
+
+def test_the_page_of_the_command_line_has_the_help_of_the_commands() -> None:
+    """`python docs/_site/commands.py` writes it anew."""
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert text == _module("commands").markdown()
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert [f"## gqsgd {name}" for name in commands] == re.findall(r"^## .*$", text, re.MULTILINE)
+    for name, command in commands.items():
+        section = text.partition(f"## gqsgd {name}\n")[2].partition("\n## ")[0]
+        options = [word for one in command.params for word in one.opts if word.startswith("--") and word != "--help"]
+        assert [word for word in options if f"`{word}`" not in section] == []
 
 
 def test_the_colours_may_follow_the_system() -> None:

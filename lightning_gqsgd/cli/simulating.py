@@ -1,0 +1,101 @@
+"""``gqsgd simulate``: presets on a small problem, with virtual workers in this process."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.reducers.memory import StabilityWarning
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Problem
+from lightning_gqsgd.research.simulation.training import UNCOMPRESSED
+
+#: What is shown without names: no compression, the package's own widths, and well-known systems.
+DEFAULT_PRESETS = (UNCOMPRESSED, "gqsgd", "gqsgd_4bit", "gqsgd_2bit", "qsgd", "terngrad", "signsgd_ef", "topk_ef")
+#: Problems by name; each worker draws 16 rows for a gradient.
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "least_squares": lambda: LeastSquares(batch=16),
+    "logistic": lambda: LogisticRegression(batch=16),
+    "digits": lambda: DigitsMLP(batch=16),
+}
+DEFAULT_PROBLEM = "least_squares"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a preset did.
+
+    Attributes:
+        preset: its name.
+        loss: of the problem, at the end; infinite if the run diverged.
+        bits: of one worker's message per coordinate, scales included, in the last step.
+        megabytes_sent: that each worker has sent, in 10^6 bytes.
+        relative_error: relative L2 error of the last mean of gradients, or of changes with local steps; 0 without
+            compression.
+    """
+
+    preset: str
+    loss: float
+    bits: float
+    megabytes_sent: float
+    relative_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome for JSON, which has no infinite numbers."""
+        return {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(self).items()}
+
+
+def outcomes(
+    presets: Sequence[str], problem: str, workers: int, steps: int, lr: float, say: Callable[[str], None]
+) -> list[Outcome]:
+    """Returns how each preset did on the same problem, from the same start.
+
+    Args:
+        presets: names that `simulate` knows.
+        problem: a name of `PROBLEMS`.
+        workers: number of virtual workers.
+        steps: number of steps.
+        lr: learning rate of SGD.
+        say: is told what is under way.
+
+    Raises:
+        ConfigError: an unknown preset or problem, or numbers that cannot work.
+    """
+    if problem not in PROBLEMS:
+        raise ConfigError(f"unknown problem {problem!r} (problems: {', '.join(PROBLEMS)})")
+    made = PROBLEMS[problem]()
+    return [_outcome(name, made, workers, steps, lr, say) for name in presets]
+
+
+def _outcome(name: str, problem: Problem, workers: int, steps: int, lr: float, say: Callable[[str], None]) -> Outcome:
+    say(f"training with {name}")
+    with warnings.catch_warnings():  # a memory that may be unstable shows in the loss
+        warnings.simplefilter("ignore", StabilityWarning)
+        record = simulate(name, problem, workers=workers, steps=steps, lr=lr, progress=False)
+    return Outcome(
+        name,
+        record.last(),
+        float(record.wire_bits[-1]),
+        float(record.bytes_sent[-1]) / 1e6,
+        float(record.relative_error[-1]),
+    )
+
+
+def table(made: Sequence[Outcome], problem: str, workers: int, steps: int) -> Table:
+    """Returns the table for a terminal."""
+    title = f"{problem}, {workers} virtual workers, {steps} steps of SGD"
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    shown.add_column("preset", no_wrap=True)
+    for heading in ("loss at the end", "bits", "sent (MB)", "relative error"):
+        shown.add_column(heading, justify="right")
+    for row in made:
+        loss = "diverged" if math.isinf(row.loss) else f"{row.loss:.4g}"
+        shown.add_row(row.preset, loss, f"{row.bits:.2f}", f"{row.megabytes_sent:.3g}", f"{row.relative_error:.2%}")
+    return shown

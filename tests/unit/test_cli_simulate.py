@@ -1,0 +1,61 @@
+"""``gqsgd simulate``."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lightning_gqsgd import simulate
+from lightning_gqsgd.cli.app import app
+from lightning_gqsgd.cli.simulating import DEFAULT_PRESETS, PROBLEMS, Outcome
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["simulate", *arguments])
+
+
+def test_rows_are_what_simulate_returns() -> None:
+    result = _run("gqsgd_4bit", "ddp", "--workers", "3", "--steps", "7", "--lr", "0.05", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["preset"] for row in rows] == ["gqsgd_4bit", "ddp"]
+    for row in rows:
+        problem = PROBLEMS["least_squares"]()
+        record = simulate(row["preset"], problem, workers=3, steps=7, lr=0.05, progress=False)
+        assert row["loss"] == record.loss[-1]
+        assert row["megabytes_sent"] == record.bytes_sent[-1] / 1e6
+        assert row["bits"] == record.wire_bits[-1]
+        assert row["relative_error"] == record.relative_error[-1]
+
+
+def test_the_table_has_a_line_for_each_preset() -> None:
+    result = _run("--workers", "2", "--steps", "2", "--problem", "logistic")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "logistic, 2 virtual workers, 2 steps of SGD"
+    assert [line.split()[0] for line in lines[4:] if line] == [*DEFAULT_PRESETS]
+
+
+def test_a_run_that_diverges_is_said_to() -> None:
+    result = _run("ddp", "--steps", "200", "--lr", "1e6")
+    assert result.exit_code == 0, result.output
+    assert "diverged" in result.stdout
+    assert Outcome("x", math.inf, 4.0, 0.1, 0.2).to_dict()["loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gqsgd_9bit"], "unknown preset 'gqsgd_9bit'"),
+        (["--problem", "chess"], "unknown problem 'chess' (problems: least_squares, logistic, digits)"),
+        (["gqsgd_auto"], "gqsgd: "),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], words: str) -> None:
+    result = _run(*arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
