@@ -25,13 +25,12 @@ MIN_NUMEL = 1024
 
 
 class Problem(Protocol):
-    """A training problem for `virtual.simulate`.
+    """A training problem for `virtual.simulate`."""
 
-    Attributes:
-        segments: the parameters in the flat vector x of d coordinates, in order.
-    """
-
-    segments: Sequence[Segment]
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The parameters in the flat vector x of d coordinates, in order."""
+        ...
 
     def start(self) -> Tensor:
         """Returns the x to start from, [d]; its dtype is that of all other tensors."""
