@@ -116,6 +116,16 @@ def test_uses_and_steps_of_a_seed_have_random_numbers_of_their_own() -> None:
     assert float(torch.rand(1, generator=_generator(0, 2, 5))) == float(torch.rand(1, generator=_generator(0, 1, 5)))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_noise_and_spread_of_a_quadratic_have_nothing_to_do_with_its_optimum(seed: int) -> None:
+    noisy = Quadratic(5000, condition=1, noise=1.0, seed=seed)
+    spread = Quadratic(5000, condition=1, spread=1.0, seed=seed)
+    for problem in (noisy, spread):
+        away = problem.gradients(problem.optimum, 0, 4)
+        for row in away:
+            assert abs(float(torch.corrcoef(torch.stack([row, problem.optimum]))[0, 1])) < 0.07
+
+
 def test_batches_average_to_the_full_gradient_and_depend_on_the_step_only() -> None:
     problem = LeastSquares(dimension=10, rows=51, batch=8, spread=1.0)
     x = torch.ones(10)

@@ -89,7 +89,7 @@ class Quadratic:
         """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         gradients = (x - self.optimum - self._offset(workers)) * self.eigenvalues
         if self.noise:
-            generator = _generator(self.seed, 2, step)
+            generator = _generator(self.seed, 4, step)
             gradients += self.noise * torch.randn(gradients.shape, generator=generator, dtype=self.dtype)
         return gradients
 
@@ -106,7 +106,8 @@ class Quadratic:
         """Returns b_i less their mean, [workers, d]."""
         if workers not in self._offsets:
             shape = (workers, self.dimension)
-            offset = self.spread * torch.randn(shape, generator=_generator(self.seed, 1), dtype=self.dtype)
+            # Uses of their own, which share no random number with the optimum.
+            offset = self.spread * torch.randn(shape, generator=_generator(self.seed, 3), dtype=self.dtype)
             self._offsets = {workers: offset - offset.mean(0)}
         return self._offsets[workers]
 
@@ -359,12 +360,12 @@ def _generator(*numbers: int) -> torch.Generator:
     """Returns a generator of its own for each tuple of a seed, a use and perhaps a step.
 
     Torch's generator on the CPU is seeded by the low 32 bits of a number only, so all of the tuple has to reach them:
-    the tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). Seed 0 is not hashed. It has the step
-    as its number, so its uses share their random numbers in a step.
+    the tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). With seed 0, the uses 0 to 2 are not hashed. They
+    have the step as their number, and share their random numbers in a step.
     """
     seed, use, step = (*numbers, 0)[:3]
     number = ((seed * 8 + use) << 32) + step
-    return torch.Generator().manual_seed(_hashed(number) if seed else step)
+    return torch.Generator().manual_seed(_hashed(number) if seed or use > 2 else step)
 
 
 def _hashed(number: int) -> int:
