@@ -63,8 +63,8 @@ COLUMNS = (
     ("bias", "unbiased: the mean is right on average, so that errors average out over steps"),
     (
         "ω or δ",
-        "the worst error of one message x: E\\|Q(x) - x\\|² ≤ ω \\|x\\|² of an unbiased codec Q, and "
-        "\\|C(x) - x\\|² ≤ (1 - δ) \\|x\\|² of a biased codec C; x is what shares a scale, and typical gradients "
+        "the worst error of one message x: E‖Q(x) - x‖² ≤ ω ‖x‖² of an unbiased codec Q, and "
+        "‖C(x) - x‖² ≤ (1 - δ) ‖x‖² of a biased codec C; x is what shares a scale, and typical gradients "
         "stay below",
     ),
     ("scale shared by", "coordinates that share a scale; 8 × 256: blocks of 256 of all 8 ranks"),

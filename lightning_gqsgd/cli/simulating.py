@@ -19,8 +19,8 @@ from lightning_gqsgd.research.simulation.training import UNCOMPRESSED
 
 #: What is shown without names: no compression, the package's own widths, and well-known systems.
 DEFAULT_PRESETS = (UNCOMPRESSED, "gqsgd", "gqsgd_4bit", "gqsgd_2bit", "qsgd", "terngrad", "signsgd_ef", "topk_ef")
-#: Problems by name; each worker draws 16 rows for a gradient.
-PROBLEMS: dict[str, Callable[[], Problem]] = {
+#: What makes a `Problem`, by name; each worker draws 16 rows for a gradient.
+PROBLEMS: dict[str, Callable[[], Any]] = {
     "least_squares": lambda: LeastSquares(batch=16),
     "logistic": lambda: LogisticRegression(batch=16),
     "digits": lambda: DigitsMLP(batch=16),
