@@ -80,7 +80,7 @@ class Shards(IterableDataset[Sample]):
         by_shard = len(self._files) >= readers
         files = self._files[reader::readers] if by_shard else self._files
         while True:
-            every = webdataset.DataPipeline([{"url": file} for file in files], *stages)
+            every = webdataset.DataPipeline(lambda: ({"url": file} for file in files), *stages)
             yield from every if by_shard else itertools.islice(every, reader, None, readers)
 
 
