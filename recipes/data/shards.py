@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,16 @@ REMEDY = "name a folder with train-*.tar and val-*.tar (or validation-*.tar) wit
 
 
 class Shards(IterableDataset[Sample]):
-    """Samples of one rank from tar files: a random stream for training, or its share of all, once.
+    """Samples of one rank from tar files: a random stream for training, or its share of all, in their order.
 
     Args:
         files: all shards.
         count: number of samples of this rank in an epoch.
         place: rank, and number of ranks.
         transform: what is done to each image.
-        draw: seed and size of the buffer of a random stream, which draws shards with replacement, so that ranks have
-            equally many samples; None: each rank reads shards of its own in their order, and begins again where they
-            have fewer samples than ``count``.
+        order: of a random stream, the seed and the size of its buffer: shards are drawn with replacement, so that ranks
+            have equally many samples. Otherwise the number of samples of each shard: the first samples come again for
+            the last ranks, if ranks cannot have equally many.
         batch_size: number of samples that a worker hands on together.
     """
 
@@ -41,11 +42,11 @@ class Shards(IterableDataset[Sample]):
         count: int,
         place: tuple[int, int],
         transform: Transform,
-        draw: tuple[int, int] | None,
+        order: tuple[int, int] | Sequence[int],
         batch_size: int,
     ) -> None:
         self._files, self._count, self._place = [str(file) for file in files], count, place
-        self._transform, self._draw, self._batch_size = transform, draw, batch_size
+        self._transform, self._order, self._batch_size = transform, order, batch_size
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -55,33 +56,54 @@ class Shards(IterableDataset[Sample]):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         self._epoch += 1
-        batches = -(-self._count // self._batch_size)
-        own = len(range(number, batches, workers)) * self._batch_size
-        if self._draw is None and number == (batches - 1) % workers:
-            own -= batches * self._batch_size - self._count  # the last batch may be smaller
-        for sample in itertools.islice(self._samples(number, workers), own):
-            image, label = sample
+        samples = self._drawn(number) if isinstance(self._order, tuple) else self._ordered(number, workers)
+        for image, label in itertools.islice(samples, self._own(number, workers)):
             yield self._transform(_decoded(image)), int(label)
 
-    def _samples(self, number: int, workers: int) -> Iterator[tuple[bytes, bytes]]:
-        """Encoded images and labels, without an end."""
+    def _own(self, number: int, workers: int) -> int:
+        """How many samples a worker hands on: whole batches, but for the last batch of all."""
+        batches = -(-self._count // self._batch_size)
+        own = len(range(number, batches, workers)) * self._batch_size
+        is_last = number == (batches - 1) % workers
+        return own - (batches * self._batch_size - self._count if is_last else 0)
+
+    def _drawn(self, number: int) -> Iterator[tuple[bytes, bytes]]:
+        """Encoded images and labels of a random stream, without an end."""
+        seed, buffer = self._order
+        rng = np.random.default_rng((seed, self._epoch, self._place[0], number))
+        drawn = (self._files[int(rng.integers(len(self._files)))] for _ in itertools.count())
         import webdataset  # of the extra `webdataset`
 
-        rank, ranks = self._place
-        stages = [webdataset.tarfile_to_samples(), webdataset.to_tuple(PICTURES, "cls")]
-        if self._draw is not None:
-            seed, buffer = self._draw
-            rng = np.random.default_rng((seed, self._epoch, rank, number))
-            urls = ({"url": self._files[int(rng.integers(len(self._files)))]} for _ in itertools.count())
-            stages.insert(1, webdataset.shuffle(buffer, initial=buffer, seed=int(rng.integers(2**31))))
-            yield from webdataset.DataPipeline(lambda: urls, *stages)
-            return
-        readers, reader = ranks * workers, rank * workers + number
-        by_shard = len(self._files) >= readers
-        files = self._files[reader::readers] if by_shard else self._files
-        while True:
-            every = webdataset.DataPipeline(lambda: ({"url": file} for file in files), *stages)
-            yield from every if by_shard else itertools.islice(every, reader, None, readers)
+        yield from _read(drawn, webdataset.shuffle(buffer, initial=buffer, seed=int(rng.integers(2**31))))
+
+    def _ordered(self, number: int, workers: int) -> Iterator[tuple[bytes, bytes]]:
+        """Encoded images and labels from the first of a worker on, without an end."""
+        before = sum(self._own(other, workers) for other in range(number))
+        skipped = (self._place[0] * self._count + before) % sum(self._order)
+        for file, size in itertools.cycle(zip(self._files, self._order, strict=True)):
+            if skipped < size:
+                yield from itertools.islice(_read([file]), skipped, None)
+            skipped = max(0, skipped - size)
+
+
+def _read(files: Iterable[str], *stages: Any) -> Iterator[tuple[bytes, bytes]]:
+    import webdataset  # of the extra `webdataset`
+
+    first = (lambda: ({"url": file} for file in files), webdataset.tarfile_to_samples())
+    return iter(webdataset.DataPipeline(*first, *stages, webdataset.to_tuple(PICTURES, "cls")))
+
+
+def samples_in(file: Path) -> int:
+    """Returns the number of samples of a shard, from the heads of its members.
+
+    Raises:
+        DataError: the file is no tar archive.
+    """
+    try:
+        with tarfile.open(file) as tar:
+            return sum(member.name.endswith(".cls") for member in tar)
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"{file} is no shard ({error}); replace or remove it") from error
 
 
 class ShardData(ImageFolderData):
@@ -89,7 +111,7 @@ class ShardData(ImageFolderData):
 
     Args:
         root: folder with ``train-*.tar`` and ``val-*.tar`` (or ``validation-*.tar``).
-        train_samples, test_samples: number of samples of all shards together.
+        train_samples: number of samples of an epoch: as many as all training shards have.
         shuffle: samples of a worker from which the next one is drawn in training.
         seed: seed of the order in training.
         **common: see `ImageFolderData`.
@@ -102,19 +124,19 @@ class ShardData(ImageFolderData):
         self,
         root: str | None = None,
         train_samples: int = 1281167,
-        test_samples: int = 50000,
         shuffle: int = 2000,
         seed: int = 0,
         **common: Any,
     ) -> None:
         if find_spec("webdataset") is None:
             raise DataError("data=webdataset needs webdataset: uv sync --extra webdataset, or pip install webdataset")
-        for key, value in {"train_samples": train_samples, "test_samples": test_samples, "shuffle": shuffle}.items():
+        for key, value in {"train_samples": train_samples, "shuffle": shuffle}.items():
             if not isinstance(value, int) or value < 1:
                 raise DataError(f"data.{key}={value} must be an integer of at least 1")
         super().__init__(root=root, fallback=False, **common)
-        self._counts, self._buffer, self._seed = (train_samples, test_samples), shuffle, seed
+        self._count, self._drawn = train_samples, (seed, shuffle)
         self._shards: tuple[list[Path], list[Path]] = ([], [])
+        self._sizes: list[int] = []  # of the shards that are evaluated
 
     def prepare_data(self) -> None:
         """Check that there are shards.
@@ -131,29 +153,29 @@ class ShardData(ImageFolderData):
             DataError: there are none, or the processes have found different ones.
         """
         self._shards = self._found()
-        self.check_same_everywhere((self.data_name, *map(len, self._shards)))
+        self._sizes = [samples_in(file) for file in self._shards[1]]
+        if not sum(self._sizes):
+            raise DataError(f"{self._shards[1][0]} and {len(self._sizes) - 1} others hold no NAME.cls; {REMEDY}")
+        self.check_same_everywhere((self.data_name, len(self._shards[0]), sum(self._sizes)))
 
     @property
     def train_count(self) -> int:
         """See `TaskData.train_count`."""
-        return self._counts[0]
+        return self._count
 
     def train_dataloader(self) -> DataLoader[Sample]:
         """Batches of a random stream of training samples."""
         self.check_fills_a_step()
         transform = v2.Compose([v2.RandomResizedCrop(self._size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
         # Equally many whole batches for every rank.
-        count = self._counts[0] // (self._ranks()[1] * self.batch_size) * self.batch_size
-        return self._of(Shards(self._shards[0], count, self._ranks(), transform, self._drawn(), self.batch_size), True)
+        count = self._count // (self._ranks()[1] * self.batch_size) * self.batch_size
+        return self._of(Shards(self._shards[0], count, self._ranks(), transform, self._drawn, self.batch_size), True)
 
     def val_dataloader(self) -> DataLoader[Sample]:
         """Batches of the split that is evaluated."""
         transform = v2.Compose([v2.Resize(self._resize), v2.CenterCrop(self._size), v2.PILToTensor()])
-        count = -(-self._counts[1] // self._ranks()[1])
-        return self._of(Shards(self._shards[1], count, self._ranks(), transform, None, self.batch_size), False)
-
-    def _drawn(self) -> tuple[int, int]:
-        return self._seed, self._buffer
+        count = -(-sum(self._sizes) // self._ranks()[1])
+        return self._of(Shards(self._shards[1], count, self._ranks(), transform, self._sizes, self.batch_size), False)
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)

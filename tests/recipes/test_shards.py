@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from recipes import data_rate
 from recipes.data import shards
-from recipes.data.shards import ShardData, Shards
+from recipes.data.shards import ShardData, Shards, samples_in
 from recipes.errors import DataError
 
 TRAIN, TEST, PER_SHARD = 24, 10, 5
@@ -42,7 +42,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 def _data(root: Path | None, **settings: object) -> ShardData:
-    given = {"train_samples": TRAIN, "test_samples": TEST, "num_classes": TRAIN, "image_size": 8, "workers": 0}
+    given = {"train_samples": TRAIN, "num_classes": TRAIN, "image_size": 8, "workers": 0}
     return ShardData(root=None if root is None else str(root), name="packed", batch_size=4, **{**given, **settings})  # type: ignore[arg-type]
 
 
@@ -69,10 +69,11 @@ def test_the_rate_of_reading_is_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_share_the_evaluation(packed: Path, ranks: int) -> None:
     files = sorted(packed.glob("val-*.tar"))
-    count = -(-TEST // ranks)
+    count, sizes = -(-TEST // ranks), [samples_in(file) for file in files]
+    assert sizes == [5, 5]
     seen: Counter[int] = Counter()
     for rank in range(ranks):
-        own = list(Shards(files, count, (rank, ranks), v2.PILToTensor(), None, 4))
+        own = list(Shards(files, count, (rank, ranks), v2.PILToTensor(), sizes, 4))
         assert len(own) == count
         seen.update(label for _, label in own)
     assert {*seen} == {*range(TEST)}
