@@ -32,6 +32,7 @@ ALLOWED_TARGETS = frozenset(
         "recipes.data.clicks.ClickData",
         "recipes.data.digits.DigitsData",
         "recipes.data.image_folder.ImageFolderData",
+        "recipes.data.shards.ShardData",
         "recipes.data.wikitext.WikiTextData",
         "recipes.loggers.tensorboard_events.tensorboard_logger",
         "recipes.loggers.wandb_runs.wandb_logger",
