@@ -1,5 +1,4 @@
 """Which number of bits makes the steps of a training shortest: tries, decisions, and a watch over the length of steps.
 
-`trials` decides from the lengths of steps alone, by the numbers in `spec.decisions`. `clock` measures them. `steering`
-joins the two with the hook, and `plain` lets plain DDP take the hook's place.
+`trials` decides from the lengths of steps alone. `clock` measures them. `steering` joins the two with the hook.
 """

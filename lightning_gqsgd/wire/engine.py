@@ -254,11 +254,8 @@ class Engine:
         return self._stamps.take(until_step)
 
     def compare(self, stamp: Stamp) -> Job:
-        """Start to compare a stamp over all ranks, between steps. `agreed` knows it when the job is done.
-
-        Returns:
-            The job, whose `Job.wait` raises ConfigError if stamps differ; over NCCL, `agreed` raises that.
-        """
+        """Start to compare a stamp over all ranks, between steps. `agreed` knows it when the job is done. If stamps
+        differ, `Job.wait` raises ConfigError; over NCCL, `agreed` does."""
         return self._compare_alone(f"step {stamp.step}", stamp)
 
     def compare_first(self, stamp: Stamp) -> None:

@@ -224,7 +224,7 @@ def test_calls_after_an_output_that_cannot_be_written_belong_together(tmp_path: 
 def _interrupted(rank: int) -> None:
     all_reduce(torch.ones(2000), step=7)
     if rank:  # as by an interrupt, after which the program goes on
-        next(iter(functional._reductions.values())).number()
+        next(next(iter(functional._reductions.values())).numbers)
     with pytest.raises(ConfigError, match="number of the call on this process group: 1 != 2"):
         all_reduce(torch.ones(2000), step=7)
     close()
