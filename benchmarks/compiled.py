@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help=f"versions to compile with, or {INSTALLED!r}")
     parser.add_argument("--kernels", choices=["default", "few", "all"], default="few")
     parser.add_argument("--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities")
-    parser.add_argument("--front", action="store_true", help="stop at Triton's intermediate code, in a tenth of the time")
+    parser.add_argument(
+        "--front", action="store_true", help="stop at Triton's intermediate code, in a tenth of the time"
+    )
     parser.add_argument("--save", action="store_true", help="write the table")
     options = parser.parse_args()
     if options.triton:
