@@ -1,4 +1,4 @@
-"""Shows what the kernels for GPUs are compiled to, and that they compile with several versions of Triton; without a GPU.
+"""Shows what kernels for GPUs are compiled to, and that they compile with several versions of Triton; without a GPU.
 
     python -m benchmarks.compiled --save
     python -m benchmarks.compiled --triton 3.4.0 3.5.1 3.6.0 3.7.0 --arch 80 90 100
@@ -49,7 +49,7 @@ def folder_of(version: str) -> Path:
     folder = FOLDER / version
     if not (folder / "triton").exists():
         command = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(folder)]
-        subprocess.run([*command, f"triton=={version}"], check=True)  # noqa: S603
+        subprocess.run([*command, f"triton=={version}"], check=True)
     return folder
 
 
@@ -62,7 +62,7 @@ def compile_with(version: str, *arguments: str) -> dict[str, Any]:
     path = [str(ROOT)] if version == INSTALLED else [str(folder_of(version)), str(ROOT)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-m", "benchmarks.compiling", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)  # noqa: S603
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"triton {version}: {done.stderr[-2000:]}")
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -117,3 +117,25 @@ def test_the_root_without_branches_is_exact_over_all_mantissas() -> None:
         inverse = (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)
         y = x * inverse
         assert np.array_equal(_fused(_fused(-y, y, x), inverse * np.float32(0.5), y), np.sqrt(x))
+
+
+RESULTS = Path(compiled.__file__).parent / "results" / "compiled.json"
+
+
+def test_the_table_of_compiled_code_keeps_its_bars() -> None:
+    for one in json.loads(RESULTS.read_text())["found"]:
+        if one["tiles"] == "ragged":
+            continue
+        assert one["spills"] == 0, one
+        assert one["registers"] <= (96 if one["kernel"] == "reduce" else 64), one
+        assert one["instructions"] <= 48, one
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # compilers take minutes on a busy machine
+def test_the_table_of_compiled_code_is_what_the_kernels_compile_to() -> None:
+    table = json.loads(RESULTS.read_text())
+    facts = compiled.compile_with(compiled.INSTALLED, "--kernels", "default", "--counts")
+    if facts["triton"] != table["triton"]:
+        pytest.skip(f"the table is of Triton {table['triton']}; python -m benchmarks.compiled --save writes it anew")
+    assert facts["found"] == [one for one in table["found"] if one["case"] == "gqsgd, fp32"]

@@ -42,8 +42,8 @@ def positive_root(x, c: tl.constexpr):
     """Returns the square root of normal numbers above 0 that are not near the ends of the range, rounded correctly; NaN
     of infinity.
 
-    One step of Newton's method from a GPU's fast reciprocal root: what NVIDIA's compiler makes of `sqrt.rn`, but for the
-    branch to other numbers, which takes more instructions than the root.
+    One step of Newton's method from a GPU's fast reciprocal root: what NVIDIA's compiler makes of `sqrt.rn`, but for
+    the branch to other numbers, which takes more instructions than the root.
     """
     if c.number.compute == tl.float64:
         y = tl.sqrt(x)
