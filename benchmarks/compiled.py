@@ -1,4 +1,4 @@
-"""Shows what the kernels for GPUs are compiled to, and that they compile with several versions of Triton; without a GPU.
+"""Shows what kernels for GPUs are compiled to, and that they compile with several versions of Triton; without a GPU.
 
     python -m benchmarks.compiled --save
     python -m benchmarks.compiled --triton 3.4.0 3.5.1 3.6.0 3.7.0 --arch 80 90 100

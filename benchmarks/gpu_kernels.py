@@ -444,8 +444,9 @@ def report_of(facts: Sequence[Fact], target: Target, ranks: int, name: str) -> R
         notes=(
             f"Three numbers in a cell are of encode (the whole tensor), reduce (a shard: {ranks} messages of 1/{ranks} "
             f"of the tensor) and decode (the whole), as the reducer `two_shot` runs them, with the kernels "
-            f"`{kernels_for(target.device).__name__.rpartition('.')[2]}`, pieces of up to {NCCL_PIECE_NUMEL:,} coordinates and "
-            f"{'; '.join(described(facts))}; torch's operations have blocks of {BLOCK}. MB are 10^6 bytes of gradient.",
+            f"`{kernels_for(target.device).__name__.rpartition('.')[2]}`, pieces of up to {NCCL_PIECE_NUMEL:,} "
+            f"coordinates and {'; '.join(described(facts))}; torch's operations have blocks of {BLOCK}. "
+            "MB are 10^6 bytes of gradient.",
             "bytes/coordinate is a count: gradient and messages, read or written once, and 24 bytes of table per "
             "block; for torch's operations one by one, what each reads and writes; compiled, what goes in and comes "
             "out. GB/s is this count over the time; of copy_, its share of the copy's in the same round, median over "

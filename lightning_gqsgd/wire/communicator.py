@@ -40,9 +40,9 @@ from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
 from lightning_gqsgd.wire.staging import Staging
 
 #: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
-#: gain there. A piece holds two messages and a shard, and `pipeline.MAX_ON_STREAM` pieces of each of two streams are under
-#: way. So a GPU has at most 4 (2 + 1/ranks) times 16 MiB of scratch memory at 8 bits, less with fewer bits, and as much
-#: for what travels uncompressed, whose pieces are smaller. PyTorch's allocator keeps it from step to step.
+#: gain there. A piece holds two messages and a shard, and `pipeline.MAX_ON_STREAM` pieces of each of two streams are
+#: under way. So a GPU has at most 4 (2 + 1/ranks) times 16 MiB of scratch memory at 8 bits, less with fewer bits, and
+#: as much for what travels uncompressed, whose pieces are smaller. PyTorch's allocator keeps it from step to step.
 NCCL_PIECE_NUMEL = 1 << 24
 NCCL_PIECE_SIZE = PieceSize(NCCL_PIECE_NUMEL, NCCL_PIECE_NUMEL)
 

@@ -40,7 +40,7 @@ def compile_kernels(config: GQSGDConfig, dtype: torch.dtype, device: torch.devic
         return
     with torch.cuda.device(device) if device.type == "cuda" else _announced(dtype):
         for setting in settings_of(config, dtype, device, ranks):
-            _run(setting, device)
+            run_once(setting, device)
 
 
 def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> list[Setting]:
@@ -58,14 +58,21 @@ def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, r
     return settings
 
 
-def _run(setting: Setting, device: torch.device) -> None:
-    """Average gradients of virtual ranks once."""
+def run_once(setting: Setting, device: torch.device, *, on: torch.device | None = None) -> None:
+    """Average gradients of virtual ranks once.
+
+    Args:
+        setting: configuration, number of virtual ranks and dtype.
+        device: device of the gradients.
+        on: where the gradients of virtual ranks are, if not there.
+    """
     count = setting.ranks
     segments = _SEGMENTS if device.type == "cpu" else every_tile(setting.config.block_size, count)
     numel = sum(segment.numel for segment in segments)
     sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
-    stores = [new_store(setting.config, count, sizes, setting.dtype, device) for _ in range(count)]
-    gradients = [torch.ones(numel, dtype=setting.dtype, device=device) for _ in range(count)]
+    where = on or device
+    stores = [new_store(setting.config, count, sizes, setting.dtype, where) for _ in range(count)]
+    gradients = [torch.ones(numel, dtype=setting.dtype, device=where) for _ in range(count)]
     Plan(segments, setting).average(gradients, 0, stores)
 
 

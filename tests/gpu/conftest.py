@@ -1,12 +1,10 @@
-"""Where there is no GPU, a processor stands in for it, so that continuous integration runs these tests as far as it can.
+"""Where there is no GPU, a processor stands in for it, so that continuous integration runs what it can of these tests.
 
 The kernels for GPUs run in Triton's interpreter, streams are none, and Gloo takes NCCL's place. What needs a card is
 marked `card.needs_card`. Of the cases of a test, only some run there, since the interpreter is slow.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def triton_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def triton_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors on the CPU take the kernels for GPUs, where a processor stands in for a GPU."""
     if STANDS_IN:
         from lightning_gqsgd.kernels import cuda
@@ -44,4 +42,3 @@ def triton_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(kernels, "cpu", cuda)
         # The host's memory is not pinned for a card that is not there.
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    yield

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from lightning_gqsgd.codecs.linear.cuda import coordinates, is_stochastic, levels_per_unit, middle_of
-from lightning_gqsgd.kernels.cuda.floats import byte_as_float, clamped, one_and, root
+from lightning_gqsgd.kernels.cuda.floats import byte_as_float, one_and, positive_root
 from lightning_gqsgd.kernels.cuda.hashing import draws
 from lightning_gqsgd.kernels.cuda.scales import send_scales
 from lightning_gqsgd.kernels.cuda.stages import ScaledFamily
@@ -96,11 +96,12 @@ def _codes(v, draw, scales, stochastic, c: tl.constexpr):
     middle = middle.to(c.number.compute)
     x = v * levels_per_unit(scales.value, middle, c)[:, None]
     stretched = tl.abs(x) * tl.full((), c.family.stretch, c.number.compute)
-    y = root(stretched + tl.full((), c.family.root_squared, c.number.compute), c)
+    y = positive_root(stretched + tl.full((), c.family.root_squared, c.number.compute), c)
     y -= tl.full((), c.family.root, c.number.compute)
     if c.family.adaptive:
         y = tl.where(stochastic[:, None], tl.abs(x), y)
-    y = clamped(tl.where(x < 0, -y, y), middle[:, None])
+    y = tl.minimum(y, middle[:, None])  # the last level, also for NaN, the root of infinity
+    y = tl.where(x < 0, -y, y)
     y += (one_and(draw) - (less + (1 - _FIRST))[:, None]).to(c.number.compute)
     return tl.floor(y).to(tl.int32) * scales.used[:, None] + (zero * scales.used)[:, None]
 

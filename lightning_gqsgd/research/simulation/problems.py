@@ -360,8 +360,8 @@ def _generator(*numbers: int) -> torch.Generator:
     """Returns a generator of its own for each tuple of a seed, a use and perhaps a step.
 
     Torch's generator on the CPU is seeded by the low 32 bits of a number only, so all of the tuple has to reach them:
-    the tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). With seed 0, the uses 0 to 2 are not hashed. They
-    have the step as their number, and share their random numbers in a step.
+    the tuple is hashed by the finaliser of SplitMix64 (Steele, Lea, Flood 2014). With seed 0, the uses 0 to 2 are not
+    hashed. They have the step as their number, and share their random numbers in a step.
     """
     seed, use, step = (*numbers, 0)[:3]
     number = ((seed * 8 + use) << 32) + step

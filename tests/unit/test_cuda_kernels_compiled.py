@@ -1,0 +1,141 @@
+"""What is compiled for GPUs, and when: before the first step, and to code within its bounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import compiled
+from lightning_gqsgd import kernels
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.presets import FIXED
+from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.wire import compiling
+from lightning_gqsgd.wire.plan import Plan
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu asks Triton itself", allow_module_level=True)
+pytest.importorskip("triton", minversion=".".join(map(str, kernels.MIN_TRITON)))
+from lightning_gqsgd.kernels import cuda
+from lightning_gqsgd.kernels.cuda import launch
+
+CPU = torch.device("cpu")
+#: What Triton compiles no kernel anew for, see the kernels' ``do_not_specialize``.
+ANY_VALUE = {"count", "own", "key", "rotation"}
+
+
+class Compilations:
+    """Takes the place of launches, and keeps what Triton compiles a kernel for: each entry is a compilation.
+
+    Attributes:
+        known: what was compiled: kernels, their constants, types, and what Triton knows of addresses and numbers.
+    """
+
+    def __init__(self) -> None:
+        self.known: set[Any] = set()
+
+    def __call__(self, kernel: Any, c: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        values = zip(kernel.arg_names, arguments, strict=False)
+        kinds = tuple(self._kind(name, value) for name, value in values)
+        functions = tuple((name, str(value)) for name, value in sorted(constants.items()))
+        self.known.add((kernel.fn.__module__, kernel.fn.__name__, c, kinds, functions))
+
+    @staticmethod
+    def _kind(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return name, value.dtype, value.data_ptr() % 16 == 0
+        if value is None or name in ANY_VALUE:
+            return name, type(value)
+        return name, value == 1, value % 16 == 0
+
+
+def _step(setting: Setting, segments: list[Segment], before: int, step: int) -> None:
+    """Average gradients that begin so many elements behind a multiple of 16 bytes."""
+    numel = sum(segment.numel for segment in segments)
+    sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
+    ranks = range(setting.ranks)
+    stores = [new_store(setting.config, setting.ranks, sizes, setting.dtype, CPU) for _ in ranks]
+    gradients = [torch.ones(numel + before, dtype=setting.dtype)[before:] for _ in ranks]
+    Plan(segments, setting).average(gradients, step, stores)
+
+
+def _cases() -> list[Any]:
+    names = [name for name, preset in FIXED.items() if preset.config.coder == "fixed"]
+    return [(name, torch.float32 if number % 2 else torch.bfloat16) for number, name in enumerate(names)]
+
+
+@pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")
+@pytest.mark.parametrize(("name", "dtype"), _cases(), ids=str)
+def test_no_step_compiles_what_the_warm_up_has_not(name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """Whatever the sizes of parameters are, and wherever buckets and pieces begin."""
+    compilations = Compilations()
+    monkeypatch.setattr(launch, "start", compilations)
+    monkeypatch.setattr(kernels, "cpu", cuda, raising=False)
+    config = resolve(FIXED[name].config, 4)
+    device = torch.device("cuda")
+    for setting in compiling.settings_of(config, dtype, device, 4):
+        compiling.run_once(setting, device, on=CPU)
+    warm = set(compilations.known)
+    assert warm
+    setting = Setting(config, 4, dtype, PieceSize(3000, 3000))
+    small = [Segment(0, 10, False), Segment(1, 5000, False), Segment(2, 7, True), Segment(3, 9000, False)]
+    for step, before in enumerate((0, 1, 3, 5)):
+        _step(setting, small, before, step)
+        _step(setting, [Segment(0, 1, False)], before, step)
+        _step(setting, [Segment(0, 16384, False)], before, step)
+    assert compilations.known - warm == set()
+
+
+def _fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Returns x y + z of fp32 numbers, rounded once.
+
+    The product is exact in fp64. The sum is rounded there to an odd last bit where it is not exact, so that rounding it
+    to fp32 goes the right way.
+    """
+    product, addend = np.float64(x) * np.float64(y), np.float64(z)
+    total = product + addend
+    other = total - product
+    error = (product - (total - other)) + (addend - other)
+    bits = total.view(np.int64)
+    towards = np.where((error > 0) == (total > 0), 1, -1)
+    odd = np.where((error != 0) & (bits & 1 == 0), bits + towards, bits)
+    return odd.view(np.float64).astype(np.float32)
+
+
+def test_the_root_without_branches_is_exact_over_all_mantissas() -> None:
+    """As `floats.positive_root` computes it, of both parities of the exponent."""
+    mantissas = np.arange(1 << 23, dtype=np.int32)
+    for exponent in (127, 128):
+        x = ((exponent << 23) | mantissas).astype(np.int32).view(np.float32)
+        inverse = (1 / np.sqrt(x.astype(np.float64))).astype(np.float32)
+        y = x * inverse
+        assert np.array_equal(_fused(_fused(-y, y, x), inverse * np.float32(0.5), y), np.sqrt(x))
+
+
+RESULTS = Path(compiled.__file__).parent / "results" / "compiled.json"
+
+
+def test_the_table_of_compiled_code_keeps_its_bars() -> None:
+    for one in json.loads(RESULTS.read_text())["found"]:
+        if one["tiles"] == "ragged":
+            continue
+        assert one["spills"] == 0, one
+        assert one["registers"] <= (96 if one["kernel"] == "reduce" else 64), one
+        assert one["instructions"] <= 48, one
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # compilers take minutes on a busy machine
+def test_the_table_of_compiled_code_is_what_the_kernels_compile_to() -> None:
+    table = json.loads(RESULTS.read_text())
+    facts = compiled.compile_with(compiled.INSTALLED, "--kernels", "default", "--counts")
+    if facts["triton"] != table["triton"]:
+        pytest.skip(f"the table is of Triton {table['triton']}; python -m benchmarks.compiled --save writes it anew")
+    assert facts["found"] == [one for one in table["found"] if one["case"] == "gqsgd, fp32"]
