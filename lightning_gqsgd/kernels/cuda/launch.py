@@ -2,8 +2,8 @@
 
 A block table is divided by the kind of tile that its blocks go into (see `tiles`), each kind has a table of its own,
 and a kernel is compiled and launched for each kind that there is. So a kernel for blocks of full length has no
-registers that only the ends of parameters need, and a bucket is fast whatever parameters it begins with. The division is made
-when a block table is used for the first time, and kept as long as the block table is.
+registers that only the ends of parameters need, and a bucket is fast whatever parameters it begins with. The division
+is made when a block table is used for the first time, and kept as long as the block table is.
 """
 
 from __future__ import annotations
