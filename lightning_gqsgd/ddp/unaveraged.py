@@ -379,7 +379,10 @@ class BackwardWatch:
         if torch.compiler.is_compiling():
             return
         if self._expects or self._is_local:
-            self._has_begun = self._expects
+            # In Lightning's manual optimization, no_sync begins after DDP's forward pass and before the backward pass.
+            model = self._model()
+            is_reduced = self._expects and (model is None or model.require_backward_grad_sync)
+            self._has_begun = self._has_begun or is_reduced
             return
         if self._has_said or self._is_asking:
             return

@@ -114,21 +114,31 @@ def test_ddp_options_tied_weights_and_unused_parameters(tmp_path: Path) -> None:
 # --- manual optimization ---------------------------------------------------------------------------------------------
 
 
-def _gans(_: int) -> list[list[list[Any]]]:
-    unused = {"find_unused_parameters": True}
-    return [
-        _compared(Gan, unused),
-        _compared(lambda: Gan(toggle=False)),
-        _compared(lambda: Gan(accumulate=4, clip=0.1), unused),
-    ]
+#: Arguments of `Gan`, and the steps of each optimizer: toggled or not, and with accumulation by `block_backward_sync`.
+GANS: dict[str, tuple[dict[str, Any], int]] = {
+    "toggled": ({}, 16),
+    "not toggled": ({"toggle": False}, 16),
+    "accumulated and clipped": ({"accumulate": 4, "clip": 0.1}, 4),
+}
 
 
-@pytest.mark.slow
-def test_two_optimizers_by_hand(tmp_path: Path) -> None:
-    """Toggled or not, with accumulation by `block_backward_sync` and clipping."""
-    first, second = run(_gans, 2, tmp_path, initialise=False)
-    for one, other, steps in zip(first, second, (16, 16, 4), strict=True):
-        _check(one, other, steps, steps)
+def _gans(_: int, arguments: dict[str, Any]) -> list[list[Any]]:
+    unused = {"find_unused_parameters": True} if arguments.get("toggle", True) else None
+    return _compared(lambda: Gan(**arguments), unused)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("toggled", marks=pytest.mark.slow),
+        pytest.param("not toggled", marks=pytest.mark.slow),
+        "accumulated and clipped",
+    ],
+)
+def test_two_optimizers_by_hand(name: str, tmp_path: Path) -> None:
+    arguments, steps = GANS[name]
+    first, second = run(_gans, 2, tmp_path, arguments, initialise=False)
+    _check(first, second, steps, steps)
 
 
 def _curves(_: int, seeds: list[int]) -> list[list[list[float]]]:
