@@ -24,6 +24,7 @@ from lightning_gqsgd.wire.agreement import digest_of
 from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.peers import Peers
 
 
 class Side(NamedTuple):
@@ -32,7 +33,7 @@ class Side(NamedTuple):
     Configurations have their reducers chosen. There are none where each call brings its own.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | Peers
     facts: Mapping[str, Any]
     configs: Sequence[GQSGDConfig]
 
