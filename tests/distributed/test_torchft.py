@@ -56,7 +56,7 @@ def _reduce_everything(rank: int, port: int) -> dict[str, Any]:
     results["few"] = replicas.reduce(group, replicas.values(rank, 10))
     results["integers"] = replicas.reduce(group, torch.tensor([rank, 2]))
     results["largest"] = replicas.reduce(group, torch.tensor([float(rank)]), dist.ReduceOp.MAX)
-    group.barrier().wait()
+    group.barrier(dist.BarrierOptions()).wait()
     return results
 
 
@@ -82,10 +82,10 @@ def _change_ranks(rank: int, port: int) -> list[torch.Tensor]:
     if rank != 1:  # the others go on without this rank, in another order
         replicas.configure(group, 1 if rank == 0 else 0, 2, port, "two of them")
         results.append(replicas.reduce(group, replicas.values(rank)))
-        group.barrier().wait()
+        group.barrier(dist.BarrierOptions()).wait()
     replicas.configure(group, rank, 3, port, "all again")
     results.append(replicas.reduce(group, replicas.values(rank)))
-    group.barrier().wait()
+    group.barrier(dist.BarrierOptions()).wait()
     return results
 
 
