@@ -57,11 +57,21 @@ def _reduce_everything(rank: int, port: int) -> dict[str, Any]:
     results["integers"] = replicas.reduce(group, torch.tensor([rank, 2]))
     results["largest"] = replicas.reduce(group, torch.tensor([float(rank)]), dist.ReduceOp.MAX)
     group.barrier(dist.BarrierOptions()).wait()
-    return results
+    return {name: _sent(result) for name, result in results.items()}
+
+
+def _sent(result: Any) -> Any:
+    """A tensor in a form that outlives its process."""
+    return result.float().contiguous().numpy() if isinstance(result, torch.Tensor) else result
+
+
+def _received(result: Any) -> Any:
+    return result if isinstance(result, int) else torch.from_numpy(result)
 
 
 def test_sums_and_means_travel_quantised_and_everything_else_as_it_is(tmp_path: Path, port: int) -> None:
-    first, *others = run(_reduce_everything, 3, tmp_path, port, initialise=False)
+    answers = run(_reduce_everything, 3, tmp_path, port, initialise=False)
+    first, *others = [{name: _received(result) for name, result in answer.items()} for answer in answers]
     for name in ("sum", "mean", "transposed", "bf16", "few", "integers", "largest"):
         assert all(torch.equal(other[name], first[name]) for other in others), name
     exact = sum(replicas.values(rank) for rank in range(3))
@@ -75,7 +85,7 @@ def test_sums_and_means_travel_quantised_and_everything_else_as_it_is(tmp_path: 
     assert first["largest"].tolist() == [2.0]
 
 
-def _change_ranks(rank: int, port: int) -> list[torch.Tensor]:
+def _change_ranks(rank: int, port: int) -> list[Any]:
     group = replicas.process_group()
     replicas.configure(group, rank, 3, port, "all")
     results = [replicas.reduce(group, replicas.values(rank))]
@@ -86,11 +96,12 @@ def _change_ranks(rank: int, port: int) -> list[torch.Tensor]:
     replicas.configure(group, rank, 3, port, "all again")
     results.append(replicas.reduce(group, replicas.values(rank)))
     group.barrier(dist.BarrierOptions()).wait()
-    return results
+    return [_sent(result) for result in results]
 
 
 def test_the_engine_is_made_anew_for_other_ranks_and_uses_no_dither_twice(tmp_path: Path, port: int) -> None:
-    first, second, third = run(_change_ranks, 3, tmp_path, port, initialise=False)
+    answers = run(_change_ranks, 3, tmp_path, port, initialise=False)
+    first, second, third = [[_received(result) for result in answer] for answer in answers]
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], third[1])
     assert torch.equal(first[2], second[1])
