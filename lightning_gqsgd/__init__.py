@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_gqsgd.frameworks.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.frameworks.ray import RayGQSGDStrategy
+    from lightning_gqsgd.frameworks.torchft import quantised
     from lightning_gqsgd.frameworks.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.local_steps.optimizer import LocalSteps
     from lightning_gqsgd.presets import PRESETS
@@ -48,6 +49,7 @@ _HOMES = {
     "StabilityWarning": "reducers.memory",
     "all_reduce": "ddp.functional",
     "enable": "frameworks.enable",
+    "quantised": "frameworks.torchft",
     "register_gqsgd": "ddp.hook",
     "register_gqsgd_fsdp": "frameworks.fsdp",
     "simulate": "research.simulation",
@@ -61,6 +63,7 @@ _BRINGS = {
     "lightning_fabric": "lightning>=2.5,!=2.6.2,!=2.6.3",
     "pytorch_lightning": "lightning>=2.5,!=2.6.2,!=2.6.3",
     "ray": "ray[train]>=2.40",
+    "torchft": "torchft>=0.2",
     "transformers": "transformers>=5.4",
 }
 
@@ -84,6 +87,7 @@ __all__ = [
     "StabilityWarning",
     "all_reduce",
     "enable",
+    "quantised",
     "register_gqsgd",
     "register_gqsgd_fsdp",
     "simulate",

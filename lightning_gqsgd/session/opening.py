@@ -24,6 +24,7 @@ from lightning_gqsgd.wire.agreement import digest_of
 from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.plan import Plan
 
 
@@ -38,7 +39,7 @@ class Side(NamedTuple):
         direct: see `Engine`.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | Peers
     facts: Mapping[str, Any]
     configs: Sequence[GQSGDConfig]
     plan: type[Plan] = Plan

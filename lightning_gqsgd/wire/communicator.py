@@ -37,6 +37,7 @@ from torch import Tensor
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.wire.peers import Peers, backends_of, peers_of
 from lightning_gqsgd.wire.staging import Staging
 
 #: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
@@ -54,7 +55,7 @@ class Communicator:
 
     Args:
         device: device of the tensors to come: CUDA over NCCL or, through host memory, over Gloo; CPU over Gloo.
-        group: process group.
+        group: process group, or the ranks themselves.
         key: a name that no other communicator has had, the same on all ranks (see `meeting.Meeting.agree`).
         timeout: of collectives; None takes that of ``group``.
 
@@ -70,15 +71,17 @@ class Communicator:
     """
 
     def __init__(
-        self, device: torch.device, group: dist.ProcessGroup, key: str, timeout: timedelta | None = None
+        self, device: torch.device, group: dist.ProcessGroup | Peers, key: str, timeout: timedelta | None = None
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        peers = peers_of(group)
+        self.rank = peers.own
+        self.size = peers.size()
         self.backend = backend_for(group, device)
         self.device = device
         self._key = key
         self.timeout = timeout or timeout_of(group, device)
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = peers.numbers
+        self._store = peers.store
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._turn = 0
@@ -170,7 +173,7 @@ class Communicator:
         make: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
         members = scope.members(self.rank, self.size)
         key = f"gqsgd/groups/{self._key}/{stage}/{scope.kind}/{members[0]}/{turn}"
-        store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(key, self._store)
         try:
             made = make(store, members.index(self.rank), len(members), self.timeout)
         except RuntimeError as error:  # e.g. another rank has refused, or died
@@ -326,25 +329,26 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
-def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_for(group: dist.ProcessGroup | Peers, device: torch.device) -> str:
     """Returns the backend of ``group`` for tensors on ``device``: NCCL for CUDA tensors if the group has it, and
     otherwise Gloo.
 
     Raises:
         ConfigError: the group has neither of the two for that device.
     """
-    names = _backends(group)
+    names = backends_of(group)
     if device.type == "cuda" and names.get("cuda") == "nccl":
         return "nccl"
     if device.type in ("cpu", "cuda") and "gloo" in (names.get(device.type), names.get("cpu")):
         return "gloo"
+    backends = ",".join(map(":".join, names.items()))
     raise ConfigError(
-        f"tensors on {device} over the backend {dist.get_backend_config(group)!r} are not supported; use CUDA tensors "
+        f"tensors on {device} over the backend {backends!r} are not supported; use CUDA tensors "
         "over 'nccl' or 'gloo', or CPU tensors over 'gloo', e.g. init_process_group('cpu:gloo,cuda:nccl') for both"
     )
 
 
-def patience_of(timeout: timedelta | None, group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def patience_of(timeout: timedelta | None, group: dist.ProcessGroup | Peers, device: torch.device) -> timedelta:
     """Returns the time that ranks wait for each other: the user's timeout, or that of the group.
 
     A timeout that `check_timeout` refuses is not used, so that the other ranks can be told of it.
@@ -363,17 +367,13 @@ def needs_staging(backend: str, device: torch.device) -> bool:
     return backend == "gloo" and device.type == "cuda"
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | Peers, device: torch.device) -> timedelta:
     """Returns the timeout of a group's collectives on tensors of a device."""
-    usable = device if device.type in _backends(group) else torch.device("cpu")
+    if isinstance(group, Peers):
+        return group.timeout or dist.constants.default_pg_timeout
+    usable = device if device.type in backends_of(group) else torch.device("cpu")
     options = getattr(group._get_backend(usable), "options", None)
     return getattr(options, "_timeout", dist.constants.default_pg_timeout)
-
-
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Returns the backend of a group for each type of device."""
-    pairs = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
-    return {device: name for device, _, name in pairs}
 
 
 #: The communicators of this process, which a forked child must not touch.

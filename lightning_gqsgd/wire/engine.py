@@ -27,6 +27,7 @@ from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.direct import DirectRunner
 from lightning_gqsgd.wire.job import Job, Start
+from lightning_gqsgd.wire.peers import Peers
 from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey, check_gradient
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
@@ -107,7 +108,7 @@ class Engine:
 
     Args:
         device: device of the tensors.
-        group: process group.
+        group: process group, or the ranks themselves.
         key: a name that no other engine has had, the same on all ranks (see `wire.meeting.Meeting.agree`).
         timeout: of collectives; None takes that of ``group``.
         streams: on a GPU over NCCL, number of streams to work on; 1 if another engine is to work beside this one.
@@ -131,7 +132,7 @@ class Engine:
     def __init__(
         self,
         device: torch.device,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Peers,
         key: str,
         *,
         timeout: timedelta | None = None,

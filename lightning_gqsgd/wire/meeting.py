@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.wire.agreement import ERROR_LENGTH, Card, ranks_in_words, verdict
+from lightning_gqsgd.wire.peers import Peers, peers_of
 from lightning_gqsgd.wire.store import Store
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Meeting:
         timeout: how long to wait for other ranks in a round.
     """
 
-    def __init__(self, purpose: str, groups: Sequence[dist.ProcessGroup], timeout: timedelta) -> None:
+    def __init__(self, purpose: str, groups: Sequence[dist.ProcessGroup | Peers], timeout: timedelta) -> None:
         self._purpose = purpose
         self._timeout_s = timeout.total_seconds()
         self._circles = [_Circle(group, self._timeout_s) for group in groups]
@@ -226,15 +227,16 @@ class _Circle:
         told: the news on the cards of the latest round, in the order of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        members = "_".join(map(str, dist.get_process_group_ranks(group)))
+    def __init__(self, group: dist.ProcessGroup | Peers, timeout_s: float) -> None:
+        peers = peers_of(group)
+        self.rank = peers.own
+        self.size = peers.size()
+        members = "_".join(map(str, peers.numbers))
         with _turns_lock:
-            self.turn = _turns.setdefault(members, threading.RLock())
+            self.turn = peers.turn or _turns.setdefault(members, threading.RLock())
         name = hashlib.blake2b(members.encode(), digest_size=8).hexdigest()
         self._timeout_s = timeout_s
-        self._store = Store(dist.distributed_c10d._get_default_store(), timeout_s).under(f"gqsgd/meeting/{name}")
+        self._store = Store(peers.store, timeout_s).under(f"gqsgd/meeting/{name}")
         self.pulse: Pulse | None = None
         self.told: list[Mapping[str, Any]] = []
 

@@ -1,0 +1,402 @@
+"""torchft: a process group that survives ranks that die, leave and join, with quantised all-reduces.
+
+torchft's Manager calls `configure` (in later versions: `reconfigure`) whenever the ranks have changed, and the engine
+is made anew for the new ranks. Whatever fails is an error of torchft's: the Manager hears of it through the work that
+it waits for and through `errored`, discards the step, and asks for new ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchft.process_group import ProcessGroup, ProcessGroupWrapper
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import CollectiveError, ConfigError
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.presets import make_config
+from lightning_gqsgd.session.opening import Side, compile_together, facts_of, open_engines
+from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.tracing import untraced
+from lightning_gqsgd.wire.agreement import Card
+from lightning_gqsgd.wire.communicator import timeout_of
+from lightning_gqsgd.wire.engine import Engine, Messages, Request
+from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
+from lightning_gqsgd.wire.telemetry import Telemetry
+
+#: Bytes that the plans of tensors of different sizes take, at most.
+MAX_PLAN_BYTES = 64 << 20
+
+_MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
+
+
+def quantised(
+    process_group: ProcessGroup,
+    *,
+    device: torch.device | str = "cpu",
+    preset: str | GQSGDConfig | None = None,
+    **fields: Any,
+) -> QuantisedProcessGroup:
+    """Returns a process group for torchft's Manager whose all-reduces of floating-point tensors are quantised.
+
+    Sums and means of fp32, fp16, bf16 and fp64 tensors go through the engine. Tensors of fewer than ``min_numel``
+    elements (1024 by default) travel uncompressed. Everything else goes to ``process_group`` as it is::
+
+        manager = torchft.Manager(pg=quantised(torchft.ProcessGroupGloo(), bits=4), ...)
+
+    Then torchft's ``DistributedDataParallel``, ``LocalSGD`` and ``DiLoCo`` send 4 bits.
+
+    Args:
+        process_group: ``torchft.ProcessGroupGloo``; its timeout is that of quantised all-reduces as well.
+        device: device of the tensors that are reduced. Those on a GPU go through host memory.
+        preset: name of a preset (see `presets.PRESETS`), or a configuration.
+        **fields: fields of `GQSGDConfig`, e.g. ``bits=4``.
+
+    Raises:
+        ConfigError: another kind of process group, or a configuration that cannot work for tensors without a name.
+    """
+    return QuantisedProcessGroup(process_group, make_config(preset, **fields), torch.device(device))
+
+
+class QuantisedProcessGroup(ProcessGroupWrapper):
+    """The process group that `quantised` returns.
+
+    Args:
+        process_group: what carries everything else, and is configured first.
+        config: the compression.
+        device: device of the tensors.
+
+    Attributes:
+        config: the compression, as requested.
+
+    Raises:
+        ConfigError: see `quantised`.
+    """
+
+    def __init__(self, process_group: ProcessGroup, config: GQSGDConfig, device: torch.device) -> None:
+        check_process_group(process_group)
+        check_config(config)
+        super().__init__(pg=process_group)
+        self.config = config
+        self._device = device
+        self._engines: list[Engine] = []  # the one of the present ranks, if there is one
+        self._peers: Peers  # the present ranks, once there are some
+        self._resolved = config  # for the present number of ranks
+        self._prepared: set[torch.dtype] = set()  # dtypes that kernels are compiled for
+        self._calls = 0
+        self._error: Exception | None = None
+        # Also at exit: Gloo groups that are still open then can abort the process.
+        weakref.finalize(self, _close, self._engines)
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """Counters of this process since the ranks have changed; None where there are no ranks."""
+        return self._engines[0].telemetry if self._engines else None
+
+    def configure(self, *arguments: Any, **named: Any) -> None:
+        """Go on with other ranks. The Manager calls this; a collective of the new ranks.
+
+        Args:
+            *arguments: see ``torchft.process_group.ProcessGroup.configure``.
+            **named: the same.
+
+        Raises:
+            ConfigError: ranks have different configurations or versions; on all of them.
+            CollectiveError: a rank did not come in time, or gave no sign of life.
+        """
+        _close(self._engines)
+        super().configure(*arguments, **named)
+        self._open()
+
+    def reconfigure(self, options: Any) -> Any:
+        """Go on with other ranks, as later versions of torchft say it; see `configure`.
+
+        Args:
+            options: see ``torchft.process_group.ProcessGroup.reconfigure``.
+        """
+        _close(self._engines)
+        work = super().reconfigure(options)
+        work.wait()
+        self._open()
+        return work
+
+    def errored(self) -> Exception | None:
+        """Returns the error after which ranks have to be configured anew; None if there was none."""
+        return self._error or self._pg.errored()
+
+    def abort(self, errored: bool = True) -> None:
+        """Fail what is under way.
+
+        Args:
+            errored: whether the cause is an error, which torchft logs.
+        """
+        self._error = self._error or RuntimeError("gqsgd: the process group was aborted")
+        _close(self._engines)
+        self._pg.abort(errored)
+
+    def shutdown(self) -> None:
+        """Close the connections."""
+        _close(self._engines)
+        self._pg.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of collectives, which counts from the next ranks on."""
+        self._pg.set_timeout(timeout)
+
+    @untraced
+    @torch.no_grad()
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        """Start to replace each tensor by its sum, or mean, over the ranks.
+
+        Args:
+            tensors: the tensors.
+            opts: the operation, or torch's options with it.
+
+        Returns:
+            The work, whose future has the tensors. After an error, tensors are all NaN; or, where the ranks do not
+            agree on what they reduce, they are what they were.
+
+        Raises:
+            ConfigError: a tensor on another device.
+            RuntimeError: there are no ranks, because of an earlier error.
+        """
+        return self._quantised(tensors, opts) or super().allreduce(tensors, opts)
+
+    @untraced
+    @torch.no_grad()
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
+        """Start to replace tensors by their sums, or means, over the ranks; see `allreduce`."""
+        return self._quantised(tensors, opts) or super().allreduce_coalesced(tensors, opts)
+
+    def _quantised(self, tensors: list[Tensor], opts: Any) -> _Work | None:
+        """Start to replace tensors, or return None for what is not quantised."""
+        operation = getattr(opts, "reduceOp", opts)
+        is_sum = operation == dist.ReduceOp.SUM
+        if not (is_sum or operation == dist.ReduceOp.AVG) or not all(map(_is_reducible, tensors)):
+            return None
+        return _Work([self._reduce(tensor, is_sum) for tensor in tensors], self._note)
+
+    def _open(self) -> None:
+        """Make an engine for the present ranks. A collective."""
+        self._error = None
+        self._peers = peers = _peers_of(self._pg, self._device)
+        timeout = timeout_of(peers, self._device)
+        with Meeting("torchft's quorum", [peers], timeout) as meeting:
+            config = resolve(self.config, peers.size())
+            side = Side(peers, facts_of(config, {"device": self._device.type}), [config])
+            with open_engines(
+                meeting, [side], self._device, timeout=timeout, messages=_MESSAGES, dtypes=[torch.float32]
+            ) as engines:
+                self._calls = self._most_calls()
+        self._resolved = config
+        self._prepared = {torch.float32}
+        self._engines[:] = engines
+
+    def _most_calls(self) -> int:
+        """Returns the largest number of calls that a rank has made, so that no dither is used twice. A collective."""
+        calls = torch.tensor([self._calls])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        super().allreduce([calls], options).wait()
+        return int(calls)
+
+    def _reduce(self, tensor: Tensor, is_sum: bool) -> _Result:
+        """Start to replace one tensor."""
+        if not self._engines:
+            raise self._error or RuntimeError("gqsgd: there are no ranks; configure the process group first")
+        if tensor.device.type != self._device.type:
+            raise ConfigError(
+                f"a tensor on {tensor.device} came to a process group for tensors on {self._device}; give "
+                f"quantised(..., device={tensor.device.type!r})"
+            )
+        (engine,) = self._engines
+        number = self._calls
+        self._calls += 1
+        facts = {"numel": tensor.numel(), "dtype": str(tensor.dtype), "number of the call": number}
+        card = Card("torchft's all-reduce", facts)
+        if tensor.dtype not in self._prepared:
+            self._prepare(engine, tensor.dtype, card)
+        # Kernels read memory, where a lazy minus sign is not seen.
+        flat = tensor.detach().resolve_neg().contiguous().view(-1)
+        segments = (Segment(0, flat.numel(), raw=flat.numel() < self._resolved.min_numel),)
+        request = Request(f"all-reduce number {number}", (self._resolved,), segments, number, agreement=card)
+        job = engine.reduce(flat, request)
+        engine.plans.trim(MAX_PLAN_BYTES)
+        return _Result(job, tensor, flat, engine.world_size if is_sum else 1)
+
+    def _prepare(self, engine: Engine, dtype: torch.dtype, card: Card) -> None:
+        """Compile kernels for another dtype, once all ranks have agreed on it. A collective."""
+        try:
+            engine.agree(card).wait()
+            with Meeting("torchft's all-reduce", [self._peers], engine.communicator.timeout) as meeting:
+                meeting.agree([{}])
+                compile_together(meeting, {engine: [self._resolved]}, [dtype])
+        except Exception as error:
+            self._note(error)
+            raise
+        self._prepared.add(dtype)
+
+    def _note(self, error: Exception) -> None:
+        """Remember the first error, for `errored`."""
+        self._error = self._error or error
+
+
+class _Result:
+    """The result of one all-reduce under way.
+
+    Args:
+        job: the mean of a flat tensor.
+        tensor: where the result goes.
+        flat: the flat tensor, which may be the same memory.
+        scale: what the mean is multiplied by.
+    """
+
+    def __init__(self, job: Job, tensor: Tensor, flat: Tensor, scale: int) -> None:
+        self._job = job
+        self._tensor = tensor
+        self._flat = flat
+        self._scale = scale
+
+    @property
+    def future(self) -> torch.futures.Future[Tensor]:
+        """The future that completes once the mean, or the error, is there."""
+        return self._job.future
+
+    @torch.no_grad()
+    def take(self) -> Tensor:
+        """Put the result into the tensor, once it is there, and return the tensor.
+
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed; the tensor is all NaN.
+        """
+        if self._job.error is None:
+            self._flat.mul_(self._scale)
+        if self._flat.data_ptr() != self._tensor.data_ptr():
+            self._tensor.detach().copy_(self._flat.view(self._tensor.shape))
+        if self._job.error is not None:
+            raise self._job.error
+        return self._tensor
+
+
+class _Work(dist._Work):
+    """All-reduces under way.
+
+    Args:
+        results: those of the tensors.
+        note: is told of an error.
+    """
+
+    def __init__(self, results: Sequence[_Result], note: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._results = results
+        self._note = note
+        self._error: Exception | None = None
+        self._over = threading.Event()
+        # The future of one all-reduce knows its device, so that streams wait for it.
+        futures = [result.future for result in results]
+        together: Any = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+        self._together = together.then(self._take)
+        self._together.add_done_callback(lambda _: self._over.set())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the tensors. On a GPU, the current stream waits.
+
+        Args:
+            timeout: how long; None or nothing is the process group's timeout.
+
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed, or it is not over within the timeout.
+        """
+        if timeout and not self._over.wait(timeout.total_seconds()):
+            raise CollectiveError(f"gqsgd: an all-reduce was not over within {timeout.total_seconds():g} s")
+        try:
+            # The last future, because torchft counts on its being complete then.
+            self._together.wait()
+        except Exception:
+            if self._error is None:
+                raise
+            raise self._error from None
+        return True
+
+    def get_future(self) -> Any:
+        """Returns the future of the tensors."""
+        return self._together
+
+    def _take(self, _: object) -> list[Tensor]:
+        """Put all results into their tensors; on the thread that completes the last one."""
+        tensors = []
+        for result in self._results:
+            try:
+                tensors.append(result.take())
+            except Exception as error:
+                self._error = self._error or error
+                self._note(error)
+        if self._error is not None:
+            raise self._error
+        return tensors
+
+
+def check_process_group(process_group: object) -> None:
+    """Raise ConfigError for what `quantised` cannot go through."""
+    if not isinstance(process_group, ProcessGroupWrapper):
+        raise ConfigError(f"process_group={process_group!r:.100} is none of torchft's; give torchft.ProcessGroupGloo()")
+    if process_group.getBackendName() != "torchft-gloo":
+        raise ConfigError(
+            f"process_group={process_group!r:.100} has the backend {process_group.getBackendName()!r}; quantised "
+            "all-reduces go through torchft.ProcessGroupGloo, also for tensors on a GPU (device='cuda')"
+        )
+
+
+def check_config(config: GQSGDConfig) -> None:
+    """Raise ConfigError for a configuration that needs to know what is reduced, or where ranks are.
+
+    The Manager calls for tensors without names, and ranks come and go, so nothing can be remembered of either.
+    """
+    resolved = resolve(config, 2)
+    refuse_for(config, "torchft, which reduces dense tensors")
+    if resolved.remembers:
+        raise ConfigError(
+            "torchft's process group does not know which tensor it reduces, so it cannot remember anything; give "
+            "memory='none'"
+        )
+    if resolved.warmup_steps:
+        raise ConfigError(
+            f"warmup_steps={resolved.warmup_steps}: torchft's process group counts no steps; leave it out"
+        )
+    if config.reducer == "hierarchical":
+        raise ConfigError(
+            "reducer='hierarchical' needs the same number of ranks on every node, and torchft's ranks come and go; "
+            "leave it out"
+        )
+
+
+def _is_reducible(tensor: Tensor) -> bool:
+    return tensor.dtype in COMPUTE_DTYPES and tensor.layout is torch.strided
+
+
+def _peers_of(process_group: ProcessGroup, device: torch.device) -> Peers:
+    """Returns the present ranks of torchft's process group."""
+    group: Any = process_group
+    while isinstance(group, ProcessGroupWrapper):
+        group = group.parent
+    # Under "cpu" as well, because torchft registers Gloo for both.
+    return peers_of_unregistered(group, {"cpu": "gloo", device.type: "gloo"})
+
+
+def _close(engines: list[Engine]) -> None:
+    """Close engines and forget them."""
+    while engines:
+        engines.pop().close()
