@@ -37,12 +37,13 @@ def _names(module: str, definition: _Definition) -> frozenset[str] | None:
         return None if definition.args.kwarg else _listed(definition)
     names: frozenset[str] = frozenset()
     for home, ancestor in _ancestry(module, definition):
-        start = next((n for n in ancestor.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        starts = [n for n in ancestor.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+        start = starts[-1] if starts else None  # those before it are overloads
         if start is None and _is_dataclass(ancestor):
             return names | {n.target.id for n in ancestor.body if _is_field(n)}  # type: ignore[attr-defined]
         if start is None:
             continue
-        names |= _listed(start)
+        names |= _listed(start) | _of_typed_dict(home, start)
         if start.args.kwarg is None:
             return names
         further = _HANDED_ON.get(f"{home}.{ancestor.name}")
@@ -55,6 +56,19 @@ def _names(module: str, definition: _Definition) -> frozenset[str] | None:
 def _listed(function: ast.FunctionDef) -> frozenset[str]:
     given = function.args
     return frozenset(argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)) - {"self"}
+
+
+def _of_typed_dict(module: str, function: ast.FunctionDef) -> frozenset[str]:
+    """Names of the TypedDict that the decorator `frameworks.distributed.takes` gives a constructor."""
+    names: frozenset[str] = frozenset()
+    for node in function.decorator_list:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "takes":
+            (record,) = node.args
+            found = _definition(module, record.id) if isinstance(record, ast.Name) else None
+            if found is not None and isinstance(found[1], ast.ClassDef):
+                for _, ancestor in _ancestry(found[0], found[1]):
+                    names |= {n.target.id for n in ancestor.body if _is_field(n)}  # type: ignore[attr-defined]
+    return names
 
 
 def _is_dataclass(definition: ast.ClassDef) -> bool:
