@@ -91,7 +91,7 @@ def test_a_warning_names_the_remedy_where_compiled_kernels_cannot_be_kept(caplog
 def test_kernels_are_compiled_for_the_configuration_as_it_is(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(GQSGDConfig(**fields), 8)
     run: list[Setting] = []
-    monkeypatch.setattr(compiling, "_run", lambda setting, device: run.append(setting))
+    monkeypatch.setattr(compiling, "run_once", lambda setting, device: run.append(setting))
     compile_kernels(config, torch.bfloat16, CPU, 8)
     assert run[0] == Setting(config, 2, torch.bfloat16)
     assert len(run) == 1 + bool(config.warmup_steps)
