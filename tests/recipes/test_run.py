@@ -84,7 +84,6 @@ MISTAKES = [
     (["data=cifar10", "data.root=/nowhere"], "DataError: data.root=/nowhere does not exist; name a folder"),
     (["strategy=gqsdg"], "UnknownStrategyError: strategy=gqsdg is no strategy; did you mean 'gqsgd'"),
     (["strategy=gqsgd", "+strategy.reducer=ring"], "ConfigError: reducer='ring'"),
-    (["seed=0,1", "-m"], "LaunchError: -m / --multirun cannot be used with several processes"),
 ]
 
 
