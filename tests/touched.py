@@ -1,7 +1,7 @@
 """Which slow tests a change touches, and how long they may take: what continuous integration runs of them.
 
-``pytest -m slow --touched-since main --slow-seconds 600`` runs the slow tests whose own file, or whose subject (see
-`SUBJECTS`), differs between ``main`` and the files here. After 600 seconds it starts no other, and says which were
+``pytest -m slow --touched-since main --slow-seconds 420`` runs the slow tests whose own file, or whose subject (see
+`SUBJECTS`), differs between ``main`` and the files here. After 420 seconds it starts no other, and says which were
 left. Tests whose own file differs are first. The others have another order after each commit, so that no test is always
 among those that are left.
 """
