@@ -207,7 +207,8 @@ class Compiler:
             wide_loads=len(re.findall(r"ld\.global[\w.:]*\.v4", ptx)),
             wide_stores=len(re.findall(r"st\.global[\w.:]*\.v4", ptx)),
             narrow_loads=len(re.findall(r"ld\.global(?![\w.:]*\.v4)", ptx)),
-            inexact=sum(ptx.count(word) for word in ("div.full", "div.approx", "sqrt.approx")),
+            # Not ``rsqrt``, which `floats.positive_root` begins with.
+            inexact=len(re.findall(r"div\.full|div\.approx|(?<!r)sqrt\.approx", ptx)),
             # Decoding has contracted products on purpose, which are exact: of the dither and the level at zero.
             # `floats.positive_root` has two, after each reciprocal root.
             contracted=ptx.count("fma.rn") - 2 * ptx.count("rsqrt.approx") if name == "encode_kernel" else 0,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +35,14 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
-from lightning_gqsgd.reducers import Setting, link, new_store, stages, tree, two_shot
-from lightning_gqsgd.reducers import sum as sum_
+from lightning_gqsgd.reducers import Setting, link, new_store, stages, summed, tree, two_shot
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
-from lightning_gqsgd.session.nodes import with_nodes
+from lightning_gqsgd.session.nodes import layouts, with_nodes
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.pipeline import release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
@@ -87,7 +88,9 @@ class Bench:
 
     def add_reducer(self, case: str, bits: int, connections: int = 1) -> None:
         assert dist.group.WORLD is not None
-        config = resolve(with_nodes(case_config(case, bits), dist.group.WORLD), self.ranks)
+        with Meeting(PROGRAM, [dist.group.WORLD], timedelta(minutes=1)) as meeting:
+            (layout,) = layouts(meeting)
+        config = resolve(with_nodes(case_config(case, bits), layout), self.ranks)
         self.communicator.extend(stages(config, self.ranks), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(bits))
@@ -112,7 +115,7 @@ class Bench:
 
     def _run_bare(self, run: Callable[[], None]) -> None:
         with ExitStack() as stack:
-            for module in (link, sum_, tree, two_shot):
+            for module in (link, summed, tree, two_shot):
                 stack.enter_context(patch.object(module, "kernels_for", return_value=IDLE))
             run()
 

@@ -272,7 +272,7 @@ def test_a_process_group_that_was_destroyed_is_refused(tmp_path: Path) -> None:
 
 def _on_nodes(rank: int) -> list[list[float]]:
     """Of two nodes of two processes, all ranks, and one of each node."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    os.environ["GROUP_RANK"] = str(rank // 2)
     x = _values(rank, 2000)
     pair = dist.new_group([0, 2]), dist.new_group([1, 3])
     across = all_reduce(x, group=pair[rank % 2], reducer="hierarchical", bits=4)

@@ -155,7 +155,7 @@ class OneRank:
 
     def remembered(self) -> str:
         """Hash of what this rank remembers."""
-        store, numbers = self._state._store, sorted(self._state._remembered)
+        store, numbers = self._state._store, sorted(self._state._parameters.remembered)
         rows = [store.row(kind, number) for kind in store.kinds for number in numbers]
         if not any(row.any() for row in rows):
             return NOTHING_REMEMBERED

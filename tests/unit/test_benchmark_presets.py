@@ -50,10 +50,11 @@ def test_table_page_and_figure(
             assert one["error"] > 0.97 * one["bound_error"], one
 
     text = page.read_text()
-    assert presets.COMMAND in text
-    for heading in ("## At 8 ranks", "### n = 2\n", "### n = 9\n", f"### n = 2, mean of {presets.REPEATS} steps"):
-        assert heading in text
-    assert text.count("| terngrad |") == 3
+    errors = page.with_name(presets.ERRORS).read_text()
+    assert presets.COMMAND in text + errors
+    for heading in ("## At 8 ranks", "# n = 2\n", "# n = 9\n", f"# n = 2, mean of {presets.REPEATS} steps"):
+        assert heading in text + errors, heading
+    assert (text + errors).count("| terngrad |") == 3
     assert (small / "presets-page.png").read_bytes().startswith(b"\x89PNG")
 
     before = page.read_bytes()
