@@ -82,6 +82,7 @@ def test_a_long_run_keeps_bits_equal_and_holds_no_more_than_before(pool: Pool) -
         assert slope <= MOST_PER_MODEL[name], (name, values)
 
 
+@pytest.mark.slow
 def test_few_steps_keep_bits_equal_and_hold_nothing_at_the_end(pool: Pool) -> None:
     _, names = soaked(pool, 4, 2)
     assert names >= {"hook 0", "hook 1", "hook 2", "hook 3", "local 0", "local 1"}, names
