@@ -18,7 +18,7 @@ SHORTEST = 128
 FEW = 32
 
 
-def smallness(exponent: int) -> int:
+def smallness(exponent: Lengths) -> Lengths:
     """Returns k of a block of 2^exponent coordinates: those below 2^-k of the largest one count as small.
 
     Sums of more than `FEW` coordinates that are not small are about as wide as the gaps between sums of the largest.

@@ -101,11 +101,12 @@ class EdenQuantiser:
         width = dither_widths(values, torch.where(finite, form.floats(largest), 0) * down, whole)
 
         # Two rounds of signs and Hadamard: after one, blocks with few non-zero coordinates are far from Gaussian.
-        first, second = signs(whole, key, values)
+        dither = uniform(whole, key, self.block_size)
+        first, second = signs(dither, values.dtype)
         z = transformed(transformed(values * first, whole) * second, whole)
         squares = folded(z.square())
         deviation = (squares / whole[:, LENGTH]).sqrt()
-        moved = z + offsets(whole, key, z) * width[:, None]
+        moved = z + offsets(dither, z.dtype) * width[:, None]
         numbers = torch.zeros_like(z, dtype=torch.int64)
         for threshold in self.thresholds[1:]:
             numbers += moved.abs() >= z.new_tensor(threshold) * deviation[:, None]
@@ -136,7 +137,7 @@ class EdenQuantiser:
         # Codes beyond the end of a block are 0, which stands for the smallest magnitude and not for zero.
         levels[torch.arange(self.block_size, device=wire.device) >= whole[:, LENGTH, None]] = 0
 
-        first, second = signs(whole, key, levels)
+        first, second = signs(uniform(whole, key, self.block_size), dtype)
         turned_back = transformed(transformed(levels, whole) * second, whole) * first
         limit = torch.finfo(dtype).max * factor  # the sum of all messages stays finite
         values = (turned_back * (scales * factor)[:, None]).clamp(-limit, limit)
@@ -150,24 +151,22 @@ class EdenQuantiser:
         return whole
 
 
-def signs(blocks: Tensor, key: Key, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the diagonals of D2, which is applied first, and of D1: 1 or -1 in the dtype of ``like``, [B, width].
+def signs(dither: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the diagonals of D2, which is applied first, and of D1: 1 or -1, [B, width].
 
     A coordinate's 16-bit dither (`kernels.dither`) has the two signs in its two highest bits, and 0 stands for -1.
     """
-    dither = uniform(blocks, key, like.shape[1])
     first = torch.where(dither < 0.5, -1, 1)
     second = torch.where(dither % 0.5 < 0.25, -1, 1)
-    return first.to(like.dtype), second.to(like.dtype)
+    return first.to(dtype), second.to(dtype)
 
 
-def offsets(blocks: Tensor, key: Key, like: Tensor) -> Tensor:
-    """Returns a dither for each turned coordinate, uniform on (-1/2, 1/2), in the dtype of ``like``, [B, width].
+def offsets(dither: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a dither for each turned coordinate, uniform on (-1/2, 1/2), [B, width].
 
     It has the 14 bits of the 16-bit dither that `signs` does not use.
     """
-    dither = uniform(blocks, key, like.shape[1])
-    return (dither % 0.25 * 4 - 0.5).to(like.dtype)
+    return (dither % 0.25 * 4 - 0.5).to(dtype)
 
 
 def dither_widths(values: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
@@ -179,8 +178,8 @@ def dither_widths(values: Tensor, largest: Tensor, whole: Tensor) -> Tensor:
         whole: block table with the lengths of blocks after zeros are put at their ends.
     """
     lengths = whole[:, LENGTH]
-    shares = torch.tensor([2.0 ** -smallness(int(n).bit_length() - 1) for n in lengths.tolist()])
-    limit = largest * shares.to(largest)
+    exponents = torch.frexp(lengths.double()).exponent - 1  # lengths are powers of two
+    limit = torch.ldexp(largest, -smallness(exponents))
     is_sparse = (values.abs() >= limit[:, None]).sum(dim=1) <= FEW
     return torch.where(is_sparse, largest * (4 / lengths), 0)
 
