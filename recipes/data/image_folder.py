@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -65,11 +65,25 @@ class PictureFiles:
             DataError: the file is no image; the message has its path.
         """
         path = self._folder / os.fsdecode(self._files[index])
-        try:
-            with Image.open(path, formats=FORMATS) as picture:
-                return picture.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path} cannot be decoded ({error}); replace or remove it") from error
+        return decoded(path, str(path), "replace or remove it")
+
+
+def decoded(file: Path | BinaryIO, name: str, remedy: str) -> Image.Image:
+    """The RGB image of a file.
+
+    Args:
+        file: path of the file, or the file.
+        name: what a message calls it.
+        remedy: what a message says to do.
+
+    Raises:
+        DataError: the file is no image.
+    """
+    try:
+        with Image.open(file, formats=FORMATS) as picture:
+            return picture.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{name} cannot be decoded ({error}); {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -221,7 +235,8 @@ class ImageFolderData(TaskData):
     def train_dataloader(self) -> DataLoader[Sample]:
         """Batches of the training split in random order."""
         self.check_fills_a_step()
-        return self._loader(self._train, train=True)
+        # Lightning puts a DistributedSampler in the place of the default sampler.
+        return self._loader(self._train, train=True, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Sample]:
         """Batches of the split that is evaluated."""
@@ -250,9 +265,15 @@ class ImageFolderData(TaskData):
         count = len(train.classes)
         if count != self.num_classes:
             raise DataError(f"{root} has {count} classes, not {self.num_classes}; set data.num_classes={count}")
-        training = v2.Compose([v2.RandomResizedCrop(self._size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-        evaluation = v2.Compose([v2.Resize(self._resize), v2.CenterCrop(self._size), v2.PILToTensor()])
+        training, evaluation = self._transforms()
         return Source(self.data_name, _split(train), _split(test), training=training, evaluation=evaluation)
+
+    def _transforms(self) -> tuple[Transform, Transform]:
+        """What is done to an image in training, and in evaluation."""
+        return (
+            v2.Compose([v2.RandomResizedCrop(self._size), v2.RandomHorizontalFlip(), v2.PILToTensor()]),
+            v2.Compose([v2.Resize(self._resize), v2.CenterCrop(self._size), v2.PILToTensor()]),
+        )
 
     def _digits(self) -> Source:
         """The digits that stand in."""
@@ -270,14 +291,20 @@ class ImageFolderData(TaskData):
         shift = v2.RandomCrop(size, padding=size // 16)
         return Source(digits.name, train, test, training=shift, evaluation=v2.Identity())
 
-    def _loader(self, samples: Samples, train: bool) -> DataLoader[Sample]:
+    def _loader(self, samples: Dataset[Sample], train: bool, **order: Any) -> DataLoader[Sample]:
+        """Batches of samples.
+
+        Args:
+            samples: the samples.
+            train: whether they are for training.
+            **order: arguments of the DataLoader on the order of samples.
+        """
         workers = self._workers if self._workers is not None else self._free_cores()
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
             samples,
             batch_size=self.batch_size,
-            shuffle=train,  # Lightning puts a DistributedSampler in the place of the default sampler
-            drop_last=train,
+            **order,
             num_workers=workers,
             # Workers of an evaluation end with it: they would only hold memory while those of training decode.
             persistent_workers=train and workers > 0,

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torchvision.transforms import v2
 
-from recipes.data.image_folder import FORMATS, ImageFolderData, Sample, Transform
+from recipes.data.image_folder import ImageFolderData, Sample, Transform, decoded
 from recipes.errors import DataError
 
 PICTURES = "jpg;jpeg;png;webp"
@@ -58,7 +56,8 @@ class Shards(IterableDataset[Sample]):
         self._epoch += 1
         samples = self._drawn(number) if isinstance(self._order, tuple) else self._ordered(number, workers)
         for image, label in itertools.islice(samples, self._own(number, workers)):
-            yield self._transform(_decoded(image)), int(label)
+            picture = decoded(io.BytesIO(image), "an image of a shard", "pack the shards anew")
+            yield self._transform(picture), int(label)
 
     def _own(self, number: int, workers: int) -> int:
         """How many samples a worker hands on: whole batches, but for the last batch of all."""
@@ -166,30 +165,21 @@ class ShardData(ImageFolderData):
     def train_dataloader(self) -> DataLoader[Sample]:
         """Batches of a random stream of training samples."""
         self.check_fills_a_step()
-        transform = v2.Compose([v2.RandomResizedCrop(self._size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+        transform, _ = self._transforms()
         # Equally many whole batches for every rank.
         count = self._count // (self._ranks()[1] * self.batch_size) * self.batch_size
-        return self._of(Shards(self._shards[0], count, self._ranks(), transform, self._drawn, self.batch_size), True)
+        shards = Shards(self._shards[0], count, self._ranks(), transform, self._drawn, self.batch_size)
+        return self._loader(shards, train=True)
 
     def val_dataloader(self) -> DataLoader[Sample]:
         """Batches of the split that is evaluated."""
-        transform = v2.Compose([v2.Resize(self._resize), v2.CenterCrop(self._size), v2.PILToTensor()])
+        _, transform = self._transforms()
         count = -(-sum(self._sizes) // self._ranks()[1])
-        return self._of(Shards(self._shards[1], count, self._ranks(), transform, self._sizes, self.batch_size), False)
+        shards = Shards(self._shards[1], count, self._ranks(), transform, self._sizes, self.batch_size)
+        return self._loader(shards, train=False)
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
-    def _of(self, shards: Shards, train: bool) -> DataLoader[Sample]:
-        workers = self._workers if self._workers is not None else self._free_cores()
-        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
-            shards,
-            batch_size=self.batch_size,
-            num_workers=workers,
-            persistent_workers=train and workers > 0,
-            pin_memory=on_cuda,
-        )
 
     def _found(self) -> tuple[list[Path], list[Path]]:
         if self._root is None:
@@ -201,11 +191,3 @@ class ShardData(ImageFolderData):
                 f"data.root={self._root} holds {len(train)} train-*.tar and {len(test)} val-*.tar; {REMEDY}"
             )
         return train, test
-
-
-def _decoded(encoded: bytes) -> Image.Image:
-    try:
-        with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
-            return picture.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"an image of a shard cannot be decoded ({error}); pack the shards anew") from error
