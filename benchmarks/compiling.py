@@ -150,8 +150,6 @@ class Compiler:
     """Takes the place of `launch.run`: compiles each kernel once instead of running it.
 
     Args:
-        whole: whether kernels are compiled to machine code; otherwise only to Triton's own intermediate code, where
-            versions of Triton differ most, in a tenth of the time.
         counts: whether machine code is looked at.
 
     Attributes:
@@ -162,13 +160,12 @@ class Compiler:
         failed: by kernel, what the compiler said.
     """
 
-    def __init__(self, *, whole: bool, counts: bool) -> None:
+    def __init__(self, *, counts: bool) -> None:
         self.case = ""
         self.card = _NoCard()
         self.found: list[Compiled] = []
         self.compiled = 0
         self.failed: dict[str, str] = {}
-        self._whole = whole
         self._counts = counts
         self._seen: set[Any] = set()
 
@@ -280,7 +277,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _stop_early() -> None:
-    """Let compiling end after Triton's own intermediate code."""
+    """Let compiling end after Triton's own intermediate code, where versions of Triton differ most: a tenth of the
+    time."""
     add = nvidia.CUDABackend.add_stages
 
     def understood(source: Any, metadata: Any) -> None:
@@ -305,7 +303,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.front:
         _stop_early()
-    compiler = Compiler(whole=not options.front, counts=options.counts)
+    compiler = Compiler(counts=options.counts)
     driver.set_active(compiler.card)
     launch.start = compiler
     kernels.cpu = cuda  # so that plans of tensors on the CPU launch the kernels for GPUs
