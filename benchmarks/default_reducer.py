@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from itertools import product
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.report import Report, present
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Costs, Link, collectives_between, inside_of
+from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Costs, Link, estimated_costs
 from lightning_gqsgd.predict.levels import Fit, fitted
 from lightning_gqsgd.predict.model import NATIVE, predict
 from lightning_gqsgd.predict.models import build
@@ -50,20 +49,18 @@ class Cluster:
     @property
     def costs(self) -> Costs:
         """What everything costs."""
-        inside = Link(inside_of(self.device), min(LATENCY_S, 5e-6))
-        return ESTIMATES[self.device].costs(collectives_between(self.nodes, self.per_node, self.link, inside))
+        return estimated_costs(self.device, self.nodes, self.per_node, self.link)
 
     @property
     def layout(self) -> Layout:
         """The nodes of the ranks."""
         ranks = range(self.nodes * self.per_node)
-        return Layout(tuple(rank // self.per_node for rank in ranks), self.link.bytes_per_s)
+        nodes = tuple(rank // self.per_node for rank in ranks)
+        return Layout(nodes, self.link.bytes_per_s, frozenset({self.device}))
 
     def fitted(self, config: GQSGDConfig, timeline: Timeline) -> Fit:
         """Returns what the start of a training makes of a configuration."""
-        with patch("torch.cuda.get_device_name", lambda device: self.device):
-            where = torch.device("cpu" if self.device == "cpu" else "cuda")
-            return fitted(config, self.layout, timeline.numel, timeline.dtype, where)
+        return fitted(config, self.layout, timeline.numel, timeline.dtype)
 
     def milliseconds(self, timeline: Timeline, method: GQSGDConfig | str) -> float:
         """Returns the predicted length of a step."""

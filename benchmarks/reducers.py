@@ -89,7 +89,7 @@ class Bench:
     def add_reducer(self, case: str, bits: int, connections: int = 1) -> None:
         assert dist.group.WORLD is not None
         with Meeting(PROGRAM, [dist.group.WORLD], timedelta(minutes=1)) as meeting:
-            (layout,) = layouts(meeting)
+            (layout,) = layouts(meeting, self.buffer.device)
         config = resolve(with_nodes(case_config(case, bits), layout), self.ranks)
         self.communicator.extend(stages(config, self.ranks), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)

@@ -35,6 +35,7 @@ from lightning_gqsgd.predict.costs import (
     Link,
     bytes_per_second,
     inside_of,
+    inside_rate,
     rate_in_words,
     seconds,
 )
@@ -89,7 +90,7 @@ class Question:
             raise ConfigError("--codec measured needs a measurement; give --probe FILE, or --codec h100 or cpu")
         if codec == MEASURED and probe is not None:
             self._check_codes(probe)
-        costs_at, rate = self._network(codec, probe, per_node)
+        costs_at, link_rate = self._network(codec, probe, per_node)
         if self.backward is None:
             timeline = self._measured(probe)
             notes = [""]
@@ -99,18 +100,17 @@ class Question:
             batch = models.USUAL_BATCH if self.batch is None else self.batch
         notes.append(_note(codec, probe, is_assumed=self.codec is None))
         if self.link is not None and self.intra is None and per_node > 1:
-            notes.append(
-                f"between the ranks of a node: {self._intra(codec, probe)} in each direction; --intra changes it"
-            )
+            rate = rate_in_words(inside_rate(_device(codec, probe)))
+            notes.append(f"between the ranks of a node: {rate} in each direction; --intra changes it")
         if batch is None:
             notes.append("samples/s: not known, because the probe does not say its batch; give --batch")
         words = f"codec {codec}" + (" (assumed)" if self.codec is None and probe is None else "")
-        return Cluster(timeline, costs_at, nodes, per_node, batch, rate, tuple(filter(None, notes)), words)
+        return Cluster(timeline, costs_at, nodes, per_node, batch, link_rate, tuple(filter(None, notes)), words)
 
-    def _intra(self, codec: str, probe: Probe | None) -> str:
-        """The rate between the ranks of a node: as given, or else that of the device."""
-        device = probe.device.lower() if codec == MEASURED and probe is not None else codec
-        return self.intra or rate_in_words(inside_of(device))
+    def _inside(self, codec: str, probe: Probe | None, link: Link) -> Link:
+        """The link between the ranks of a node: at the rate that is given, or else that of the device."""
+        inside = inside_of(_device(codec, probe), link)
+        return replace(inside, bytes_per_s=bytes_per_second(self.intra, "--intra")) if self.intra else inside
 
     def _check_codes(self, probe: Probe) -> None:
         """Check that a probe has timed a codec that can be recommended.
@@ -151,7 +151,7 @@ class Question:
         if self.link is not None:
             latency_s = seconds(self.latency, "--latency") if self.latency else LATENCY_S
             link = Link(bytes_per_second(self.link, "--link"), latency_s)
-            inside = Link(bytes_per_second(self._intra(codec, probe), "--intra"), min(link.latency_s, 5e-6))
+            inside = self._inside(codec, probe, link)
             return over_links(lambda given: _costs(codec, probe, given), per_node, link, inside), link.bytes_per_s
         assert probe is not None
         if per_node != probe.per_node:
@@ -210,6 +210,11 @@ class Question:
         share = "their multiplications" if weights else "their size"
         note = f"when gradients are ready: an estimate, layers take their share of --backward by {share}"
         return replace(line, name=self.model), [note, _note_on_tables(models.sparse_tables(built.model), line.numel)]
+
+
+def _device(codec: str, probe: Probe | None) -> str:
+    """The name of the device whose codec is meant."""
+    return probe.device.lower() if codec == MEASURED and probe is not None else codec
 
 
 def _costs(codec: str, probe: Probe | None, collectives: dict[str, Any]) -> Costs:

@@ -197,7 +197,8 @@ def advise(
     intra: Annotated[
         str | None,
         typer.Option(
-            help="Rate between the ranks of a node, each way.  [default: h100 3.6tbit, a100 2.4tbit, else 200gbit]"
+            help="Rate between the ranks of a node, each way.  [default: h100 3.6tbit, a100 2.4tbit, cpu 16gbit, else "
+            "200gbit]"
         ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes.  [default: the probe's, or 2]")] = None,

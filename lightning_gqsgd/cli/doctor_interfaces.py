@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import re
 import socket
 import struct
@@ -12,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from lightning_gqsgd.session.nodes import card_rate
 
 #: Linux's request for an interface's IPv4 address.
 _SIOCGIFADDR = 0x8915
@@ -57,11 +58,9 @@ def interfaces(sys_net: Path = Path("/sys/class/net"), counters: Path = Path("/p
         state = _read(sys_net / name / "operstate")
         if state == "down":
             continue
-        speed = _read(sys_net / name / "speed")
-        mbit = int(speed) if speed is not None and speed.isdecimal() and int(speed) > 0 else None
         is_bridge = (sys_net / name / "bridge").is_dir()
         alone = name == LOOPBACK or is_bridge or _OF_ONE_HOST.match(name) is not None
-        found.append(Interface(name, _address(name), mbit, sent.get(name, 0), alone))
+        found.append(Interface(name, _address(name), card_rate(sys_net / name), sent.get(name, 0), alone))
     return found
 
 
@@ -109,13 +108,6 @@ def to_plain(interface: Interface | None) -> dict[str, Any] | None:
 def of_plain(values: Mapping[str, Any] | None) -> Interface | None:
     """Returns the interface of plain values."""
     return None if values is None else Interface(**values)
-
-
-def namespace() -> str:
-    """Returns what tells hosts and network namespaces apart that have the same name."""
-    with contextlib.suppress(OSError):
-        return f"{_read(Path('/proc/sys/kernel/random/boot_id'))} {os.readlink('/proc/self/ns/net')}"
-    return ""
 
 
 def _sent(counters: Path) -> dict[str, int]:

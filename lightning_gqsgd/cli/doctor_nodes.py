@@ -27,6 +27,7 @@ from lightning_gqsgd.cli.doctor_interfaces import Interface
 from lightning_gqsgd.cli.doctor_places import Place, place_of
 from lightning_gqsgd.cli.probing import plain_table
 from lightning_gqsgd.errors import ConfigError, counted
+from lightning_gqsgd.session.nodes import network
 
 #: Seconds that a rank waits for the others; the environment variable has another number.
 WAIT_S = 60
@@ -110,7 +111,7 @@ def examine() -> Findings | None:
     wait = timedelta(seconds=_wait_s())
     store = _meet(place, wait)
     before = doctor_interfaces.interfaces()
-    host = Host(place.rank, socket.gethostname(), doctor_interfaces.namespace(), None, tuple(before))
+    host = Host(place.rank, socket.gethostname(), network(), None, tuple(before))
     hosts = _exchange(store, "present", host, place, wait)
     with _connected(store, place, hosts, wait):
         pairs = _measure_all(place, _measuring(hosts))

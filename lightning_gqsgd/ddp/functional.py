@@ -17,7 +17,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.session.nodes import Layout, layouts
-from lightning_gqsgd.session.opening import Side, compile_together, facts_of, open_engines
+from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepare_later
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Card
@@ -26,9 +26,6 @@ from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import check_gradient
-
-#: Bytes that the plans of tensors of different sizes take, at most, for each process group.
-MAX_PLAN_BYTES = 64 << 20
 
 _PURPOSE = "all_reduce"
 #: What the number of a call is called in messages. A call that a rank has left early, by an interrupt, pairs wrongly.
@@ -54,21 +51,12 @@ class _Reductions:
         """Start to replace a flat tensor by its mean; ``number``: that of the call, which the step may differ from."""
         card = Card(_PURPOSE, {**_facts(x, config), "step": step, _NUMBER: number})
         if (config, x.dtype) not in self._prepared:
-            self._prepare(x, config, card)
+            prepare_later(self.engine, self._group, card, config, x.dtype)
+            self._prepared.add((config, x.dtype))
         segments = (Segment(0, x.numel(), raw=x.numel() < config.min_numel),)
         job = self.engine.reduce(x, Request(f"{_PURPOSE} number {step}", (config,), segments, step, agreement=card))
-        self.engine.plans.trim(MAX_PLAN_BYTES)
+        self.engine.plans.trim()
         return job
-
-    def _prepare(self, x: Tensor, config: GQSGDConfig, card: Card) -> None:
-        """Make groups and kernels for the first call with a configuration, after all ranks have agreed on it."""
-        self.engine.agree(card).wait()
-        patience = timeout_of(self._group, x.device)
-        with Meeting(_PURPOSE, [self._group], patience) as meeting:
-            self.engine.connect(config)
-            meeting.agree([{}])
-            compile_together(meeting, {self.engine: [config]}, [x.dtype])
-        self._prepared.add((config, x.dtype))
 
 
 _reductions: dict[tuple[dist.ProcessGroup, torch.device], _Reductions] = {}
@@ -184,7 +172,7 @@ def all_reduce(
         number = 0
         device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
         with Meeting(_PURPOSE, [parent], timeout_of(parent, device)) as meeting:
-            (layout,) = layouts(meeting)
+            (layout,) = layouts(meeting, device)
             config = _checked(tensor, out, parent, step, make_config(preset, **fields), layout)
             target, flat = _copied(tensor, out)
             side = Side(parent, _facts(tensor, config), [])  # `_Reductions` connects each configuration as it comes
@@ -249,7 +237,7 @@ def _checked(
         check_integer("step", step, 0, MAX_STEP)
     # Numbers of coordinates of the same power of two share a prediction, and a reducer.
     numel = 1 << tensor.numel().bit_length()
-    config = resolve(fitted(config, layout, numel, tensor.dtype, tensor.device).config, len(layout.nodes))
+    config = resolve(fitted(config, layout, numel, tensor.dtype).config, len(layout.nodes))
     refuse_for(config, "all_reduce, which takes dense tensors")
     if config.remembers:
         raise ConfigError(

@@ -96,7 +96,7 @@ class GQSGDState:
         self._steps = StepCounter()
         with meeting or self._meeting("register_gqsgd") as start:
             check_model(model)
-            (layout,) = layouts(start)
+            (layout,) = layouts(start, self._device)
             check_tables(model, config, post_local_sgd)
             check_group(post_local_sgd, model)
             ranks = dist.get_world_size(self._group)
@@ -104,7 +104,7 @@ class GQSGDState:
             numbered = number_parameters(named, config)
             dtypes = dtypes_of(model)
             numel = sum(entry.numel for entry in numbered if not entry.raw)
-            fit = fitted(config, layout, numel, dtypes[0], self._device)
+            fit = fitted(config, layout, numel, dtypes[0])
             config = fit.config
             self._note = fit.note
             says = dist.get_rank(self._group) == 0

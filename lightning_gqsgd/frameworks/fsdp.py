@@ -118,9 +118,9 @@ class GQSGDFSDPState:
             check_request(config, replicate, reduce_scatter)
             check_groups(self._groups, replicate)
             scattered = _for_scatter(config, self._replica) if reduce_scatter else []
-            layout = layouts(start)[-1]
+            layout = layouts(start, device)[-1]
             numel = sum(p.numel for group in self._groups for p in group.parameters) // dist.get_world_size(shards)
-            averaged = _for_average(config, layout, numel, device) if replicate is not None else []
+            averaged = _for_average(config, layout, numel) if replicate is not None else []
             own = {
                 "parameters": digest(f"{g.name} {g.parameters}" for g in self._groups),
                 "reduce_scatter": reduce_scatter,
@@ -467,16 +467,16 @@ def register_gqsgd_fsdp(
     return state
 
 
-def _for_average(config: GQSGDConfig, layout: Layout, numel: int, device: torch.device) -> list[GQSGDConfig]:
+def _for_average(config: GQSGDConfig, layout: Layout, numel: int) -> list[GQSGDConfig]:
     """Returns the configurations of means over replicas, in the order of their bits in ``bits``.
 
     Args:
         config: the configuration as requested.
         layout: nodes of the replicas.
         numel: coordinates that a rank reduces in a step.
-        device: device of the gradients, whose dtype is known in the first step only.
     """
-    fit = fitted(config, layout, numel, torch.float32, device)
+    # The dtype of the gradients is known in the first step only.
+    fit = fitted(config, layout, numel, torch.float32)
     return list(resolve_each(fit.config, len(layout.nodes)).values())
 
 

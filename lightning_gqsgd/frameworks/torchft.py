@@ -24,7 +24,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.session.opening import Side, compile_together, facts_of, open_engines
+from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepare_later
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Card
@@ -34,9 +34,6 @@ from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.telemetry import Telemetry
-
-#: Bytes that the plans of tensors of different sizes take, at most.
-MAX_PLAN_BYTES = 64 << 20
 
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
 
@@ -232,16 +229,13 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         segments = (Segment(0, flat.numel(), raw=flat.numel() < self._resolved.min_numel),)
         request = Request(f"all-reduce number {number}", (self._resolved,), segments, number, agreement=card)
         job = engine.reduce(flat, request)
-        engine.plans.trim(MAX_PLAN_BYTES)
+        engine.plans.trim()
         return _Result(job, tensor, flat, engine.world_size if is_sum else 1)
 
     def _prepare(self, engine: Engine, dtype: torch.dtype, card: Card) -> None:
         """Compile kernels for another dtype, once all ranks have agreed on it. A collective."""
         try:
-            engine.agree(card).wait()
-            with Meeting("torchft's all-reduce", [self._peers], engine.communicator.timeout) as meeting:
-                meeting.agree([{}])
-                compile_together(meeting, {engine: [self._resolved]}, [dtype])
+            prepare_later(engine, self._peers, card, self._resolved, dtype)
         except Exception as error:
             self._note(error)
             raise

@@ -173,9 +173,9 @@ class LocalAverages(AveragingLoop[Average]):
             trained = trained_parameters(check_module(model), optimizers)
             self.device = next(iter(trained.values())).device
             refuse_for(config, "local steps, which average whole models")
-            (layout,) = layouts(start)
+            (layout,) = layouts(start, self.device)
             weights = list(trained.values())
-            fit = fitted(config, layout, sum(p.numel() for p in weights), weights[0].dtype, self.device)
+            fit = fitted(config, layout, sum(p.numel() for p in weights), weights[0].dtype)
             self._note = fit.note
             self.config = resolve(fit.config, len(layout.nodes))
             options.averaging.check(self.config)

@@ -267,11 +267,23 @@ LATENCY_S = 50e-6
 _INSIDE = {"h100": 3.6e12, "a100": 2.4e12, "cpu": 16e9}
 #: The same for other devices.
 _OTHER_INSIDE = 200e9
+#: The most seconds of latency between the ranks of a node.
+_INSIDE_LATENCY_S = 5e-6
 
 
-def inside_of(device: str) -> float:
+def inside_rate(device: str) -> float:
     """Returns the bytes per second that a rank sends to the ranks of its node; ``device``: a name such as "h100"."""
     return next((rate for name, rate in _INSIDE.items() if name in device), _OTHER_INSIDE) / 8
+
+
+def inside_of(device: str, link: Link) -> Link:
+    """Returns the link between the ranks of a node, whose latency is at most that of the link to other nodes.
+
+    Args:
+        device: see `inside_rate`.
+        link: of a node, to the other nodes.
+    """
+    return Link(inside_rate(device), min(link.latency_s, _INSIDE_LATENCY_S))
 
 
 #: Codecs that have estimates, with their bits.
@@ -344,3 +356,15 @@ ESTIMATES: dict[str, GPU | CPU] = {
         note="cpu: measured on one core of an Intel Xeon, an estimate for others",
     ),
 }
+
+
+def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs:
+    """Returns all constants for nodes of a device.
+
+    Args:
+        device: a name of `ESTIMATES`.
+        nodes: number of nodes.
+        per_node: ranks on each node.
+        link: of a node, to the other nodes.
+    """
+    return ESTIMATES[device].costs(collectives_between(nodes, per_node, link, inside_of(device, link)))

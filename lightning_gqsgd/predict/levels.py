@@ -7,7 +7,6 @@ on both rates and on the number of bits.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.predict.costs import ESTIMATES, LATENCY_S, Link, collectives_between, inside_of
+from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
 from lightning_gqsgd.predict.timeline import BUCKET_BYTES, Bucket, Timeline
 from lightning_gqsgd.session.nodes import with_nodes
 
@@ -31,6 +30,8 @@ ASSUMED_RATES = {"cpu": 1.25e8}
 OTHER_ASSUMED_RATE = 1.25e9
 #: A prediction that is longer than that of plain DDP by more than this share is said at the start.
 TOLERANCE = 0.01
+#: Parts of the names of GPUs that have H100's estimates; all others have A100's.
+_AS_FAST_AS_H100 = ("h100", "h200", "b100", "b200", "gh200")
 #: Buckets that are predicted at most. All full buckets are alike, so more of them take longer in proportion.
 _BUCKETS = 4
 
@@ -48,38 +49,39 @@ class Fit:
     note: str = ""
 
 
-def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype, device: torch.device) -> Fit:
+@lru_cache(maxsize=256)  # `all_reduce` asks in every call
+def fitted(config: GQSGDConfig, layout: Layout, numel: int, dtype: torch.dtype) -> Fit:
     """Returns a configuration with the reducer that fits the nodes of a process group best, if the user leaves it open.
 
     All ranks with the same layout return the same.
 
     Args:
         config: any configuration.
-        layout: nodes of the process group's ranks.
+        layout: nodes of the process group's ranks, and the devices of their gradients.
         numel: coordinates that are reduced in a step.
         dtype: dtype of the gradients.
-        device: device of the gradients.
 
     Raises:
         ConfigError: ``reducer="hierarchical"`` has no ``node_size``, and nodes are of unequal size.
     """
     config = with_nodes(config, layout)
-    widths = _widths(config)
-    if layout.num_nodes == 1 or not widths or not numel:
+    if layout.num_nodes == 1:
         return Fit(config)
-    flat, two_levels = _ways(config, layout.node_size)
+    widths = _widths(config)
+    if not widths or not numel:
+        return Fit(config)
+    predicted = _Seconds(layout, numel, dtype)
     # Candidates of `auto` share one way: that of the widest one, from which plain DDP is the nearest.
-    seconds = _Seconds(layout, numel, dtype, _name_of(device))
-    one_s = seconds.of(flat, max(widths)) if flat is not None else math.inf
-    two_s = seconds.of(two_levels, max(widths)) if two_levels is not None else math.inf
-    chosen = two_levels if two_levels is not None and two_s < one_s else config
+    seconds = {way: predicted.of(way, max(widths)) for way in _ways(config, layout.node_size)}
+    chosen = min(seconds, key=lambda way: seconds[way])
     note = ""
-    if flat is not None and chosen is two_levels:
+    if chosen != config:
         note = (
-            f"; hierarchical, because {layout.node_size} ranks share the link of a node: on {seconds.link_in_words}, "
-            f"the gradients of a step are predicted to take {_ms(two_s)}, and {_ms(one_s)} without levels"
+            f"; hierarchical, because {layout.node_size} ranks share the link of a node: on {predicted.link_in_words}, "
+            f"the gradients of a step are predicted to take {_ms(seconds[chosen])}, and {_ms(seconds[config])} without "
+            "levels"
         )
-    return Fit(chosen, note + seconds.warning(min(one_s, two_s), has_choice=bool(config.auto)))
+    return Fit(chosen, note + predicted.warning(seconds[chosen], has_choice=bool(config.auto)))
 
 
 def _widths(config: GQSGDConfig) -> list[int]:
@@ -88,22 +90,22 @@ def _widths(config: GQSGDConfig) -> list[int]:
     return [bits for bits in configs if 1 <= bits <= 8]
 
 
-def _ways(config: GQSGDConfig, node_size: int) -> tuple[GQSGDConfig | None, GQSGDConfig | None]:
-    """Returns the configuration with one level and that with two; None where it is not possible, or not asked for."""
-    if config.reducer == "hierarchical":
-        return None, config
+def _ways(config: GQSGDConfig, node_size: int) -> list[GQSGDConfig]:
+    """Returns the configurations that may be taken: the given one, and that with two levels where "auto" leaves it open
+    and nodes have several ranks."""
     if config.reducer != "auto" or node_size < 2:
-        return config, None
+        return [config]
     try:
-        return config, replace(config, reducer="hierarchical", node_size=node_size)
+        return [config, replace(config, reducer="hierarchical", node_size=node_size)]
     except ConfigError:  # some memories and codecs go with one level only
-        return config, None
+        return [config]
 
 
 class _Seconds:
     """Predicted seconds of a step's gradients, between the nodes of a process group."""
 
-    def __init__(self, layout: Layout, numel: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, layout: Layout, numel: int, dtype: torch.dtype) -> None:
+        device = _estimate_for(layout.devices)
         self._is_known = bool(layout.bytes_per_s)
         self._rate = layout.bytes_per_s or ASSUMED_RATES.get(device, OTHER_ASSUMED_RATE)
         self._size = max(1, layout.node_size)
@@ -164,19 +166,17 @@ def _seconds(
     # The model of steps takes a while to import, and most starts have one node.
     from lightning_gqsgd.predict.model import predict
 
-    inside = Link(inside_of(device), min(LATENCY_S, 5e-6))
-    collectives = collectives_between(nodes, node_size, Link(rate, LATENCY_S), inside)
+    costs = estimated_costs(device, nodes, node_size, Link(rate, LATENCY_S))
     buckets = tuple(Bucket((Segment(number, numel, raw=False),), 0.0) for number in range(count))
     timeline = Timeline(buckets, 0.0, dtype=dtype)
-    return predict(timeline, ESTIMATES[device].costs(collectives), nodes * node_size, method).step_s
+    return predict(timeline, costs, nodes * node_size, method).step_s
 
 
-def _name_of(device: torch.device) -> str:
-    """Returns the name of the estimates for a device."""
-    if device.type == "cpu":
+def _estimate_for(devices: frozenset[str]) -> str:
+    """Returns the name of the estimates for devices; where ranks have several, those of the slower ones."""
+    if devices == {"cpu"}:
         return "cpu"
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    is_newer = any(model in name for model in ("h100", "h200", "b100", "b200", "gh200"))
+    is_newer = all(any(model in name.lower() for model in _AS_FAST_AS_H100) for name in devices)
     return "h100" if is_newer else "a100"
 
 

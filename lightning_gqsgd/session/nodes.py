@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.wire.agreement import digest_of
 from lightning_gqsgd.wire.workers import codec_threads
 
 if TYPE_CHECKING:
@@ -33,10 +35,12 @@ class Layout(NamedTuple):
     Attributes:
         nodes: for each rank, in the group's order, the number of its node.
         bytes_per_s: bytes that the node with the slowest link can send to others in a second; 0: no node knows it.
+        devices: names of the devices that gradients lie on; of a CPU, ``"cpu"``.
     """
 
     nodes: tuple[int, ...]
     bytes_per_s: float = 0.0
+    devices: frozenset[str] = frozenset({"cpu"})
 
     @property
     def node_size(self) -> int:
@@ -51,23 +55,29 @@ class Layout(NamedTuple):
         return len(set(self.nodes))
 
 
-def layouts(meeting: Meeting) -> list[Layout]:
+def layouts(meeting: Meeting, device: torch.device) -> list[Layout]:
     """Returns the layout of each process group of a meeting. A collective: a round of the meeting.
+
+    Args:
+        meeting: the ranks.
+        device: device of this rank's gradients.
 
     Raises:
         ConfigError: a rank's environment has a number of processes or of threads that is none; raised on every rank.
         CollectiveError: a rank did not come in time.
     """
     codec_threads(dist.get_world_size())  # refuses a number of threads here, before ranks have agreed on anything
-    everyone = meeting.exchange({"node": this_node(), "bytes_per_s": link_rate()})
-    return [_layout([(told["node"], told["bytes_per_s"]) for told in group]) for group in everyone]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    news = {"node": digest_of(this_node()), "bytes_per_s": link_rate(), "device": name}
+    return [_layout(told) for told in meeting.exchange(news)]
 
 
-def _layout(told: list[tuple[str, float]]) -> Layout:
-    """Returns the layout of ranks that tell the names of their nodes and the rates of these nodes' links."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in told))}
-    known = [rate for _, rate in told if rate]
-    return Layout(tuple(numbers[name] for name, _ in told), min(known, default=0.0))
+def _layout(told: Sequence[Mapping[str, Any]]) -> Layout:
+    """Returns the layout of ranks that tell their nodes, the rates of these nodes' links, and their devices."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(rank["node"] for rank in told))}
+    known = [rank["bytes_per_s"] for rank in told if rank["bytes_per_s"]]
+    nodes = tuple(numbers[rank["node"]] for rank in told)
+    return Layout(nodes, min(known, default=0.0), frozenset(rank["device"] for rank in told))
 
 
 def this_node() -> str:
@@ -79,11 +89,6 @@ def this_node() -> str:
     Raises:
         ConfigError: ``LOCAL_WORLD_SIZE`` is no number of processes.
     """
-    namespace = Path("/proc/self/ns/net")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # only Linux has them; there, host names may be equal
-        parts += [boot.read_text().strip(), str(namespace.stat().st_ino)]
     number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), None)
     local = os.environ.get(LOCAL_RANKS)
     if local is not None and (not local.isdecimal() or int(local) < 1):
@@ -91,7 +96,16 @@ def this_node() -> str:
     if number is None and local is not None:
         # Processes are numbered node by node.
         number = str(dist.get_rank() // int(local))
-    return "/".join([*parts, number or ""])
+    return f"{socket.gethostname()}/{network()}/{number or ''}"
+
+
+def network() -> str:
+    """Returns what tells machines, and networks of containers, apart that have the same host name; empty where the
+    system does not say it."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return ""
 
 
 def link_rate(root: Path = Path("/sys/class")) -> float:
@@ -113,10 +127,21 @@ def _infiniband(folder: Path) -> Iterator[float]:
 
 def _cards(folder: Path) -> Iterator[float]:
     for card in sorted(folder.glob("*")):
-        with suppress(OSError, ValueError):  # a card without a cable has no rate to read
-            megabits = int((card / "speed").read_text())
-            if (card / "device").exists() and megabits > 0:
-                yield megabits * 1e6 / 8
+        megabits = card_rate(card)
+        if megabits is not None and (card / "device").exists():
+            yield megabits * 1e6 / 8
+
+
+def card_rate(card: Path) -> int | None:
+    """Returns the rate of a network card in Mbit/s, as its driver says; None: it does not say, or there is no cable.
+
+    Args:
+        card: its folder below ``/sys/class/net``.
+    """
+    with suppress(OSError, ValueError):
+        megabits = int((card / "speed").read_text())
+        return megabits if megabits > 0 else None
+    return None
 
 
 def with_nodes(config: GQSGDConfig, layout: Layout) -> GQSGDConfig:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.kernels.wire import VERSION
 from lightning_gqsgd.version import __version__
-from lightning_gqsgd.wire.agreement import digest_of
+from lightning_gqsgd.wire.agreement import Card, digest_of
 from lightning_gqsgd.wire.communicator import check_timeout
 from lightning_gqsgd.wire.engine import COMPILE_PATIENCE_S, Engine, Messages
 from lightning_gqsgd.wire.meeting import Meeting
@@ -127,6 +127,29 @@ def compile_together(
         for engine, own in configs.items():
             for config, dtype in product(own, dtypes):
                 engine.compile(config, dtype)
+
+
+def prepare_later(
+    engine: Engine, group: dist.ProcessGroup | Peers, card: Card, config: GQSGDConfig, dtype: torch.dtype
+) -> None:
+    """Make the groups and kernels that a configuration and a dtype need for the first time. A collective.
+
+    Args:
+        engine: of the ranks.
+        group: the process group, or the ranks themselves.
+        card: what all ranks are about to do, which is compared first.
+        config: the configuration, with its reducer chosen.
+        dtype: dtype of the tensors.
+
+    Raises:
+        ConfigError: ranks do not do the same, or one refuses; on every rank.
+        CollectiveError: a rank did not come in time, or gave no sign of life.
+    """
+    engine.agree(card).wait()
+    with Meeting(card.purpose, [group], engine.communicator.timeout) as meeting:
+        engine.connect(config)
+        meeting.agree([{}])
+        compile_together(meeting, {engine: [config]}, [dtype])
 
 
 def facts_of(config: GQSGDConfig, own: Mapping[str, Any]) -> dict[str, Any]:

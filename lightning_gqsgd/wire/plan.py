@@ -24,6 +24,8 @@ from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemet
 
 #: Steps without a plan's use after which the plan is dropped, where configurations take turns.
 PLANS_KEPT = 100
+#: Bytes that the plans of one engine take, at most, where tensors have sizes of their own.
+MAX_PLAN_BYTES = 64 << 20
 
 
 def check_gradient(tensor: Tensor, what: str) -> None:
@@ -285,11 +287,11 @@ class PlanCache:
         for key in [key for key, (_, step) in self._plans.items() if step < since_step]:
             del self._plans[key]
 
-    def trim(self, most_bytes: int) -> None:
-        """Forget the plans that were not used for longest, until the others take ``most_bytes`` bytes, or one is
+    def trim(self) -> None:
+        """Forget the plans that were not used for longest, until the others take `MAX_PLAN_BYTES` bytes, or one is
         left."""
         total = sum(plan.nbytes for plan, _ in self._plans.values())
-        while total > most_bytes and len(self._plans) > 1:
+        while total > MAX_PLAN_BYTES and len(self._plans) > 1:
             plan, _ = self._plans.popitem(last=False)[1]
             total -= plan.nbytes
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_gqsgd.ddp import functional
-from lightning_gqsgd.ddp.functional import MAX_PLAN_BYTES, all_reduce, close
+from lightning_gqsgd.ddp.functional import all_reduce, close
+from lightning_gqsgd.wire.plan import MAX_PLAN_BYTES
 from tests.distributed.models import Branches, batch, finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 

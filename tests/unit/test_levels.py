@@ -18,7 +18,6 @@ from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.predict.timeline import estimated
 from lightning_gqsgd.session.nodes import Layout
 
-CPU = torch.device("cpu")
 NUMEL = 25_000_000
 
 
@@ -26,13 +25,13 @@ def on(nodes: int, per_node: int, gbit: float = 10) -> Layout:
     return Layout(tuple(rank // per_node for rank in range(nodes * per_node)), gbit * 1e9 / 8)
 
 
-def reducer(layout: Layout, *, device: torch.device = CPU, **fields: Any) -> str:
-    fit = fitted(GQSGDConfig(**fields), layout, NUMEL, torch.float32, device)
+def reducer(layout: Layout, **fields: Any) -> str:
+    fit = fitted(GQSGDConfig(**fields), layout, NUMEL, torch.float32)
     return resolve(fit.config, len(layout.nodes)).reducer
 
 
 def test_several_ranks_of_a_node_share_its_link_by_two_levels() -> None:
-    fit = fitted(GQSGDConfig(), on(4, 8, 1), NUMEL, torch.float32, CPU)
+    fit = fitted(GQSGDConfig(), on(4, 8, 1), NUMEL, torch.float32)
     assert (fit.config.reducer, fit.config.node_size) == ("hierarchical", 8)
     assert fit.note.startswith("; hierarchical, because 8 ranks share the link of a node: on 1 Gbit/s, the gradients")
 
@@ -55,14 +54,14 @@ def test_what_the_user_asks_for_stays() -> None:
         {"reducer": "hierarchical", "node_size": 4},
     ):
         config = GQSGDConfig(**fields)
-        assert fitted(config, layout, NUMEL, torch.float32, CPU).config == config
+        assert fitted(config, layout, NUMEL, torch.float32).config == config
 
 
 @pytest.mark.parametrize(
     "fields", [{"auto": True}, {"bits": "auto"}, {"bits": {"*": 8, "head.*": 4}}, {"scale": "global"}]
 )
 def test_every_candidate_has_two_levels(fields: dict[str, Any]) -> None:
-    fit = fitted(GQSGDConfig(**fields), on(4, 8, 1), NUMEL, torch.float32, CPU)
+    fit = fitted(GQSGDConfig(**fields), on(4, 8, 1), NUMEL, torch.float32)
     candidates = fit.config.candidates() if fit.config.chooses_bits else fit.config.by_bits()
     reducers = {bits: resolve(candidate, 32).reducer for bits, candidate in candidates.items()}
     assert {name for bits, name in reducers.items() if bits <= 8} == {"hierarchical"}
@@ -76,19 +75,31 @@ def test_a_fast_link_between_nodes_and_a_slow_one_inside_make_one_level_faster()
 
 def test_an_unknown_link_is_assumed_and_gives_no_warning() -> None:
     unknown = Layout(on(4, 8).nodes)
-    fit = fitted(GQSGDConfig(), unknown, NUMEL, torch.float32, CPU)
+    fit = fitted(GQSGDConfig(), unknown, NUMEL, torch.float32)
     assert fit.config.reducer == "hierarchical"
     assert "on an assumed 1 Gbit/s" in fit.note
     flat = Layout(on(4, 1).nodes)
-    assert fitted(GQSGDConfig(), flat, NUMEL, torch.float32, CPU).note == ""
+    assert fitted(GQSGDConfig(), flat, NUMEL, torch.float32).note == ""
+
+
+def test_ranks_with_different_gpus_take_the_same_reducer() -> None:
+    """Each rank alone would predict by its own GPU, and ranks would not agree."""
+    names = {"NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"}
+    mixed, slower, newer = (
+        fitted(GQSGDConfig(), on(4, 8)._replace(devices=frozenset(some)), NUMEL, torch.float32)
+        for some in (names, {"NVIDIA L40S"}, {"NVIDIA H100 80GB HBM3", "NVIDIA B200"})
+    )
+    assert mixed == slower
+    assert mixed.config == newer.config
+    assert mixed.note != newer.note
 
 
 def test_slower_than_plain_ddp_is_said() -> None:
-    fit = fitted(GQSGDConfig(), on(4, 1, 400), NUMEL, torch.float32, CPU)
+    fit = fitted(GQSGDConfig(), on(4, 1, 400), NUMEL, torch.float32)
     assert "PREDICTED TO BE SLOWER than plain DDP: on 400 Gbit/s" in fit.note
     assert "gqsgd advise" in fit.note
-    assert fitted(GQSGDConfig(auto=True), on(4, 1, 400), NUMEL, torch.float32, CPU).note == ""
-    assert fitted(GQSGDConfig(), on(4, 1, 1), NUMEL, torch.float32, CPU).note == ""
+    assert fitted(GQSGDConfig(auto=True), on(4, 1, 400), NUMEL, torch.float32).note == ""
+    assert fitted(GQSGDConfig(), on(4, 1, 1), NUMEL, torch.float32).note == ""
 
 
 @pytest.mark.parametrize("device", ["h100", "cpu"])
