@@ -121,7 +121,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         r"saves at least 5 % of a step|within 3 % of each other|at most 5 % of all steps",
         r"all-reduces of 25 MiB",  # the size of messages
         r"less than 20 seconds besides",  # the limit of a probe
-        r"rated 3\.6tbit in each direction for an H100, 2\.4tbit for an A100, 16gbit for a CPU, and 200gbit",  # rates of the makers
+        # Rates of the makers.
+        r"rated 3\.6tbit in each direction for an H100, 2\.4tbit for an A100, 16gbit for a CPU, and 200gbit",
     ),
     "docs/prediction.md": (
         r"16 to 33 MB|the 1 MB that a probe sends",  # sizes of messages
