@@ -110,7 +110,7 @@ def save(found: Sequence[dict[str, Any]], version: str) -> None:
         "What the kernels for GPUs are compiled to, for sm_90",
         COLUMNS,
         notes=(
-            "Counted in the machine code, which no GPU has run. instructions/coordinate: of a thread that skips none, "
+            "Counted in the machine code. instructions/coordinate: of a thread that skips none, "
             "without the routines for rare numbers, over the coordinates of the thread; for *reduce* of 8 messages, "
             "per coordinate and message. Aligned tiles have blocks of full length that begin at multiples of 16 bytes; "
             "full ones begin elsewhere; ragged ones have the ends of parameters and what travels uncompressed.",
@@ -127,7 +127,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__.split("\n")[0])
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help=f"versions to compile with, or {INSTALLED!r}")
-    parser.add_argument("--kernels", choices=["default", "few", "all"], default="few")
+    parser.add_argument("--kernels", choices=["default", "few", "refused", "all"], default="few")
     parser.add_argument("--arch", nargs="+", default=["80", "90", "100"], help="compute capabilities")
     parser.add_argument(
         "--front", action="store_true", help="stop at Triton's intermediate code, in a tenth of the time"

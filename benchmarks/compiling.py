@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +81,16 @@ def every() -> list[Case]:
     return cases
 
 
+def refused() -> list[Case]:
+    """Returns cases whose kernels a version of Triton would not compile, as they once were, after the front end."""
+    sixteen = partial(GQSGDConfig, codec="linear", block_size=16)
+    return [
+        Case("3 bit, two shots", sixteen(bits=3, dither="stochastic", reducer="two_shot")),
+        Case("6 bit, two shots", sixteen(bits=6, dither="stochastic", reducer="two_shot")),
+        Case("6 bit, gather", sixteen(bits=6, reducer="gather")),
+    ]
+
+
 def table() -> list[Case]:
     """Returns the cases of the table: the default in both usual dtypes, and half of its bits."""
     return [
@@ -91,7 +102,13 @@ def table() -> list[Case]:
 
 _TILES = {tiles.ALIGNED.value: "aligned", tiles.FULL.value: "full", tiles.RAGGED.value: "ragged"}
 
-KERNELS: dict[str, Callable[[], list[Case]]] = {"default": default, "few": few, "all": every, "table": table}
+KERNELS: dict[str, Callable[[], list[Case]]] = {
+    "default": default,
+    "few": few,
+    "refused": refused,
+    "all": every,
+    "table": table,
+}
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ def in_labs(
 ) -> None:
     """Run this command as every rank of a lab, for every number of hosts and every rate; report what host 0 measured.
 
+    An interrupt ends the labs. The report then has the rows of those that had ended, and says so.
+
     Args:
         options: the command line, with the arguments of `add_labs`.
         program: start of the command line, ``"python -m ..."``; workers get this process's arguments.
@@ -71,8 +73,14 @@ def in_labs(
     """
     for hosts in options.hosts:
         for rate in options.rate:
-            with NetLab(hosts, rate, options.ranks_per_host) as lab:
-                result = in_lab(lab, program, f"on {hosts} hosts at {rate}", timeout)
+            try:
+                with NetLab(hosts, rate, options.ranks_per_host) as lab:
+                    result = in_lab(lab, program, f"on {hosts} hosts at {rate}", timeout)
+            except KeyboardInterrupt:
+                if not report.rows:
+                    raise
+                report.notes = (*report.notes, f"Interrupted on {hosts} hosts at {rate}; later labs are missing.")
+                return
             add_rows(report, hosts, rate, result)
             report.raw[f"{hosts} hosts, {rate}"] = result
 

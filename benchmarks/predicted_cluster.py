@@ -3,7 +3,7 @@
     python -m benchmarks.predicted_cluster --save
 
 The figures are those of `gqsgd advise --model transformers:gpt2 --backward 120ms --nodes 2 --gpus-per-node 8` at each
-link. No GPU has been measured.
+link. No cluster of GPUs has been measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure(options: argparse.Namespace) -> Report:
         {"case": "", "link (Gbit/s)": "g", "step (ms)": ".0f", "ddp / step": ".2f", "ddp_bf16 / step": ".2f"},
         notes=[
             "Predictions, not measurements: GPT-2 of 124 M parameters in fp32, a backward pass of 120 ms on each GPU, "
-            "H100 with NVLink inside of a node. No GPU has been measured yet.",
+            "H100 with NVLink inside of a node. No cluster of GPUs has been measured yet.",
             f"The same by hand: `gqsgd advise --model {MODEL} --backward 120ms --nodes {NODES} --gpus-per-node {GPUS} "
             "--link 10gbit`.",
         ],

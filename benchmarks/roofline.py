@@ -129,6 +129,7 @@ def _draw_points(axes: Axes, facts: Sequence[Fact]) -> None:
 def _draw_roof(axes: Axes, bandwidth: float) -> None:
     """Draw the rate of a copy, in GB/s, as a line over bytes per coordinate, and a second line a little below."""
     left, right = axes.get_xlim()
+    left /= 2  # room for the names beside the points
     bottom, top = axes.get_ylim()
     x = np.geomspace(left / 2, right * 2)
     axes.plot(x, bandwidth / x, color="#555555", lw=1.6, zorder=2)

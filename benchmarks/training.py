@@ -1,9 +1,11 @@
 """Time of whole training steps under DDP on links of a given rate: the package's hook against torch's hooks.
 
     python -m benchmarks.training --hosts 2 --rate 1gbit --save
+    python -m benchmarks.training --hosts 2 --rate 1gbit --device cuda --model resnet50 --batch-size 64 --save
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Every case is a DDP model of its own in the same processes.
-The cases train in turns, on equal data. PowerSGD is missing because torch's hook aborts on Gloo.
+The cases train in turns, on equal data. With ``--device cuda``, all ranks share one card, and gradients go over Gloo
+through the memory of the host. PowerSGD is missing because torch's hook aborts on Gloo.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
-from benchmarks.report import Report
+from benchmarks.report import Report, gpu_machine, slug
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers.base import ring_bytes
@@ -52,7 +54,12 @@ def resnet18() -> tuple[nn.Module, tuple[int, ...]]:
     return torchvision.models.resnet18(num_classes=CLASSES), (3, 64, 64)
 
 
-MODELS = {"mlp": mlp, "resnet18": resnet18}
+def resnet50() -> tuple[nn.Module, tuple[int, ...]]:
+    """Torchvision's ResNet-50, of 23.5 M parameters, on images of 64x64 pixels."""
+    return torchvision.models.resnet50(num_classes=CLASSES), (3, 64, 64)
+
+
+MODELS = {"mlp": mlp, "resnet18": resnet18, "resnet50": resnet50}
 
 
 class Case:
@@ -60,7 +67,7 @@ class Case:
 
     def __init__(self, name: str, model: str, batch: Tensor, labels: Tensor) -> None:
         torch.manual_seed(0)
-        network, _ = MODELS[model]()
+        network = MODELS[model]()[0].to(batch.device)
         self.numel = sum(p.numel() for p in network.parameters())
         self.model = DistributedDataParallel(network, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -80,6 +87,8 @@ class Case:
                 self._backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.batch.is_cuda:
+            torch.cuda.synchronize()
 
     def sent_bytes(self, name: str, ranks: int) -> float:
         """Bytes of gradients that each rank sends in a step."""
@@ -99,7 +108,8 @@ def work(options: argparse.Namespace) -> None:
     shape = MODELS[options.model]()[1]
     batch = torch.randn(options.batch_size, *shape, generator=generator)
     labels = torch.randint(CLASSES, (options.batch_size,), generator=generator)
-    cases = {name: Case(name, options.model, batch, labels) for name in options.case}
+    device = torch.device(options.device)
+    cases = {name: Case(name, options.model, batch.to(device), labels.to(device)) for name in options.case}
     steps: dict[str, Callable[[], object]] = {name: partial(case.step) for name, case in cases.items()}
     seconds = in_turns(steps, options.rounds, warmup=3, before=dist.barrier)
     result: dict[str, Any] = {
@@ -117,9 +127,11 @@ def work(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
     several = f"_{options.ranks_per_host}_ranks_per_host" if options.ranks_per_host > 1 else ""
+    card = torch.device("cuda", 0) if options.device == "cuda" else None
+    of_card = f"_{slug(torch.cuda.get_device_name(card))}" if card else ""
     report = Report(
-        f"training_netlab_{options.model}" + several,
-        f"Training step of {options.model}, {options.batch_size} samples per host, over shaped links",
+        f"training_netlab_{options.model}" + several + of_card,
+        f"Training step of {options.model}, {options.batch_size} samples per rank, over shaped links",
         {
             "case": "",
             "hosts": "d",
@@ -133,9 +145,11 @@ def measure(options: argparse.Namespace) -> Report:
         },
         notes=(
             "wire = bytes that each host sends in a step / rate of its link. step = median over rounds of the slowest "
-            "host's time, one compute thread each. Ratios are medians over rounds of times within one round. "
+            f"host's time, {'all ranks on one card' if card else 'one compute thread each'}. "
+            "Ratios are medians over rounds of times within one round. "
             "PowerSGD is missing because torch's hook aborts on Gloo.",
         ),
+        machine=gpu_machine(card) if card else "",
     )
     in_labs(options, PROGRAM, report, _add_rows)
     return report
@@ -162,7 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     add_labs(parser)
     parser.add_argument("--model", choices=list(MODELS), default="mlp")
-    parser.add_argument("--batch-size", type=int, default=8, help="per host (default 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="per rank (default 8)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", nargs="+", choices=cases, default=cases[:-1])
     parser.add_argument("--rounds", type=int, default=20)
     work_or_present(parser, work, measure)

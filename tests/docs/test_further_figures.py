@@ -94,8 +94,47 @@ def price(bits: int) -> list[Callable[[], str]]:
     return [lambda: other, lambda: today]
 
 
+def on_a_gpu(column: str, case: str) -> str:
+    """Of a training step."""
+    return cell("training_netlab_resnet18_h200", column, case=case)
+
+
+#: Ways of averaging, in the order of the page's table.
+ON_A_GPU = ("no communication", "ddp", "ddp_bf16", "gqsgd (gather)", "gqsgd_4bit (gather)")
+
+
+def of_kernels(column: str, stage: int, case: str = "8 bit", megabytes: str = "25") -> str:
+    """Of the kernels for GPUs in fp32; a column has encoding, reducing and decoding, in this order."""
+    found = cell("kernels_cuda_h200", column, case=case, MB=megabytes, dtype="float32")
+    return found.split(" / ")[stage]
+
+
+def percent_of_copy(stage: int) -> str:
+    return str(round(100 * float(of_kernels("of copy_", stage, megabytes="1000"))))
+
+
 #: The page and the sentence, and what the tables say.
 SENTENCES: Sentences = {
+    ("docs/performance.md", r"\| step \(ms\) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|"): [
+        partial(on_a_gpu, "step (ms)", case) for case in ON_A_GPU
+    ],
+    ("docs/performance.md", r"\| ddp / step \| \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"): [
+        partial(on_a_gpu, "ddp / step", case) for case in ON_A_GPU[1:]
+    ],
+    (
+        "docs/performance.md",
+        r"bucket of 25 MB at 8 bits, an H200 takes ([\d.]+) µs to encode, ([\d.]+) µs to reduce 8 messages of an "
+        r"eighth of it, and ([\d.]+) µs to decode, where a copy takes ([\d.]+) µs\. With 1,000 MB, encoding has (\d+) "
+        r"% and decoding (\d+) % of a copy's rate\. The host needs (\d+) µs",
+    ): [
+        partial(of_kernels, "time (us)", 0),
+        partial(of_kernels, "time (us)", 1),
+        partial(of_kernels, "time (us)", 2),
+        partial(of_kernels, "time (us)", 0, "copy_"),
+        partial(percent_of_copy, 0),
+        partial(percent_of_copy, 2),
+        partial(of_kernels, "host, together (us)", 0),
+    ],
     (
         "docs/prediction.md",
         r"Over (\d+) settings, the median of the absolute errors is ([\d.]+) % and the worst is ([\d.]+) %; (\d+) are",

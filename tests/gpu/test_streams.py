@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.wire.communicator import CollectiveError, Communicator
-from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.pipeline import Runner, StreamRunner, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
-from tests.gpu.card import CPU, DEVICE, STANDS_IN, difference, is_waiting, keep_busy, marks, needs_card, synchronise
+from tests.gpu.card import CPU, DEVICE, STANDS_IN, difference, is_waiting, keep_busy, marks, synchronise
 from tests.unit.test_kernels import gradient
 
 pytestmark = marks
@@ -218,10 +217,3 @@ def _distance(found: Tensor, expected: Tensor) -> str:
     """How far two tensors are apart, if that is more than a few codes at the edge of two levels."""
     distance = float((found.double() - expected.double()).norm() / expected.double().norm())
     return "" if distance < 1e-2 else f"{distance} of the norm"
-
-
-@needs_card
-def test_elias_codes_are_refused_on_a_gpu() -> None:
-    config = resolve(FIXED["qsgd_elias"].config, 2)
-    with pytest.raises(ConfigError, match="coder='elias' is for tensors on the CPU"):
-        compile_kernels(config, torch.float32, DEVICE, 2)

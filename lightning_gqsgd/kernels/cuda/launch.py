@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from triton import JITFunction
 
 from lightning_gqsgd.kernels import layout
 from lightning_gqsgd.kernels.cuda import tiles
@@ -113,12 +114,12 @@ def _divide(blocks: Tensor, full_length: int, scale_bits: int, shift: int, per_a
 def _keep_for_this_stream(tables: tuple[_Table, ...], kept: dict[Any, Any]) -> None:
     """Tell PyTorch once that the current stream uses tables: it gives memory back to the stream that it was allocated
     on, and a table may go while other streams are not done with it."""
+    stream = torch.cuda.current_stream(tables[0].columns.device) if tables else None
+    if stream is None or (id(tables), stream.cuda_stream) in kept:
+        return
+    kept[id(tables), stream.cuda_stream] = True
     for table in tables:
-        stream = torch.cuda.current_stream(table.columns.device)
-        used = (id(table.columns), stream.cuda_stream)
-        if used not in kept:
-            kept[used] = True
-            table.columns.record_stream(stream)
+        table.columns.record_stream(stream)
 
 
 def _aligned(x: Tensor) -> tuple[Tensor, int]:
@@ -147,8 +148,43 @@ def run(kernel: Any, division: Division, c: Constants, *arguments: Any, **consta
 
 
 def start(kernel: Any, c: Constants, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch so many programs of a kernel."""
-    kernel[(programs,)](*arguments, **constants, c=c, **options(c))
+    """Launch so many programs of a kernel.
+
+    Triton looks at all arguments, constants and globals of a kernel at each launch, which takes several times as long
+    as the launch. Here, it does so when a kernel is launched for the first time, and what it has compiled is kept by
+    all that it compiles differently for.
+    """
+    if not isinstance(kernel, JITFunction):  # Triton's interpreter compiles nothing
+        kernel[(programs,)](*arguments, **constants, c=c)
+        return
+    key = (kernel, c, *constants.values(), *_compiled_for(kernel, arguments))
+    bound = _bound.get(key)
+    if bound is None:
+        compiled = kernel[(programs,)](*arguments, **constants, c=c, **options(c))
+        by_name = {**constants, "c": c}
+        _bound[key] = compiled, tuple(by_name[name] for name in kernel.arg_names[len(arguments) :])
+        return
+    compiled, values = bound
+    compiled[programs, 1, 1](*arguments, *values)
+
+
+#: Compiled kernels, and their constants in order.
+_bound: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _compiled_for(kernel: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Returns what Triton compiles a kernel for, of these arguments: dtype, alignment and device of tensors, and of
+    integers, unless the kernel excepts them, whether they are 1 or multiples of 16. It may be more than Triton looks
+    at, but not less."""
+    found: list[Any] = []
+    for parameter, value in zip(kernel.params, arguments, strict=False):
+        if isinstance(value, Tensor):
+            found.append((value.dtype, value.data_ptr() % _WIDE == 0, value.device))
+        elif value is None:
+            found.append(None)
+        elif not parameter.do_not_specialize:
+            found.append(1 if value == 1 else _WIDE if value % _WIDE == 0 else 0)
+    return found
 
 
 def options(c: Constants) -> dict[str, int]:

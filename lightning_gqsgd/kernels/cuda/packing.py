@@ -40,8 +40,8 @@ def unpack(wire, at, n, rows, KIND: tl.constexpr, c: tl.constexpr):
     else:
         places = record(wire, at, tl.uint8)[:, None]
         for level in tl.static_range(4):
-            if c.codes.bits & (8 >> level):
-                part_a, part_b = _unpack_plane(n, rows, places, 8 >> level, KIND, c)
+            if c.codes.bits & (1 << level):
+                part_a, part_b = _unpack_plane(n, rows, places, 1 << level, KIND, c)
                 code_a |= part_a
                 code_b |= part_b
     return code_a, code_b

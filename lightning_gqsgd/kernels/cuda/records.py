@@ -14,7 +14,7 @@ import triton.language as tl
 from lightning_gqsgd.kernels.cuda.floats import divided
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
 from lightning_gqsgd.kernels.cuda.rotation import rotated
-from lightning_gqsgd.kernels.cuda.scales import received_scale, scales_of, value_of
+from lightning_gqsgd.kernels.cuda.scales import received_scale, received_value, scales_of
 from lightning_gqsgd.kernels.cuda.tiles import (
     RAGGED,
     any_not_finite,
@@ -111,7 +111,7 @@ def _with_message(a, b, source, m, t, KIND: tl.constexpr, c: tl.constexpr):
     code = received_scale(wire, scale_places(t, c), t.inside & (t.raw == 0), c)
     bits = (code >> 1) << c.number.shift
     used = (bits > 0) & (bits <= c.number.infinity)  # the largest finite number travels as if it were infinity
-    scale = tl.where(used, value_of(bits, c) * c.mean.each, 0)
+    scale = received_value(bits, c) * c.mean.each
     t = coded_tile(t, KIND, c)
     code_a, code_b = unpack(wire, record_places(t), t.n, used, KIND, c)
     value_a, value_b = m.to_values(code_a, code_b, t, m.keys + source, scale, (code & 1) == 1, KIND, c)

@@ -73,6 +73,16 @@ def value_of(bits, c: tl.constexpr):
 
 
 @triton.jit
+def received_value(bits, c: tl.constexpr):
+    """Returns the scales with these bits: 0 where it is zero, and any number where it is not finite.
+
+    A product makes it 0: of a ``tl.where`` on the condition that codes are loaded with, Triton 3.6 makes code that it
+    then refuses, in a few configurations.
+    """
+    return value_of(bits, c) * tl.minimum(bits, 1).to(c.number.compute)
+
+
+@triton.jit
 def _rounded_up(bits, c: tl.constexpr):
     """Returns scales rounded up to the wire's format; see `wire.ScaleFormat.rounded_up`."""
     up = tl.minimum(tl.maximum(bits, c.number.tiny), c.number.infinity) + ((1 << c.number.shift) - 1)

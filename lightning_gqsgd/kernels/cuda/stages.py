@@ -25,7 +25,7 @@ from lightning_gqsgd.kernels.cuda.hashing import block_keys, words
 from lightning_gqsgd.kernels.cuda.packing import pack, unpack
 from lightning_gqsgd.kernels.cuda.records import Messages, divided_by_rest, sum_of_messages, with_own, write_records
 from lightning_gqsgd.kernels.cuda.rotation import rotated
-from lightning_gqsgd.kernels.cuda.scales import value_of
+from lightning_gqsgd.kernels.cuda.scales import received_value
 from lightning_gqsgd.kernels.cuda.tiles import (
     RAGGED,
     ROW,
@@ -138,7 +138,7 @@ def decode_sum_kernel(
     bits = tl.load(scales + column(t, ROW))
     bad = bits >= c.number.infinity
     used = (bits > 0) & (bits < c.number.infinity)
-    scale = tl.where(used, value_of(bits, c), 0)
+    scale = received_value(bits, c)
     code_a, code_b = unpack(wire, record_places(t), t.n, used, KIND, c)
     a, b = sums_to_values(code_a, code_b, t, keys, ranks, scale, KIND, c)
     a = tl.where(bad[:, None], float("nan"), a)
