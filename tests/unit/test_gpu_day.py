@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -77,3 +80,15 @@ def test_the_parts_are_commands_of_this_repository() -> None:
         for arguments in (part.on_card, part.dry):
             module = arguments.split()[1]
             assert module == "pytest" or Path(*module.split(".")).with_suffix(".py").exists(), module
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
+)
+def test_every_part_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--dry", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    page = (tmp_path / "dry" / "page.md").read_text()
+    assert done.returncode == 0, page
+    assert all(f"| {name} | well |" in page for name in gpu_day.PARTS), page
