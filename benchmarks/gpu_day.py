@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=list(PARTS), help="run these, also if they ended well before")
     parser.add_argument("--dry", action="store_true", help="smallest sizes, without a GPU")
     parser.add_argument("--folder", type=Path, default=Path("gpu_day"), help="default ./gpu_day")
-    parser.add_argument("--seconds", type=float, help="limit of each part, if it is lower than its own")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="limit of each part, if lower than its own")
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no CUDA device; --dry runs the smallest sizes without one")
@@ -147,17 +148,19 @@ def main() -> None:
     folder = options.folder / ("dry" if options.dry else slug(device))
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = known(folder, list(PARTS))
+    all_well = True
     for name, part in PARTS.items():
         wanted = name in options.part if options.part else name not in outcomes or outcomes[name].code != 0
         if not wanted:
             print(f"{name}: left out", flush=True)
             continue
-        limit = min(part.seconds, options.seconds or part.seconds)
+        limit = min(part.seconds, options.seconds)
         outcomes[name] = run(part.dry if options.dry else part.on_card, limit, folder / f"{name}.log")
         (folder / f"{name}.json").write_text(json.dumps(asdict(outcomes[name]), indent=1) + "\n")
         (folder / "page.md").write_text(page(device, outcomes))
+        all_well &= outcomes[name].code == 0
         print(f"{name}: exit code {outcomes[name].code} after {outcomes[name].seconds:g} s", flush=True)
-    raise SystemExit(any(outcome.code != 0 for outcome in outcomes.values()))
+    raise SystemExit(not all_well)
 
 
 if __name__ == "__main__":
