@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from lightning_gqsgd.frameworks.fabric_lightning import GQSGDFabricStrategy
     from lightning_gqsgd.frameworks.fsdp import GQSGDFSDPState, register_gqsgd_fsdp
     from lightning_gqsgd.frameworks.ray import RayGQSGDStrategy
-    from lightning_gqsgd.frameworks.torchft import quantised
     from lightning_gqsgd.frameworks.trainer_lightning import GQSGDStrategy, GQSGDTelemetry
     from lightning_gqsgd.local_steps.optimizer import LocalSteps
+    from lightning_gqsgd.membership.process_group import quantised
     from lightning_gqsgd.presets import PRESETS
     from lightning_gqsgd.reducers.memory import StabilityWarning
     from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
@@ -49,7 +49,7 @@ _HOMES = {
     "StabilityWarning": "reducers.memory",
     "all_reduce": "ddp.functional",
     "enable": "frameworks.enable",
-    "quantised": "frameworks.torchft",
+    "quantised": "membership.process_group",
     "register_gqsgd": "ddp.hook",
     "register_gqsgd_fsdp": "frameworks.fsdp",
     "simulate": "research.simulation",

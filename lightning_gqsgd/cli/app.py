@@ -10,6 +10,7 @@ gqsgd bench training
 gqsgd simulate gqsgd_4bit terngrad --workers 16
 gqsgd doctor
 torchrun --nproc-per-node 2 --no-python gqsgd doctor --nodes
+gqsgd lighthouse
 
 Each command imports what it needs when it runs, so that ``--help`` answers at once.
 """
@@ -356,6 +357,32 @@ def _doctor_of_nodes() -> None:
         tables.show(table)
     for line in doctor_nodes.warnings(findings):
         typer.echo(f"WARN  {line}")
+
+
+@app.command()
+def lighthouse(
+    bind: Annotated[str, typer.Option(help="Host and port to listen at.")] = "[::]:29510",
+    min_replicas: Annotated[int, typer.Option(help="The least number of members for a merge.")] = 1,
+    join_timeout: Annotated[
+        str, typer.Option(help="How long members wait for one that is alive and does not come.")
+    ] = "60s",
+    heartbeat_timeout: Annotated[
+        str, typer.Option(help="After how long without a sign of life a member counts as gone.")
+    ] = "5s",
+) -> None:
+    """Run the place where the members of an elastic training meet, until an interrupt (docs/elastic.md)."""
+    with _refusals_in_one_line():
+        from lightning_gqsgd.errors import ConfigError
+
+        try:
+            from lightning_gqsgd.cli import lighthouse as place
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torchft":
+                raise
+            raise ConfigError(
+                "a lighthouse needs torchft, which is not installed: pip install 'torchft>=0.2'"
+            ) from None
+        place.serve(bind, min_replicas, join_timeout, heartbeat_timeout, lambda line: typer.echo(line))
 
 
 def main() -> None:

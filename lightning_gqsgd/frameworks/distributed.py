@@ -24,7 +24,7 @@ CHECKPOINT_KEY = "gqsgd"
 class StrategyArguments(FieldArguments, total=False):
     """The keyword arguments of both strategies, beside Lightning's own and those of DistributedDataParallel."""
 
-    local_steps: int
+    local_steps: int | str
     outer: str | Callable[..., Any]
     outer_after: int
     fragments: int
@@ -32,6 +32,8 @@ class StrategyArguments(FieldArguments, total=False):
     mixing: float
     inner_state: str
     rule: str | dict[str, Any]
+    elastic: bool
+    min_replicas: int
 
 
 def takes(arguments: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

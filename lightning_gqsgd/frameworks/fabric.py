@@ -25,6 +25,7 @@ from lightning_gqsgd.frameworks.local import LocalTraining, Trained
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import digest_of_tensors
 from lightning_gqsgd.local_steps.choosing import pop_options
+from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.wire.agreement import digest_of
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class FabricMixin(_Base):
         self._loaded: list[dict[str, Any]] = []
 
     @property
-    def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages]:
+    def gqsgd_states(self) -> list[GQSGDState] | list[LocalAverages | MergedAverages]:
         """The state of each model's hook, or each optimizer's averages with local steps, in the order of set-up."""
         return self._hooks if self._local is None else [trained.averages for trained in self._local.trained]
 

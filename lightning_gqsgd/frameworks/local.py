@@ -18,6 +18,7 @@ from lightning_gqsgd.frameworks.distributed import parameter_names
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.checkpoint import gathered_state, load_gathered
 from lightning_gqsgd.local_steps.choosing import asks_for_local_steps, options_of
+from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import MOST_STEPS, LocalOptions
 from lightning_gqsgd.presets import Preset
 
@@ -33,7 +34,7 @@ class Trained:
         others: number of steps that the other optimizers have made.
     """
 
-    averages: LocalAverages
+    averages: LocalAverages | MergedAverages
     module: nn.Module
     optimizers: list[Optimizer]
     others: int = 0
@@ -48,7 +49,8 @@ class Trained:
             self.averages.advance()
             return
         self.others += 1
-        limit = self.averages.options.steps_of_round(0)
+        options = self.averages.options
+        limit = MOST_STEPS if options.every_s is not None else options.steps_of_round(0)
         if not self.averages.step and self.others > limit * (len(self.optimizers) - 1):
             raise ConfigError(
                 f"the first of {len(self.optimizers)} optimizers has made no step, and the others {self.others}: "
@@ -57,12 +59,25 @@ class Trained:
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the state that all ranks need to resume, on rank 0; None on the others. A collective."""
+        """Returns the state that all ranks need to resume, on rank 0; None on the others. A collective.
+
+        Members that come and go save what they have in common, each by itself.
+        """
+        if isinstance(self.averages, MergedAverages):
+            own = {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+            return {**self.averages.state_dict(), "ranks": [own]}
         return gathered_state(self.averages, self.module, self.optimizers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`."""
+        if isinstance(self.averages, MergedAverages):
+            self.averages.load_state_dict(state, lambda: self._load_optimizers(state))
+            return
         load_gathered(self.averages, state, self.module, self.optimizers)
+
+    def _load_optimizers(self, state: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, state["ranks"][0]["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
 
 class LocalTraining:
@@ -102,16 +117,23 @@ class LocalTraining:
                 f"local steps train the module itself, without DistributedDataParallel, for which {', '.join(of_ddp)} "
                 "is; leave it out"
             )
-        if given["every"] is not None and not callable(given["every"]):
+        if given["every"] is not None and not callable(given["every"]) and not isinstance(given["every"], _TIMES):
             check_integer("local_steps", given["every"], 1, MOST_STEPS)  # the name that the user has given
         options, compression = options_of(preset, given)
+        if options.every_s is not None and not options.elastic:
+            raise ConfigError(
+                f"local_steps={given['every']!r}: ranks make different numbers of steps, and Lightning's own "
+                "collectives, at the end of an epoch, count on equal ones; give elastic=True, with which each process "
+                "trains by itself (docs/elastic.md), or use LocalSteps in a loop of your own"
+            )
         return cls(options), compression
 
     def begin(
         self, module: nn.Module, optimizers: Sequence[Optimizer], config: GQSGDConfig, timeout: timedelta | None
     ) -> Trained:
         """Begin with a module and its optimizers. A collective."""
-        averages = LocalAverages(module, optimizers, self.options, config, timeout=timeout)
+        kind = MergedAverages if self.options.is_merged else LocalAverages
+        averages = kind(module, optimizers, self.options, config, timeout=timeout)
         self.trained.append(Trained(averages, module, list(optimizers)))
         return self.trained[-1]
 
@@ -163,6 +185,9 @@ class LocalTraining:
         for trained in self.trained:
             trained.averages.close()
 
+
+#: What a time between two merges may be.
+_TIMES = (str, timedelta)
 
 #: Arguments of Lightning's DDPStrategy that are about DistributedDataParallel.
 _OF_DDP_STRATEGY = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")

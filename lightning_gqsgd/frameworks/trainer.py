@@ -25,6 +25,7 @@ from lightning_gqsgd.frameworks.distributed import (
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
 from lightning_gqsgd.local_steps.choosing import pop_options
+from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.presets import PRESETS
 from lightning_gqsgd.wire.telemetry import Meter
 
@@ -46,7 +47,8 @@ class TrainerMixin(_Base):
         local_steps: each rank trains by itself, without DistributedDataParallel, and the changes of the models are
             averaged every so many optimizer steps (see `LocalSteps`); None: gradients are averaged in every step,
             unless the preset is one of local steps, such as ``gqsgd_diloco``. A checkpoint has the first rank's
-            parameters, beside what every rank needs to resume. The last average is at the end of training.
+            parameters, beside what every rank needs to resume. The last average is at the end of training. With
+            ``elastic``, also a time, e.g. ``"20s"``.
         outer: with local steps, the outer optimizer; see `local_steps.options.LocalOptions` for this, for the next six
             and for its other fields, which are arguments as well.
         outer_after: with local steps, the number of steps whose averages leave ``outer`` out.
@@ -55,6 +57,9 @@ class TrainerMixin(_Base):
         mixing: with local steps and a delay, the share of what was learnt meanwhile.
         inner_state: with local steps, ``"keep"``, ``"reset"`` or ``"average"`` the inner optimizer's state.
         rule: with local steps, how the changes of all ranks become one mean change.
+        elastic: with local steps, whether processes may leave and join. Each process is then a Trainer of its own, with
+            one device; they meet at a lighthouse (docs/elastic.md).
+        min_replicas: with ``elastic``, the least number of processes for a merge.
         validate_at: with local steps, which model validation sees while training: ``"local"``, the default, each rank's
             own; or ``"anchor"``, which is the same on all ranks. Weights that are saved right after a validation are
             those that it saw.
@@ -114,7 +119,7 @@ class TrainerMixin(_Base):
         return validate_at == "anchor"
 
     @property
-    def gqsgd_state(self) -> GQSGDState | LocalAverages | None:
+    def gqsgd_state(self) -> GQSGDState | LocalAverages | MergedAverages | None:
         """State of the hook on the model of the current, or latest, fit in this process; or its local steps."""
         if self._local is None:
             return self._gqsgd_state

@@ -19,6 +19,7 @@ from lightning_gqsgd.frameworks.accelerate import WITHOUT_DDP, is_seen, say_that
 from lightning_gqsgd.frameworks.distributed import destroy_at_exit
 from lightning_gqsgd.frameworks.local import LocalTraining
 from lightning_gqsgd.local_steps.averages import LocalAverages
+from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.wire.telemetry import Meter
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class LocalStepsCallback(TrainerCallback):
         self.resumes_from: Path | None = None
 
     @property
-    def averages(self) -> LocalAverages | None:
+    def averages(self) -> LocalAverages | MergedAverages | None:
         """Those of the current, or latest, training; None before the first, and in a single process."""
         return self._local.trained[0].averages if self._local.trained else None
 
@@ -55,7 +56,7 @@ class LocalStepsCallback(TrainerCallback):
         accelerator = self._trainer.accelerator
         self._local.close()
         self._local.trained.clear()
-        if accelerator.num_processes == 1:
+        if accelerator.num_processes == 1 and not self._local.options.elastic:
             return
         destroy_at_exit()
         module = accelerator.unwrap_model(self._trainer.model)
@@ -118,7 +119,7 @@ def enable_local_steps(trainer: Trainer, local: LocalTraining, config: GQSGDConf
         raise ConfigError(
             "the Trainer has prepared its model already; enable local steps before `evaluate` and `train`"
         )
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1 and not local.options.elastic:
         say_that_there_is_one_process()
     # The Trainer asks its Accelerator to prepare the model, which would wrap the model in DistributedDataParallel.
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)

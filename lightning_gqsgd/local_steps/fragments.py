@@ -97,11 +97,27 @@ class Bundle:
         """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""
         return torch.cat([anchor.flatten().to(self._device, self._dtype) for anchor in self.anchors])
 
+    def flat_starts(self) -> Tensor:
+        """Returns what tensors are that start from the anchors, in the dtype to compute in: [numel].
+
+        In 16-bit parameters the anchor's values are rounded, as they were when the rank started from them.
+        """
+        starts = (_like(anchor, entry.tensor).flatten().to(self._dtype) for entry, anchor in self._pairs())
+        return torch.cat(list(starts))
+
+    def flat_tensors(self) -> Tensor:
+        """Returns a copy of the tensors' present values, in the dtype to compute in: [numel]."""
+        return torch.cat([entry.tensor.detach().flatten().to(self._dtype) for entry in self.entries])
+
+    def put(self, flat: Tensor) -> None:
+        """Put values into the tensors: [numel]."""
+        for entry, part in zip(self.entries, self.split(flat), strict=True):
+            entry.tensor.copy_(part)
+
     def change(self) -> Tensor:
         """How far this rank has come since the anchor: the tensors' values at the anchor minus those of now, [numel].
 
-        In 16-bit parameters the anchor's values are rounded, as they were when the rank started from them. A buffer may
-        hold infinities, such as a mask of attention, whose difference to themselves is none.
+        A buffer may hold infinities, such as a mask of attention, whose difference to themselves is none.
         """
         flat = torch.empty(sum(segment.numel for segment in self.segments), dtype=self._dtype, device=self._device)
         for (entry, anchor), part in zip(self._pairs(), self.split(flat), strict=True):

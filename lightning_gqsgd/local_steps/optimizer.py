@@ -17,7 +17,8 @@ from lightning_gqsgd.local_steps.averages import LocalAverages, open_meeting
 from lightning_gqsgd.local_steps.checkpoint import load_state, state_of
 from lightning_gqsgd.local_steps.choosing import make_local, split_fields
 from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_called_by_it, packed, unpacked
-from lightning_gqsgd.local_steps.options import Every
+from lightning_gqsgd.local_steps.merges.averages import MergedAverages
+from lightning_gqsgd.local_steps.options import Every, LocalOptions
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
 from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.communicator import parent_group
@@ -49,8 +50,9 @@ class LocalSteps(Optimizer):
     Args:
         model: the module that is trained.
         optimizer: the inner optimizer of the model's parameters, or of some of them, which are then averaged.
-        every: optimizer steps between two averages, 1 or more; or a function of the number of rounds so far. None: the
-            preset's number, which is 32 unless the preset says otherwise.
+        every: optimizer steps between two averages, 1 or more; or a function of the number of rounds so far; or a time,
+            e.g. ``"20s"``, in which each rank makes as many steps as it can (see `merges.averages`). None: the preset's
+            number, which is 32 unless the preset says otherwise.
         outer: what moves the anchor by the mean change: ``"nesterov"`` (DiLoCo, arXiv 2311.08105; it begins after 256
             steps, see ``outer_after`` of `options.LocalOptions`), ``"sgd"`` (FedPAQ, arXiv 1909.13014), a torch.optim
             class, or a function that makes an optimizer of tensors. None: the preset's.
@@ -58,14 +60,16 @@ class LocalSteps(Optimizer):
             ``"gqsgd_diloco"``, which has 4 bits.
         fragments: number of parts of the parameters that are averaged at different steps of a round.
         delay: steps between the start of an average and its use, so that no step waits for the network; less than
-            ``every``.
-        group: process group; None is the default group.
+            ``every``. By the clock, and with ``elastic``: 1 or more lets training go on beside each merge.
+        elastic: whether ranks may leave and join while training runs; see docs/elastic.md.
+        group: process group; None is the default group. Not with ``elastic``, whose ranks meet at a lighthouse.
         timeout: of collectives; None takes that of the group.
         **fields: further fields of `options.LocalOptions` and fields of `GQSGDConfig`, e.g. ``bits=2``.
 
     Attributes:
         inner: the inner optimizer.
-        averages: counters, anchors and the outer optimizer; see `averages.LocalAverages`.
+        averages: counters, anchors and the outer optimizer; see `averages.LocalAverages`, and for rounds by the clock
+            and ``elastic``, `merges.averages.MergedAverages`.
 
     Raises:
         ConfigError: a value, a model or an optimizer that cannot work, or ranks that do not agree; on every rank.
@@ -84,22 +88,36 @@ class LocalSteps(Optimizer):
         preset: str | GQSGDConfig | None = None,
         fragments: int = 1,
         delay: int = 0,
+        elastic: bool | None = None,
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         **fields: Any,
     ) -> None:
         # Optimizer.__init__ is not called: everything that it would make is the inner optimizer's.
+        own, rest = split_fields(fields)
+        own.update(every=every, outer=outer, fragments=fragments, delay=delay, elastic=elastic)
+        self.averages: LocalAverages | MergedAverages
+        if elastic:
+            if group is not None:
+                raise ConfigError("elastic=True has no process group: ranks meet at a lighthouse; leave group out")
+            options, config = self._made(optimizer, preset, own, rest)
+            self.averages = MergedAverages(model, [optimizer], options, config, timeout=timeout)
+            return
         parent = parent_group(group)
         with open_meeting(model, parent, timeout) as meeting:
-            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
-                raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
-            own, rest = split_fields(fields)
-            given = {"every": every, "outer": outer, "fragments": fragments, "delay": delay, **own}
-            options, config = make_local(preset, given, rest)
-            self._inner = optimizer
-            self.averages = LocalAverages(
-                model, [optimizer], options, config, group=parent, timeout=timeout, meeting=meeting
-            )
+            options, config = self._made(optimizer, preset, own, rest)
+            kind = MergedAverages if options.is_merged else LocalAverages
+            self.averages = kind(model, [optimizer], options, config, group=parent, timeout=timeout, meeting=meeting)
+
+    def _made(
+        self, optimizer: Optimizer, preset: str | GQSGDConfig | None, own: dict[str, Any], rest: dict[str, Any]
+    ) -> tuple[LocalOptions, GQSGDConfig]:
+        """Returns options and compression, and takes the inner optimizer."""
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LocalSteps):
+            raise ConfigError(f"LocalSteps goes around a torch optimizer, not a {type(optimizer).__name__}")
+        options, config = make_local(preset, own, rest)
+        self._inner = optimizer
+        return options, config
 
     @property
     def inner(self) -> Optimizer:
@@ -169,8 +187,33 @@ class LocalSteps(Optimizer):
         )
 
     def finish(self) -> None:
-        """Average what was learnt since the last average; see `LocalAverages.finish`."""
+        """Average what was learnt since the last average; see `LocalAverages.finish`, and `MergedAverages.finish`."""
         self.averages.finish()
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that have entered the model, of all ranks together; the same on all ranks after a merge.
+
+        Rounds by the clock and ``elastic`` only: ranks make different numbers of steps, and this says how far training
+        has come. Without `add_samples`, each step counts as one.
+        """
+        return self._merged("samples").samples
+
+    def add_samples(self, count: int) -> None:
+        """Count samples, or tokens, that the next step has seen; see `MergedAverages.add_samples`."""
+        self._merged("add_samples").add_samples(count)
+
+    def leave(self) -> None:
+        """Merge what was learnt since the last merge, and close, without waiting for ranks that go on."""
+        self._merged("leave").leave()
+
+    def _merged(self, name: str) -> MergedAverages:
+        if isinstance(self.averages, MergedAverages):
+            return self.averages
+        raise ConfigError(
+            f"LocalSteps.{name} is for rounds by the clock (every='20s') and for elastic=True; with "
+            f"every={self.averages.options.every!r}, all ranks make equally many steps"
+        )
 
     def close(self) -> None:
         """Stop using threads and process groups. The optimizer makes no step after that."""
@@ -190,7 +233,7 @@ class LocalSteps(Optimizer):
         `distributed_checkpoint`.
         """
         inner = self.inner.state_dict()
-        own = state_of(self.averages)
+        own = self.averages.state_dict() if isinstance(self.averages, MergedAverages) else state_of(self.averages)
         return packed(inner, own) if is_called_by_it() else {**inner, STATE_KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -206,7 +249,10 @@ class LocalSteps(Optimizer):
                 "the weights into the model, before LocalSteps is made"
             )
         inner = {name: value for name, value in state_dict.items() if name != STATE_KEY}
-        load_state(self.averages, state_dict[STATE_KEY], lambda: self.inner.load_state_dict(inner))
+        if isinstance(self.averages, MergedAverages):
+            self.averages.load_state_dict(state_dict[STATE_KEY], lambda: self.inner.load_state_dict(inner))
+        else:
+            load_state(self.averages, state_dict[STATE_KEY], lambda: self.inner.load_state_dict(inner))
 
     def __getattr__(self, name: str) -> Any:
         """Everything else that torch keeps in an optimizer, such as its hooks, is the inner optimizer's."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from lightning_gqsgd.local_steps.rules import Rule, parse_rule
 #: What happens to the state of the inner optimizer when an average is applied.
 INNER_STATES = ("keep", "reset", "average")
 
-#: Optimizer steps between two averages: a number, or a function of the number of rounds so far.
-Every = int | Callable[[int], int]
+#: Between two averages: a number of optimizer steps, a function of the number of rounds so far, or a time.
+Every = int | Callable[[int], int] | str | timedelta
 
 #: The most steps that a number can say.
 MOST_STEPS = 2**31 - 1
+
+#: The longest time between two averages.
+_LONGEST = timedelta(days=7)
 
 #: DiLoCo's paper starts from 24,000 steps of ordinary training. A character transformer of 0.64 M parameters that
 #: started with Nesterov momentum ended 1,024 steps at 2.48 nats; after 128, 256 and 512 steps of plain means, at 2.14,
@@ -34,6 +39,8 @@ class LocalOptions:
     Attributes:
         every: optimizer steps between two averages of a parameter, 1 or more; or a function that is given the number of
             rounds so far (0 in the first round) and returns that number. It has to be the same function on all ranks.
+            Or a time, e.g. ``"20s"``, ``"2min"`` or a timedelta: each rank makes as many steps as it can in it, and
+            changes are weighted by what each rank has seen (see `merges`).
         outer: what moves the anchor by the mean change: ``"nesterov"``, which is SGD with learning rate 0.7 and
             Nesterov momentum 0.9 (DiLoCo, arXiv 2311.08105); ``"sgd"``, which is SGD with learning rate 1 (FedPAQ,
             arXiv 1909.13014); ``"heavy_ball"``, the same with momentum 0.4; or a class or function that makes a torch
@@ -42,7 +49,9 @@ class LocalOptions:
             becomes the mean of the ranks' models. None: 256 with ``outer="nesterov"``, whose momentum would carry the
             large changes of the first steps to where a network learns much less, and otherwise 0.
         fragments: number of parts of about equal size whose averages start at different steps of a round, 1 or more.
-        delay: number of steps between the start of an average and its use, 0 or more, and less than ``every``.
+        delay: number of steps between the start of an average and its use, 0 or more, and less than ``every``. By the
+            clock, and with ``elastic``: 1 or more lets training go on beside the merge, which is used after the first
+            step that ends later than the merge.
         mixing: weight α of a rank's own parameters when a delayed average is used, 0 to 1: x ← α x + (1 − α) anchor
             (Streaming DiLoCo, arXiv 2501.18512). Without a delay it does not count.
         inner_state: the inner optimizer's state of a parameter when its average is used: ``"keep"``, ``"reset"`` or
@@ -51,6 +60,12 @@ class LocalOptions:
             of `rules.RULES`, a rule with numbers of your own, or a mapping of its numbers with its name as ``"name"``.
         anchor_device: device of the anchor and of the outer optimizer's state, e.g. ``"cpu"``; None: the parameters'.
         anchor_dtype: dtype of both, e.g. ``torch.bfloat16``; None: fp64 for fp64 parameters, and otherwise fp32.
+        elastic: whether ranks may leave and join while training runs. They meet at torchft's lighthouse, whose address
+            is in the environment variable TORCHFT_LIGHTHOUSE, and not in a process group of torch.distributed.
+        min_replicas: with ``elastic``, the least number of ranks for a merge, 1 or more.
+        outlier: by the clock, and with ``elastic``: a change whose norm for each step is more than so many times the
+            median of all ranks' is left out, more than 1; None: none is left out for its size. One that is not finite
+            always is.
 
     Raises:
         ConfigError: a value out of its range, or two that do not go together.
@@ -66,11 +81,16 @@ class LocalOptions:
     rule: Rule | str | Mapping[str, Any] = "mean"
     anchor_device: torch.device | str | None = None
     anchor_dtype: torch.dtype | None = None
+    elastic: bool = False
+    min_replicas: int = 1
+    outlier: float | None = 10.0
 
     def __post_init__(self) -> None:
         for name in ("every", "outer_after", "fragments", "delay"):
             object.__setattr__(self, name, plain_integer(getattr(self, name)))
-        if not callable(self.every):
+        if isinstance(self.every, str | timedelta):
+            object.__setattr__(self, "every", parse_time("every", self.every))
+        elif not callable(self.every):
             check_integer("every", self.every, 1, MOST_STEPS)
         check_outer(self.outer)
         if self.outer_after is None:
@@ -95,7 +115,41 @@ class LocalOptions:
             isinstance(self.anchor_dtype, torch.dtype) and self.anchor_dtype.is_floating_point
         ):
             raise ConfigError(f"anchor_dtype={self.anchor_dtype!r} is no floating-point dtype, e.g. torch.bfloat16")
-        self.steps_of_round(0)
+        if not isinstance(self.elastic, bool):
+            raise ConfigError(f"elastic={self.elastic!r} must be True or False")
+        check_integer("min_replicas", self.min_replicas, 1, MOST_STEPS)
+        if self.outlier is not None:
+            check_real("outlier", self.outlier, 1, float("inf"))
+        if self.is_merged:
+            self._check_merges()
+        if self.every_s is None:
+            self.steps_of_round(0)
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds of a round; None where rounds have a number of steps."""
+        return self.every.total_seconds() if isinstance(self.every, timedelta) else None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether changes are merged with weights (see `merges`), and not averaged after equally many steps."""
+        return self.elastic or self.every_s is not None
+
+    def _check_merges(self) -> None:
+        """Raise ConfigError for what goes with averages after equally many steps only."""
+        asked = "elastic=True" if self.elastic else f"every={self.every_s:g} s"
+        if self.fragments > 1:
+            raise ConfigError(
+                f"fragments={self.fragments}: with {asked}, a merge has the whole model; leave fragments out, and give "
+                "delay=1 so that no step waits for it"
+            )
+        if self.inner_state == "average":
+            raise ConfigError(
+                f"inner_state='average': with {asked}, ranks make different numbers of steps, and their optimizers' "
+                "states have different ages; take 'keep' or 'reset'"
+            )
+        if self.averaging != parse_rule("mean"):
+            raise ConfigError(f"rule={self.rule}: with {asked}, the rule is the mean weighted by samples; leave it out")
 
     @property
     def averaging(self) -> Rule:
@@ -108,6 +162,7 @@ class LocalOptions:
         Raises:
             ConfigError: ``every`` gives no number of steps, or one that is not above ``delay``.
         """
+        assert not isinstance(self.every, str | timedelta)  # those have `every_s`
         steps = plain_integer(self.every(number)) if callable(self.every) else self.every
         if callable(self.every):
             check_integer(f"every({number})", steps, 1, MOST_STEPS)
@@ -122,7 +177,37 @@ class LocalOptions:
         """Whether the average that starts after an optimizer step is used without the outer optimizer."""
         return self.outer_after is not None and step <= self.outer_after
 
+    def every_in_words(self) -> str:
+        """Returns the time or number of steps between two averages, e.g. ``20 s`` or ``32 steps``."""
+        if self.every_s is not None:
+            return f"{self.every_s:g} s"
+        return "a varying number of steps" if callable(self.every) else f"{self.every} steps"
+
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
         """Names of all fields, in order."""
         return tuple(field.name for field in fields(cls))
+
+
+#: Units of a time.
+_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_time(name: str, value: str | timedelta) -> timedelta:
+    """Returns a time that a user has written, such as ``"20s"``.
+
+    Raises:
+        ConfigError: it is none, or not above 0.
+    """
+    if isinstance(value, timedelta):
+        parsed = value
+    else:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", value)
+        if found is None or found[2] not in _UNITS:
+            raise ConfigError(
+                f"{name}={value!r} is no time: write a number and a unit of {', '.join(_UNITS)}, e.g. {name}='20s'"
+            )
+        parsed = timedelta(seconds=float(found[1]) * _UNITS[found[2]])
+    if not timedelta(0) < parsed <= _LONGEST:
+        raise ConfigError(f"{name}={value!r} is out of range: above 0, and at most {_LONGEST.days} days")
+    return parsed

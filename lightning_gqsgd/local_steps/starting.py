@@ -126,11 +126,10 @@ def own_facts(
         parameters: what is averaged.
         buffers: what is averaged uncompressed.
     """
-    every = [options.steps_of_round(number) for number in range(_COMPARED_ROUNDS if callable(options.every) else 1)]
     tensors = [(*entry.segment, entry.name, str(entry.tensor.dtype)) for entry in (*parameters, *buffers)]
     return {
         "parameters and buffers": digest(tensors),
-        "every": every if callable(options.every) else every[0],
+        "every": _every(options),
         "fragments": options.fragments,
         "delay": options.delay,
         "mixing": options.mixing,
@@ -139,7 +138,16 @@ def own_facts(
         "anchor_dtype": str(options.anchor_dtype),
         "outer": describe_outer(outer),
         "outer_after": options.outer_after,
+        "elastic": options.elastic,
+        "outlier": options.outlier,
     }
+
+
+def _every(options: LocalOptions) -> int | str | list[int]:
+    """Returns the steps of the first rounds, or the time of a round, as a plain value."""
+    if callable(options.every):
+        return [options.steps_of_round(number) for number in range(_COMPARED_ROUNDS)]
+    return options.every if isinstance(options.every, int) else options.every_in_words()
 
 
 @torch.no_grad()

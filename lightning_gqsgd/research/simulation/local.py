@@ -79,6 +79,11 @@ class Crowd:
                 raise ConfigError(
                     f"{name}={getattr(options, name)!r} is not simulated; leave it out, or use LocalSteps"
                 )
+        if options.is_merged:
+            raise ConfigError(
+                f"every={options.every!r} with elastic={options.elastic}: virtual workers have no clocks and do not "
+                "leave; give a number of steps"
+            )
         if self.steps_of is not None:
             steps = options.steps_of_round(0)
             if callable(options.every) or max(self.steps_of) > steps:

@@ -101,6 +101,30 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """Counters of this process since the ranks have changed; None where there are no ranks."""
         return self._engines[0].telemetry if self._engines else None
 
+    @property
+    def resolved(self) -> GQSGDConfig:
+        """The compression, with its reducer chosen for the present number of ranks."""
+        return self._resolved
+
+    @torch.no_grad()
+    def sum(self, flat: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Replace a flat tensor by its sum over the ranks, and wait for it.
+
+        Args:
+            flat: the tensor, [numel].
+            segments: the parameters in it, in order.
+
+        Raises:
+            ConfigError: the ranks do not agree.
+            CollectiveError: a collective failed; the tensor is all NaN.
+            RuntimeError: there are no ranks, because of an earlier error.
+        """
+        try:
+            return self._start(flat, flat, tuple(segments), is_sum=True).take_now()
+        except Exception as error:
+            self._note(error)
+            raise
+
     def configure(self, *arguments: Any, **named: Any) -> None:
         """Go on with other ranks. The Manager calls this; a collective of the new ranks.
 
@@ -209,7 +233,14 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         return int(calls)
 
     def _reduce(self, tensor: Tensor, is_sum: bool) -> _Result:
-        """Start to replace one tensor."""
+        """Start to replace one tensor, which has no name."""
+        # Kernels read memory, where a lazy minus sign is not seen.
+        flat = tensor.detach().resolve_neg().contiguous().view(-1)
+        segment = Segment(0, flat.numel(), raw=flat.numel() < self._resolved.min_numel)
+        return self._start(tensor, flat, (segment,), is_sum)
+
+    def _start(self, tensor: Tensor, flat: Tensor, segments: tuple[Segment, ...], is_sum: bool) -> _Result:
+        """Start to replace one tensor, whose values are in a flat one."""
         if not self._engines:
             raise self._error or RuntimeError("gqsgd: there are no ranks; configure the process group first")
         if tensor.device.type != self._device.type:
@@ -224,9 +255,6 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         card = Card("torchft's all-reduce", facts)
         if tensor.dtype not in self._prepared:
             self._prepare(engine, tensor.dtype, card)
-        # Kernels read memory, where a lazy minus sign is not seen.
-        flat = tensor.detach().resolve_neg().contiguous().view(-1)
-        segments = (Segment(0, flat.numel(), raw=flat.numel() < self._resolved.min_numel),)
         request = Request(f"all-reduce number {number}", (self._resolved,), segments, number, agreement=card)
         job = engine.reduce(flat, request)
         engine.plans.trim()
@@ -266,6 +294,11 @@ class _Result:
     def future(self) -> torch.futures.Future[Tensor]:
         """The future that completes once the mean, or the error, is there."""
         return self._job.future
+
+    def take_now(self) -> Tensor:
+        """Wait for the result; see `take`."""
+        self._job.wait()
+        return self.take()
 
     @torch.no_grad()
     def take(self) -> Tensor:

@@ -1,0 +1,66 @@
+"""A lighthouse, at which the members of an elastic training meet, and what it says while it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+# torchft's log on standard error has a line for each question. It reads this when it is imported.
+os.environ.setdefault("RUST_LOG", "warn")
+
+from torchft.coordination import LighthouseServer
+
+from lightning_gqsgd.errors import ConfigError, check_integer, counted
+from lightning_gqsgd.local_steps.options import parse_time
+from lightning_gqsgd.membership.door import LIGHTHOUSE, members_at
+
+#: Seconds between two looks at the members.
+_LOOK_S = 1.0
+
+
+def serve(bind: str, min_replicas: int, join_timeout: str, heartbeat_timeout: str, say: Callable[[str], None]) -> None:
+    """Run a lighthouse until an interrupt or SIGTERM, and say when members have come or gone.
+
+    Args:
+        bind: host and port to listen at; port 0 takes a free one.
+        min_replicas: the least number of members for a merge.
+        join_timeout: how long members that are there wait for one that is alive and does not come.
+        heartbeat_timeout: after how long without a sign of life a member counts as gone.
+        say: is called with each line.
+
+    Raises:
+        ConfigError: a value that cannot work, or the address is taken.
+    """
+    check_integer("--min-replicas", min_replicas, 1, 2**31 - 1)
+    join_ms = round(parse_time("--join-timeout", join_timeout).total_seconds() * 1000)
+    heartbeat_ms = round(parse_time("--heartbeat-timeout", heartbeat_timeout).total_seconds() * 1000)
+    try:
+        server = LighthouseServer(
+            bind=bind, min_replicas=min_replicas, join_timeout_ms=join_ms, heartbeat_timeout_ms=heartbeat_ms
+        )
+    except Exception as error:  # torchft's Rust raises several kinds
+        raise ConfigError(f"--bind={bind!r}: a lighthouse cannot listen there ({error}); give host:port") from error
+    ended = threading.Event()
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        address = server.address()
+        say(f"lighthouse at {address}; start each process with {LIGHTHOUSE}={address.removeprefix('http://')}")
+        _watch(address, ended, say, heartbeat_ms / 1000)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        server.shutdown()
+
+
+def _watch(address: str, ended: threading.Event, say: Callable[[str], None], alive_s: float) -> None:
+    known: list[str] = []
+    while not ended.wait(_LOOK_S):
+        members = members_at(address, 5.0, alive_s)
+        if members != known:
+            come = len(set(members) - set(known))
+            gone = len(set(known) - set(members))
+            say(f"{time.strftime('%H:%M:%S')} {counted(len(members), 'member')}: {come} came, {gone} went")
+            known = members

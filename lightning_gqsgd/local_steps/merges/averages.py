@@ -1,0 +1,571 @@
+"""Local steps whose changes are merged with weights: each member makes as many steps as it can.
+
+A member's parameters x are always the anchor that it knows, plus what it has learnt since. Between two of its steps,
+it hands over what it has learnt, and may go on. Once the merge is over, it takes x ← anchor′ + (x − x_h), where x_h is
+what x was when it was handed over. So what it has learnt in between is neither lost nor counted twice. A member that
+was late for a merge, and handed nothing over, takes x ← x + (anchor′ − anchor), and its change is in the next merge.
+
+Decoupled DiLoCo (arXiv 2604.21428) has a syncer of its own, to which learners send fragments; merges directions and
+lengths of changes separately; and waits for a quorum with an adaptive grace. Here there is no syncer: members sum their
+messages with an all-reduce. A merge has the whole model. The weights are those of a mean over samples. The grace is the
+time of the fastest member's step (see `rounds`), because late members lose nothing by being late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import ConfigError, check_integer
+from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
+from lightning_gqsgd.local_steps.averages import open_meeting
+from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
+from lightning_gqsgd.local_steps.inner_state import InnerState
+from lightning_gqsgd.local_steps.merges.buffers import IntegerValues
+from lightning_gqsgd.local_steps.merges.contribution import Contribution
+from lightning_gqsgd.local_steps.merges.fixed import FixedMembers
+from lightning_gqsgd.local_steps.merges.merge import Member, Merge
+from lightning_gqsgd.local_steps.merges.preemption import PreemptionNotice
+from lightning_gqsgd.local_steps.merges.rounds import rounds_of
+from lightning_gqsgd.local_steps.merges.shared import SharedState
+from lightning_gqsgd.local_steps.merges.thread import MergeThread
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.local_steps.starting import (
+    OwnBuffers,
+    check_module,
+    check_optimizers,
+    numbered,
+    own_facts,
+    take_from_first_rank,
+    trained_parameters,
+)
+from lightning_gqsgd.local_steps.watching import WatchedModel
+from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
+from lightning_gqsgd.membership.members import Members
+from lightning_gqsgd.predict.levels import fitted
+from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
+from lightning_gqsgd.session.nodes import layouts
+from lightning_gqsgd.session.opening import Side, facts_of, open_engines
+from lightning_gqsgd.session.parameters import Parameter
+from lightning_gqsgd.session.report import report
+from lightning_gqsgd.sparse.options import refuse_for
+from lightning_gqsgd.tracing import untraced
+from lightning_gqsgd.wire.communicator import parent_group
+from lightning_gqsgd.wire.engine import Messages
+from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES = Messages("LocalSteps", "make a new LocalSteps")
+
+#: The change of weights before the first step, relative to their norm, that is taken for rounding.
+_ROUNDING = 1e-5
+
+#: Entries of every state, beside those of all states.
+_ENTRIES: dict[str, type] = {"merged": Mapping}
+
+
+class _Parts(NamedTuple):
+    """What is trained, as merges see it."""
+
+    parameters: list[Entry]
+    buffers: list[Entry]
+    facts: list[Parameter]
+    fragment: Fragment
+    outer: Optimizer
+
+
+class MergedAverages:
+    """Merges what members learn in their own optimizer steps.
+
+    Creating one is a collective on the process group, or, with ``options.elastic``, the first merge with the members
+    that the lighthouse knows. All then have the same parameters and buffers.
+
+    Args:
+        model: the module that each member trains.
+        optimizers: the inner optimizers, of which one or more have each parameter that is to be averaged.
+        options: when to merge, and what to do with the mean.
+        config: the compression.
+        group: process group; None is the default group. Not with ``options.elastic``.
+        timeout: of collectives; None takes that of the group, and 60 s with ``options.elastic``.
+        meeting: what the caller has opened; None opens one.
+
+    Attributes:
+        options: see above.
+        requested: the compression as it was given.
+        outer: the outer optimizer; its tensors are the anchors.
+        device: device of the model.
+        step: number of this member's optimizer steps.
+
+    Raises:
+        ConfigError: a model, an optimizer or a value that cannot work, or members that do not fit together.
+        CollectiveError: the others cannot be reached within the timeout.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        options: LocalOptions,
+        config: GQSGDConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
+        self.options = options
+        self.requested = config
+        self.step = 0
+        self.skipped = 0
+        self._optimizers = list(optimizers)
+        member = Member(secrets.randbits(62), f"{socket.gethostname()}:{os.getpid()}")
+        if options.elastic:
+            parts = self._parts(model)
+            members = self._meet_elastic(model, parts, timeout)
+        else:
+            members, parts = self._meet_fixed(model, parent_group(group), timeout, meeting)
+        self._fragment = parts.fragment
+        self._facts = parts.facts
+        self.outer = parts.outer
+        self._watched = WatchedModel(model, optimizers, parts.parameters)
+        self._weights_in_state = WeightsInState(optimizers)
+        self._inner = InnerState(optimizers)
+        self._buffers = OwnBuffers(model)
+        self._contributions = 0
+        self._pending: Contribution | None = None
+        self._starts: list[Tensor] = []
+        self._samples_since = 0
+        self._steps_since = 0
+        self._known_version = 0
+        self._finished_after: int | None = None
+        self._has_started = False
+        self._counts_samples = False
+        self._rounds = rounds_of(options)
+        self._members = members
+        self._thread = MergeThread(members, self._shared, member, self._rounds, options.outlier)
+        try:
+            self._thread.join()
+        except BaseException:
+            members.close()
+            raise
+        self._start_from_anchors()
+        self._notice = PreemptionNotice() if options.elastic else None
+        # Also at exit: Gloo groups that are still open then can abort the process.
+        weakref.finalize(model, self._thread.close)
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def _parts(self, model: nn.Module) -> _Parts:
+        """Returns what is trained.
+
+        Raises:
+            ConfigError: a model or an optimizer that cannot work.
+        """
+        check_optimizers(self._optimizers)
+        trained = trained_parameters(check_module(model), self._optimizers)
+        self.device = next(iter(trained.values())).device
+        refuse_for(self.requested, "local steps, which average whole models")
+        facts, parameters, buffers = numbered(model, trained, self.requested)
+        (fragment,) = fragments_of(parameters, buffers, self.options)
+        anchors = [anchor for entry, anchor in fragment.entries() if not entry.is_buffer]
+        outer = make_outer(self.options.outer, anchors)
+        self._integers = IntegerValues(model)
+        self._shared = SharedState(fragment, outer, self.options, self._integers.read())
+        return _Parts(parameters, buffers, facts, fragment, outer)
+
+    def _meet_fixed(
+        self, model: nn.Module, group: dist.ProcessGroup, timeout: timedelta | None, meeting: Meeting | None
+    ) -> tuple[Members, _Parts]:
+        """Returns the ranks of a process group, with the first rank's parameters and buffers. A collective."""
+        with meeting or open_meeting(model, group, timeout) as start:
+            parts = self._parts(model)
+            (layout,) = layouts(start, self.device)
+            numel = sum(entry.segment.numel for entry in parts.parameters)
+            fit = fitted(self.requested, layout, numel, parts.parameters[0].tensor.dtype)
+            config = resolve(fit.config, len(layout.nodes))
+            refuse_memory(config)
+            facts = facts_of(config, own_facts(self.options, parts.outer, parts.parameters, parts.buffers))
+            dtypes = list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in parts.parameters))
+            side = Side(group, facts, [config])
+            with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes) as (
+                engine,
+            ):
+                # Behind the last round of the meeting: no rank can refuse any more and leave others in a broadcast.
+                take_from_first_rank(model, group)
+                self._shared.start_anew()
+                self._shared.integers = self._integers.read()
+        self._telemetry: Callable[[], Telemetry | None] = lambda: engine.telemetry
+        self._configs: Callable[[], GQSGDConfig] = lambda: config
+        return FixedMembers(engine, config), parts
+
+    def _meet_elastic(self, model: nn.Module, parts: _Parts, timeout: timedelta | None) -> Members:
+        """Returns those that the lighthouse knows."""
+        try:
+            from lightning_gqsgd.membership.manager import TorchftMembers
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torchft":
+                raise
+            raise ConfigError(
+                "elastic=True needs torchft, which is not installed: pip install 'torchft>=0.2'"
+            ) from error
+
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"elastic=True: this process is one of {dist.get_world_size()} of torch.distributed, which cannot "
+                "leave or join; start each process by itself, with the lighthouse's address"
+            )
+        refuse_memory(resolve(self.requested, 2))
+        facts = facts_of(self.requested, own_facts(self.options, parts.outer, parts.parameters, parts.buffers))
+        members = TorchftMembers(
+            self.requested,
+            facts,
+            self._shared.state_dict,
+            device=self.device,
+            min_replicas=self.options.min_replicas,
+            timeout=timeout,
+        )
+        self._telemetry = lambda: members.telemetry
+        self._configs = lambda: members.config
+        return members
+
+    # --- what is known -----------------------------------------------------------------------------------------------
+
+    @property
+    def averages(self) -> int:
+        """Number of merges so far, of all members."""
+        return self._shared.merges
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that have entered the model, of all members together: the same on all of them after each
+        merge. Without `add_samples`, each step counts as one."""
+        return self._shared.samples
+
+    @property
+    def left_out(self) -> int:
+        """Number of changes that were not used, because they were not finite or too large."""
+        return self._shared.left_out
+
+    @property
+    def failed(self) -> int:
+        """Number of merges that came to nothing here, because a member has gone."""
+        return self._thread.failed
+
+    @property
+    def rank(self) -> int:
+        """This member's number in the latest merge."""
+        return self._thread.latest.own if self._thread.latest else 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of members of the latest merge."""
+        return len(self._thread.latest.rows) if self._thread.latest else 1
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters of this process; with ``elastic``, since the members have changed."""
+        return self._telemetry() or Telemetry()
+
+    @property
+    def is_closed(self) -> bool:
+        """True if nothing can be merged any more."""
+        return self._thread.is_closed
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def add_samples(self, count: int) -> None:
+        """Count samples, or tokens, that the next step has seen: the weight of this member's change.
+
+        Once this was called, steps count nothing by themselves.
+
+        Raises:
+            ConfigError: the count is no integer from 0 on.
+        """
+        check_integer("count", count, 0, 2**62)
+        self._counts_samples = True
+        self._samples_since += count
+
+    @untraced
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Count an optimizer step; use the merge that is over, and hand over what is due.
+
+        Raises:
+            ConfigError: the model or an optimizer was changed, or members do not fit together.
+            CollectiveError: nothing can be merged any more.
+            RuntimeError: this was closed.
+            SystemExit: with ``elastic``, this process was sent SIGTERM. What it has learnt is merged, and this is
+                closed.
+        """
+        if not self.step:
+            self._check_state()
+        self._thread.go_on()
+        self.step += 1
+        self._steps_since += 1
+        if not self._counts_samples:
+            self._samples_since += 1
+        self._rounds.end_step()
+        self._catch_up()
+        if self._pending is None and self._rounds.is_due(self._steps_since):
+            self._hand_over()
+            if not self.options.delay:
+                self._thread.wait_settled()
+                self._catch_up()
+                self._rounds.begin_step()
+        if self._notice is not None and self._notice.was_given:
+            self.leave()
+            logger.warning("gqsgd: SIGTERM: what was learnt is merged, and this process leaves")
+            raise SystemExit(0)
+
+    @untraced
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Merge what was learnt since, and wait until all members have finished. Then all have the same bits.
+
+        Until then, this member takes part in the merges of the others, whose steps go on. A second call in a row does
+        nothing.
+        """
+        self._thread.settled()  # raises what has gone wrong
+        if self.step == self._finished_after:
+            return
+        if self._pending is not None:
+            self._thread.wait_settled()
+            self._catch_up()
+        self._hand_over(has_finished=True)
+        self._thread.finish()
+        self._thread.wait_finished()
+        self._catch_up()
+        self._finished_after = self.step
+
+    @untraced
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Merge what was learnt since with those that are there, and close: what a machine does that has to go."""
+        if self._pending is not None:
+            self._thread.wait_settled()
+            self._catch_up()
+        if self._steps_since:
+            self._hand_over()
+            self._thread.wait_settled()
+            self._catch_up()
+        self.close()
+
+    @torch.no_grad()
+    def check_start(self) -> None:
+        """Before the very first step, check that parameters are the anchors.
+
+        Raises:
+            ConfigError: weights were loaded since this was made.
+        """
+        self._thread.settled()  # raises what has gone wrong
+        if self.step or self._has_started:
+            return
+        self._has_started = True
+        self._watched.check()
+        self._buffers.take_back()
+        with self._shared.lock:
+            # After a merge that came before this member's first step, the anchors are no longer what it started from.
+            is_comparable = self._shared.version == self._known_version
+            if is_comparable and any(bundle.has_changed(False, _ROUNDING) for bundle in self._fragment.bundles):
+                raise ConfigError(
+                    "the model's weights were changed after local steps began and before the first step(); load "
+                    "weights before LocalSteps is made (Trainer: before fit), or load what state_dict() has given"
+                )
+
+    def start_anew(self, model: nn.Module) -> None:
+        """Refuse: members have their weights in common from the start.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "weights were loaded after merges began, and the other members would not have them; load them before "
+            "training begins"
+        )
+
+    @contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """A context in which the model has the anchor's values, e.g. for validation.
+
+        Afterwards, the model has this member's own values again.
+        """
+        self._buffers.take_back()
+        own = [bundle.flat_tensors() for bundle in self._fragment.bundles]
+        with torch.no_grad(), self._shared.lock:
+            self._fragment.set_tensors()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for bundle, values in zip(self._fragment.bundles, own, strict=True):
+                    bundle.put(values)
+
+    def report(self) -> str:
+        """Returns one line that says what is merged how often, and how it is compressed."""
+        text = report(self.requested, [self._configs()], self._facts, self.world_size, self.averages, "value")
+        text += f"; changes are merged every {self.options.every_in_words()}, weighted by samples"
+        if self.options.elastic:
+            text += ", by the members that are there"
+        after = f" after {self.options.outer_after} steps" if self.options.outer_after else ""
+        return f"{text}; outer {describe_outer(self.outer)}{after}"
+
+    def check_open(self) -> None:
+        """Raise what has ended the merges, if anything has."""
+        self._thread.settled()
+
+    def close(self) -> None:
+        """Stop using threads and connections. What was learnt since the last merge is not merged; `finish` does."""
+        if self._notice is not None:
+            self._notice.close()
+        self._thread.close()
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what all members have in common: plain values and tensors. Not a collective.
+
+        A member that loads it starts from the anchor: what it had learnt since the last merge is not in it.
+        """
+        with self._thread.between_merges():
+            return {
+                "schema": STATE_SCHEMA,
+                "seed": self.requested.seed,
+                "step": self.step,
+                "config": self.requested.to_dict(),
+                "merged": self._shared.state_dict(),
+            }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
+        """Continue from `state_dict`. Not a collective; all members load the same, before their first step.
+
+        Args:
+            state: what `state_dict` gave.
+            load_beside: loads what was saved beside it, once the state was checked.
+
+        Raises:
+            ConfigError: this is no such state, or that of another model. Nothing was changed.
+        """
+        if isinstance(state, Mapping) and "merged" not in state:
+            raise ConfigError(
+                "the state is that of local steps with a number of steps between averages, and this run merges by the "
+                "clock or with members that come and go; resume with the options that wrote it"
+            )
+        check_state(state, self.requested, _ENTRIES)
+        with self._thread.between_merges():
+            self._shared.load_state_dict(state["merged"])
+            self._members.start_after(self._shared.merges)
+            load_beside()
+            self.requested = replace(self.requested, seed=state["seed"])
+            self.step = state["step"]
+            self._start_from_anchors()
+
+    # --- one merge ---------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, has_finished: bool = False) -> None:
+        """Hand over what was learnt since the last time."""
+        self._watched.check()
+        self._check_state()
+        self._buffers.take_back()
+        self._contributions += 1
+        self._pending = Contribution(
+            self._contributions,
+            self._starts,
+            [bundle.flat_tensors() for bundle in self._fragment.bundles],
+            self._samples_since,
+            self._steps_since,
+            self._integers.read(),
+            has_finished,
+        )
+        self._samples_since = 0
+        self._steps_since = 0
+        self._thread.hand_over(self._pending)
+
+    def _catch_up(self) -> None:
+        """Go on from the present anchors, if they have moved, with what was learnt since."""
+        settled = self._thread.settled() if self._pending is not None else None
+        if self._pending is not None and settled is None:
+            return  # its change begins at the anchors of before
+        with self._shared.lock:
+            if self._shared.version == self._known_version:
+                return
+            self._buffers.take_back()
+            if settled is not None and settled.is_left_out:
+                self._start_from_anchors()
+                self._say_left_out(settled)
+            else:
+                # What is in the anchors by now, of this member's.
+                references = self._starts if self._pending is None else self._pending.positions
+                self._go_on_from_anchors(references)
+            self._integers.write(self._shared.integers)
+            self._known_version = self._shared.version
+        self._pending = None
+        if settled is not None and settled.is_used and self.options.inner_state == "reset":
+            self._inner.forget(entry.tensor for entry, _ in self._fragment.entries())
+
+    def _go_on_from_anchors(self, references: Sequence[Tensor]) -> None:
+        """Put the anchors, plus what this member has learnt since ``references``, into its tensors."""
+        self._starts = [bundle.flat_starts() for bundle in self._fragment.bundles]
+        for bundle, start, reference in zip(self._fragment.bundles, self._starts, references, strict=True):
+            present = bundle.flat_tensors()
+            # Exactly the anchor where nothing was learnt, also where a buffer is infinite.
+            bundle.put(torch.where(present == reference, start, start + (present - reference)))
+
+    @torch.no_grad()
+    def _start_from_anchors(self) -> None:
+        """Put the anchors into this member's tensors, and forget what it has learnt since."""
+        with self._shared.lock:
+            self._fragment.set_tensors()
+            self._integers.write(self._shared.integers)
+            self._starts = [bundle.flat_starts() for bundle in self._fragment.bundles]
+            self._known_version = self._shared.version
+        self._samples_since = 0
+        self._steps_since = 0
+
+    def _check_state(self) -> None:
+        """Raise ConfigError if the inner optimizers keep weights, of which every member would keep its own."""
+        if self.options.inner_state == "keep":
+            self._weights_in_state.check(self.options.delay)
+
+    def _say_left_out(self, settled: Merge) -> None:
+        self.skipped += 1
+        reason = settled.shares.left_out.get(settled.own, "made the mean not finite")
+        cleared = self._inner.clear_what_is_not_finite()
+        own = f", and cleared its optimizer's state of {cleared} parameters" if cleared else ""
+        logger.warning(
+            "gqsgd: the change of member %s %s: all members left it out of merge %d (%d changes so far), and this "
+            "member went back to the anchor%s",
+            settled.rows[settled.own].name,
+            reason,
+            settled.rows[settled.own].merges + 1,
+            self._shared.left_out,
+            own,
+        )
+
+
+def refuse_memory(config: GQSGDConfig) -> None:
+    """Raise ConfigError for a compression that remembers something of each rank, or begins uncompressed."""
+    if config.remembers:
+        raise ConfigError(
+            "a merge by the clock, or with members that come and go, remembers nothing of the errors of earlier ones; "
+            "give memory='none', or a number of steps for every"
+        )
+    if config.warmup_steps:
+        raise ConfigError(f"warmup_steps={config.warmup_steps}: merges by the clock count no steps; leave it out")

@@ -1,0 +1,37 @@
+"""Buffers that cannot be averaged, such as counters, as one row of numbers that travels with a merge."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class IntegerValues:
+    """The buffers of a model that are no floating-point numbers.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
+
+    def read(self) -> Tensor:
+        """Returns the buffers' bytes as int64 numbers on the CPU, [numel]; empty if there is no such buffer."""
+        parts = [buffer.detach().cpu().contiguous().view(-1).view(torch.uint8) for buffer in self._buffers]
+        if not parts:
+            return torch.empty(0, dtype=torch.int64)
+        together = torch.cat(parts)
+        return F.pad(together, (0, -together.numel() % 8)).view(torch.int64)
+
+    @torch.no_grad()
+    def write(self, numbers: Tensor) -> None:
+        """Put what `read` gave into the buffers."""
+        place = 0
+        together = numbers.contiguous().view(torch.uint8)
+        for buffer in self._buffers:
+            # A copy: the part may not lie where numbers of this dtype may lie in memory.
+            part = together[place : place + buffer.nbytes].clone()
+            buffer.copy_(part.view(buffer.dtype).view(buffer.shape))
+            place += buffer.nbytes

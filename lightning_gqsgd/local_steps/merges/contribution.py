@@ -1,0 +1,50 @@
+"""What one member adds to a merge: how far it has come since the anchor that it started from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Contribution:
+    """A member's change, as it was handed over between two of its steps.
+
+    Attributes:
+        number: counts this member's contributions from 1.
+        starts: where the change begins: the anchor that the member started from; a flat tensor for each bundle.
+        positions: where it ends: the member's tensors.
+        samples: seen by the steps in between.
+        steps: number of those steps.
+        integers: the member's buffers that are not averaged, as int64 numbers; see `buffers.IntegerValues`.
+        has_finished: whether the member makes no more steps.
+    """
+
+    number: int
+    starts: Sequence[Tensor]
+    positions: Sequence[Tensor]
+    samples: int
+    steps: int
+    integers: Tensor
+    has_finished: bool = False
+
+    def changes(self) -> list[Tensor]:
+        """Returns starts minus positions of each bundle, [numel].
+
+        A buffer may hold infinities, such as a mask of attention, whose difference to themselves is none.
+        """
+        return [difference(start, end) for start, end in zip(self.starts, self.positions, strict=True)]
+
+
+def difference(start: Tensor, end: Tensor) -> Tensor:
+    """Returns ``start − end``, and 0 where both are the same, also where both are infinite."""
+    return torch.where(start == end, torch.zeros((), dtype=start.dtype, device=start.device), start - end)
+
+
+def norm_of(changes: Sequence[Tensor]) -> float:
+    """Returns the l2 norm of some flat tensors together; not finite if a value of them is not."""
+    return math.hypot(*(float(torch.linalg.vector_norm(change.double())) for change in changes))

@@ -1,0 +1,66 @@
+"""The ranks of a process group as members: all of them, in every merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.membership.members import Commit, Gather, Meet, Members, Quorum, Request, Sum
+from lightning_gqsgd.wire.engine import Engine
+from lightning_gqsgd.wire.engine import Request as EngineRequest
+
+
+class FixedMembers(Members):
+    """The ranks of an engine.
+
+    Args:
+        engine: of the ranks, with compiled kernels.
+        config: the compression, with its reducer chosen.
+    """
+
+    waits_for_all = True
+
+    def __init__(self, engine: Engine, config: GQSGDConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    @torch.no_grad()
+    def answer(self, request: Request) -> Any:
+        """Answer one request; see `Members`.
+
+        Raises:
+            CollectiveError: a collective failed, after which nothing can be merged any more.
+        """
+        if isinstance(request, Meet):
+            return Quorum(self._engine.world_size, self._engine.rank)
+        if isinstance(request, Gather):
+            communicator = self._engine.communicator
+            return communicator.gather(request.row.to(communicator.control_device)).cpu()
+        if isinstance(request, Sum):
+            return self._sum(request)
+        if isinstance(request, Commit) and request.is_good:
+            return True
+        raise CollectiveError(
+            f"gqsgd: rank {self._engine.rank} of {self._engine.world_size} finds that ranks have different anchors, "
+            "which no exchange of theirs explains: processors may round differently, or a state was loaded on some "
+            "ranks only; load the same state on every rank, and make a new LocalSteps"
+        )
+
+    def close(self) -> None:
+        """Stop using threads and process groups."""
+        self._engine.close()
+
+    def _sum(self, request: Sum) -> Tensor:
+        asked = EngineRequest(
+            name=f"sum {request.number} of a merge",
+            configs=(self._config,),
+            segments=request.segments,
+            step=request.number,
+        )
+        mean = self._engine.reduce(request.x, asked).wait()
+        self._engine.plans.trim()
+        return mean.mul_(self._engine.world_size)

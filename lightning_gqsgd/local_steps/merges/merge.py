@@ -1,0 +1,189 @@
+"""One merge: the weighted mean of what members have learnt moves the anchors of all of them.
+
+Member i hands over the change Δ_i = start − x_i of its n_i samples. The anchors move by Σ_i (n_i / Σ_j n_j) Q(Δ_i).
+That is unbiased, because the weights are known exactly before anything is quantised. A member that sends nothing has
+weight 0, and moves its anchors all the same.
+
+A member whose connection breaks in the middle does not know whether the others have used its change. It goes on with
+their state, in which each member's latest contribution is put down. So no change is counted twice, and none that was
+not counted is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.local_steps.merges.contribution import Contribution, norm_of
+from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares, majority, shares_of
+from lightning_gqsgd.local_steps.merges.shared import SharedState
+from lightning_gqsgd.membership.members import Commit, Gather, Meet, Quorum, Rejoin, Request, Sum
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Member:
+    """What does not change about a member.
+
+    Attributes:
+        identity: a number that no other member has.
+        name: for messages.
+    """
+
+    identity: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What became of a merge.
+
+    Attributes:
+        rows: of its members, in order.
+        shares: of their changes.
+        own: this member's number among them.
+        is_used: whether the anchors moved.
+        is_settled: whether this member's contribution needs not be sent again.
+        is_left_out: whether this member's contribution was not used.
+        has_caught_up: whether this member took another one's state.
+        gathered_at: time.monotonic() when the rows of all members were there.
+    """
+
+    rows: Sequence[Row]
+    shares: Shares
+    own: int
+    is_used: bool
+    is_settled: bool
+    is_left_out: bool
+    has_caught_up: bool
+    gathered_at: float
+
+    @property
+    def is_last(self) -> bool:
+        """Returns whether no member makes further steps, so that all have all that was learnt."""
+        return all(Flag.HAS_FINISHED in row.flags for row in self.rows)
+
+
+#: Yields requests, is resumed with their answers, and returns what became of the merge; None: it did not count.
+Requests = Generator[Request, Any, Merge | None]
+
+
+@torch.no_grad()
+def merge(
+    shared: SharedState,
+    member: Member,
+    contribution: Contribution | None,
+    *,
+    step_s: float = 0.0,
+    outlier: float | None = None,
+    has_finished: bool = False,
+) -> Requests:
+    """Ask for all that one merge needs, and make it.
+
+    Args:
+        shared: what all members have in common; changed.
+        member: this one.
+        contribution: what it has learnt; None: it sends nothing this time.
+        step_s: seconds that one of its steps takes.
+        outlier: see `rows.shares_of`.
+        has_finished: whether it makes no more steps, and has nothing else to send.
+    """
+    quorum: Quorum = yield Meet(shared.merges)
+    if quorum.state is not None:
+        shared.load_state_dict(quorum.state)
+    was_counted = contribution is not None and shared.has_settled(member.identity, contribution.number)
+    sent = None if was_counted else contribution
+    changes = [] if sent is None else sent.changes()
+    row = _row(shared, member, sent, changes, step_s, has_finished)
+    rows = [Row.of(each) for each in (yield Gather(row.tensor()))]
+    gathered_at = time.monotonic()
+    if len({(each.merges, each.checksum) for each in rows}) > 1:
+        yield from _part(shared, member, rows)
+        return None
+    if len({each.identity for each in rows}) < len(rows):
+        raise CollectiveError("gqsgd: two members have one identity, as after a fork; make LocalSteps after the fork")
+    shares = shares_of(rows, outlier)
+    means = []
+    if any(shares.of_members):
+        share = shares.of_members[quorum.own]
+        bundles = shared.fragment.bundles
+        for place, bundle in enumerate(bundles):
+            # Not 0 times the change, which may be NaN.
+            x = changes[place] * share if share else torch.zeros_like(bundle.flat_anchors())
+            mean: Tensor = yield Sum(x, bundle.segments, shared.merges * len(bundles) + place)
+            means.append(mean)
+    integers = shared.integers
+    if means and integers.numel():
+        # Of the first member whose change is used.
+        own = integers if sent is None else sent.integers
+        integers = (yield Gather(own))[next(n for n, share in enumerate(shares.of_members) if share)]
+    if not (yield Commit()):
+        return None
+    is_used = shared.apply(means, rows, shares, integers)
+    is_left_out = sent is not None and (quorum.own in shares.left_out or (bool(means) and not is_used))
+    return Merge(
+        rows,
+        shares,
+        quorum.own,
+        is_used,
+        is_settled=contribution is not None,
+        is_left_out=is_left_out,
+        has_caught_up=quorum.state is not None,
+        gathered_at=gathered_at,
+    )
+
+
+def _part(shared: SharedState, member: Member, rows: Sequence[Row]) -> Generator[Request, Any, None]:
+    """Give up a merge of members that have different anchors. Those with the fewer ones take the others' state."""
+    if (shared.merges, shared.checksum()) != majority(rows):
+        logger.warning(
+            "gqsgd: member %s has other anchors after %d merges than most of %d members, from which it was cut off; it "
+            "takes theirs",
+            member.name,
+            shared.merges,
+            len(rows),
+        )
+        yield Rejoin()
+        shared.forget()
+    yield Commit(is_good=False)
+
+
+def _row(
+    shared: SharedState,
+    member: Member,
+    sent: Contribution | None,
+    changes: Sequence[Tensor],
+    step_s: float,
+    has_finished: bool,
+) -> Row:
+    """Returns what this member says of itself."""
+    flags = Flag(0)
+    norm = 0.0
+    if sent is not None:
+        norm = norm_of(changes)
+        flags |= Flag.HAS_CHANGE
+        if math.isfinite(norm):
+            flags |= Flag.IS_FINITE
+    if has_finished or (sent is not None and sent.has_finished):
+        flags |= Flag.HAS_FINISHED
+    return Row(
+        member.identity,
+        member.name,
+        shared.merges,
+        shared.checksum(),
+        contribution=0 if sent is None else sent.number,
+        samples=0 if sent is None else sent.samples,
+        steps=0 if sent is None else sent.steps,
+        step_s=step_s,
+        norm=norm,
+        flags=flags,
+    )

@@ -1,0 +1,38 @@
+"""The notice that a machine is about to be taken away, which clouds and schedulers give as SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class PreemptionNotice:
+    """Listens for SIGTERM.
+
+    A handler that is there already, such as Lightning's, is called as well. Outside of the main thread, Python lets
+    nobody listen, and no notice is ever given.
+
+    Attributes:
+        was_given: whether SIGTERM has come.
+    """
+
+    def __init__(self) -> None:
+        self.was_given = False
+        self._before: Any = None
+        self._listens = threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._before = signal.signal(signal.SIGTERM, self._take)
+
+    def close(self) -> None:
+        """Give the signal back to the handler of before, unless somebody else has taken it since."""
+        if self._listens and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._take:
+                signal.signal(signal.SIGTERM, self._before)
+            self._listens = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.was_given = True
+        if callable(self._before):
+            self._before(number, frame)

@@ -1,0 +1,119 @@
+"""When a member hands over what it has learnt: by the clock, or after a number of steps.
+
+By the clock, all members begin a round at the same moment, when the merge before has gathered their rows, and it ends
+``every`` seconds later. A member can hand over between two of its steps only. It does so at the last end of a step
+before ``grace`` is over, where ``grace`` is the time of the fastest member's step. So a fast member waits for less than
+one of its own steps, and a slow member, which hands over up to one of its own steps early, as well.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lightning_gqsgd.local_steps.merges.rows import Row, fastest_step_s
+from lightning_gqsgd.local_steps.options import LocalOptions
+
+#: Latest steps whose times count.
+_STEPS = 8
+
+
+class MergeRounds(ABC):
+    """The rounds of one member.
+
+    Attributes:
+        step_s: seconds of the longest of the latest steps; 0 before the first one.
+    """
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=_STEPS)
+        self._step_began: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        """See the class."""
+        return max(self._times, default=0.0)
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+        now = time.monotonic()
+        if self._step_began is not None:
+            self._times.append(now - self._step_began)
+        self._step_began = now
+
+    def begin_step(self) -> None:
+        """Note that the next step begins now, because this member has waited since the last one."""
+        self._step_began = time.monotonic()
+
+    @abstractmethod
+    def is_due(self, steps: int) -> bool:
+        """Returns whether to hand over after a step; ``steps``: those since the last time."""
+
+    @abstractmethod
+    def late_after_s(self) -> float | None:
+        """Returns the seconds until this member merges without having handed anything over; None: it never does."""
+
+    @abstractmethod
+    def begin(self, began: float, rows: Sequence[Row]) -> None:
+        """Begin the next round; ``began``: time.monotonic() when all members' rows were there."""
+
+
+class ByClock(MergeRounds):
+    """Rounds of a number of seconds; see the module.
+
+    Args:
+        every_s: seconds of a round.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._ends = time.monotonic() + every_s
+        self._grace_s = 0.0
+
+    def is_due(self, steps: int) -> bool:
+        """Returns whether the end of the next step would be too late."""
+        return steps > 0 and time.monotonic() + self.step_s >= self._ends + self._grace_s
+
+    def late_after_s(self) -> float | None:
+        """Returns the seconds until the end of the round and the grace, and half a step for its varying time."""
+        return max(0.0, self._ends + self._grace_s + self.step_s / 2 - time.monotonic())
+
+    def begin(self, began: float, rows: Sequence[Row]) -> None:
+        """Begin the next round, with the grace of the fastest member."""
+        self._ends = began + self._every_s
+        self._grace_s = min(fastest_step_s(rows), self._every_s / 2)
+
+
+class BySteps(MergeRounds):
+    """Rounds of a number of this member's own steps, for which the other members wait.
+
+    Args:
+        steps_of_round: the number of steps of a round, by the number of rounds so far.
+    """
+
+    def __init__(self, steps_of_round: Callable[[int], int]) -> None:
+        super().__init__()
+        self._steps_of_round = steps_of_round
+        self._number = 0
+
+    def is_due(self, steps: int) -> bool:
+        """Returns whether the round's steps are made."""
+        return steps >= self._steps_of_round(self._number)
+
+    def late_after_s(self) -> float | None:
+        """Returns None: a merge begins when this member has handed over."""
+        return None
+
+    def begin(self, began: float, rows: Sequence[Row]) -> None:
+        """Begin the next round, with the number that all members have."""
+        self._number = rows[0].merges + 1
+
+
+def rounds_of(options: LocalOptions) -> MergeRounds:
+    """Returns the rounds that options ask for."""
+    if options.every_s is not None:
+        return ByClock(options.every_s)
+    return BySteps(options.steps_of_round)

@@ -1,0 +1,159 @@
+"""What each member says of itself at the start of a merge, and what all of them conclude from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+#: Bytes of a member's name that travel.
+_NAME_BYTES = 40
+
+
+class Flag(IntFlag):
+    """What is true of a member.
+
+    Attributes:
+        HAS_CHANGE: it sends a change in this merge.
+        IS_FINITE: that change has no NaN and no infinity.
+        HAS_FINISHED: it makes no more steps, and all that it has learnt is in this merge or in earlier ones.
+    """
+
+    HAS_CHANGE = 1
+    IS_FINITE = 2
+    HAS_FINISHED = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a member says of itself.
+
+    Attributes:
+        identity: a number that no other member has.
+        name: for messages, e.g. ``host-3:4711``.
+        merges: how many merges it has made.
+        checksum: stands for the bits of its anchors.
+        contribution: counts its changes from 1; 0: it sends none.
+        samples: seen by the steps of its change: its weight.
+        steps: number of those steps.
+        step_s: seconds that one of its steps takes.
+        norm: l2 norm of its change.
+        flags: see `Flag`.
+    """
+
+    identity: int
+    name: str
+    merges: int
+    checksum: int
+    contribution: int = 0
+    samples: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    norm: float = 0.0
+    flags: Flag = Flag(0)
+
+    def tensor(self) -> Tensor:
+        """Returns the row as int64 numbers, [numel]."""
+        name = self.name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        packed = _LAYOUT.pack(
+            self.identity,
+            self.merges,
+            self.checksum,
+            self.contribution,
+            self.samples,
+            self.steps,
+            self.step_s,
+            self.norm,
+            int(self.flags),
+            name,
+        )
+        return torch.frombuffer(bytearray(packed), dtype=torch.int64)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Row:
+        """Returns the row that `tensor` has written."""
+        values = _LAYOUT.unpack(tensor.cpu().contiguous().numpy().tobytes())
+        identity, merges, checksum, contribution, samples, steps, step_s, norm, flags, name = values
+        return cls(
+            identity,
+            name.rstrip(b"\0").decode(errors="replace"),
+            merges,
+            checksum,
+            contribution,
+            samples,
+            steps,
+            step_s,
+            norm,
+            Flag(flags),
+        )
+
+    @property
+    def norm_per_step(self) -> float:
+        """Returns how far one step went in the mean."""
+        return self.norm / max(1, self.steps)
+
+
+_LAYOUT = struct.Struct(f"<qqqqqqddq{_NAME_BYTES}s")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of each member's change is in the mean change.
+
+    Attributes:
+        of_members: the weight of each member's change, in order; they add up to 1, or all are 0.
+        left_out: numbers of the members whose changes are not used, with the reason.
+    """
+
+    of_members: tuple[float, ...]
+    left_out: dict[int, str]
+
+
+def shares_of(rows: Sequence[Row], outlier: float | None) -> Shares:
+    """Returns the shares by samples; the same on all members.
+
+    A change that is not finite is left out. So is one whose norm for each step is more than ``outlier`` times the
+    median of all members' norms for each step. Norms are compared for each step, because a fast member makes many.
+
+    Args:
+        rows: of all members, in order.
+        outlier: the limit; None: there is none.
+    """
+    senders = [number for number, row in enumerate(rows) if Flag.HAS_CHANGE in row.flags and row.samples > 0]
+    left_out = {number: "is not finite" for number in senders if Flag.IS_FINITE not in rows[number].flags}
+    finite = [number for number in senders if number not in left_out]
+    if outlier is not None and finite:
+        # The lower one of two in the middle: of two members, the one that went less far is believed.
+        median = statistics.median_low(rows[number].norm_per_step for number in finite)
+        for number in finite:
+            if median > 0 and rows[number].norm_per_step > outlier * median:
+                times = rows[number].norm_per_step / median
+                left_out[number] = f"is {times:.3g} times as large for each step as the members' median"
+    used = [number for number in finite if number not in left_out]
+    total = sum(rows[number].samples for number in used)
+    shares = tuple(rows[number].samples / total if number in used else 0.0 for number in range(len(rows)))
+    return Shares(shares, left_out)
+
+
+def majority(rows: Sequence[Row]) -> tuple[int, int]:
+    """Returns merges and checksum of the anchors that most members have; the same on all members.
+
+    They differ only where members were cut off from each other after one of them had made a merge that failed on the
+    others. Of two groups of one size, the one with the smallest identity counts.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row in rows:
+        groups.setdefault((row.merges, row.checksum), []).append(row.identity)
+    return min(groups, key=lambda group: (-len(groups[group]), min(groups[group])))
+
+
+def fastest_step_s(rows: Sequence[Row]) -> float:
+    """Returns the seconds of the fastest member's step; 0 if no member knows its own."""
+    known = [row.step_s for row in rows if row.step_s > 0 and math.isfinite(row.step_s)]
+    return min(known, default=0.0)

@@ -1,0 +1,187 @@
+"""What all members of a training by merges have in common, with the same bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.local_steps.checking import check_tensors
+from lightning_gqsgd.local_steps.fragments import Fragment
+from lightning_gqsgd.local_steps.merges.rows import Flag, Row, Shares
+from lightning_gqsgd.local_steps.options import LocalOptions
+from lightning_gqsgd.local_steps.outer import load_outer
+
+#: Merges after which a member that has sent nothing since is forgotten. It needs its entry until its next merge only.
+_REMEMBERED_MERGES = 1000
+
+#: Entries of the state.
+_ENTRIES = {"merges": int, "samples": int, "mean_steps": float, "left_out": int, "counted": Mapping}
+_ENTRIES |= {"anchors": Mapping, "outer": Mapping, "integers": Tensor}
+
+
+class SharedState:
+    """Anchors, the outer optimizer, and the account of what is in them.
+
+    Threads hold ``lock`` while they read or change it.
+
+    Args:
+        fragment: the whole model, with its anchors.
+        outer: the outer optimizer of the anchors.
+        options: when it begins.
+        integers: the buffers that are not averaged, as int64 numbers; see `buffers.IntegerValues`.
+
+    Attributes:
+        fragment: see above.
+        outer: see above.
+        merges: number of merges so far.
+        samples: that have entered the anchors, of all members together.
+        mean_steps: steps that have entered the anchors, of the mean member.
+        left_out: number of changes that were not used.
+        integers: see above.
+        version: changes with the anchors.
+        lock: see above.
+    """
+
+    def __init__(self, fragment: Fragment, outer: Optimizer, options: LocalOptions, integers: Tensor) -> None:
+        self.fragment = fragment
+        self.outer = outer
+        self._options = options
+        self.merges = 0
+        self.samples = 0
+        self.mean_steps = 0.0
+        self.left_out = 0
+        self.version = 0
+        self.integers = integers
+        self.lock = threading.RLock()
+        self._checked = (-1, 0)  # version and checksum
+        # By member: the number of its latest contribution that is settled, and the merge that settled it.
+        self._settled: dict[int, tuple[int, int]] = {}
+
+    def has_settled(self, identity: int, contribution: int) -> bool:
+        """Returns whether a member's contribution is in the anchors, or was left out of them for good."""
+        return self._settled.get(identity, (0, 0))[0] >= contribution
+
+    def checksum(self) -> int:
+        """Returns a number that stands for the bits of the anchors. Waits for a GPU."""
+        with self.lock:
+            version, found = self._checked
+            if version != self.version:
+                found = self._sum_of_bits()
+                self._checked = (self.version, found)
+            return found
+
+    def _sum_of_bits(self) -> int:
+        total = 0
+        for _, anchor in self.fragment.entries():
+            words = anchor.detach().contiguous().view(-1).view(torch.uint8)
+            numbers = words[: words.numel() // 4 * 4].view(torch.int32).to(torch.int64)
+            rest = words[words.numel() // 4 * 4 :].to(torch.int64)
+            # Weighted by place, so that two values that have changed places do not look the same.
+            places = torch.arange(1, numbers.numel() + 1, device=numbers.device) % 65_521
+            total = total * 31 + int((numbers * places).sum()) + int(rest.sum())
+        return (total + 2**63) % 2**64 - 2**63
+
+    def start_anew(self) -> None:
+        """Take the tensors' present values for the anchors."""
+        with self.lock:
+            for bundle in self.fragment.bundles:
+                bundle.take_anchors()
+            self.version += 1
+
+    @torch.no_grad()
+    def apply(self, means: Sequence[Tensor], rows: Sequence[Row], shares: Shares, integers: Tensor) -> bool:
+        """Move the anchors by the mean change, and put the merge down in the account.
+
+        Args:
+            means: the mean change of each bundle, [numel]; empty if no member has sent any.
+            rows: of all members.
+            shares: see `rows.shares_of`.
+            integers: the new values of the buffers that are not averaged.
+
+        Returns:
+            Whether the mean was used. One that is not finite is not, on any member.
+        """
+        with self.lock:
+            is_usable = bool(means) and all(bool(mean.isfinite().all()) for mean in means)
+            if is_usable:
+                used = [row for row, share in zip(rows, shares.of_members, strict=True) if share]
+                self.samples += sum(row.samples for row in used)
+                self.mean_steps += sum(row.steps for row in used) / len(used)
+                # At the end, the anchor becomes the mean of the members' models: a momentum would carry it too far.
+                is_last = all(Flag.HAS_FINISHED in row.flags for row in rows)
+                plain = is_last or self._options.leaves_outer_out(int(self.mean_steps))
+                self.fragment.move_anchors(means, self.outer, plain=plain)
+                self.integers = integers
+            self.merges += 1
+            self.version += 1
+            senders = [row for row in rows if row.contribution]
+            self.left_out += len(shares.left_out) if is_usable or not means else len(senders)
+            for row in senders:
+                self._settled[row.identity] = (row.contribution, self.merges)
+            latest = self.merges - _REMEMBERED_MERGES
+            self._settled = {who: entry for who, entry in self._settled.items() if entry[1] >= latest}
+            return is_usable
+
+    def forget(self) -> None:
+        """Count from 0 again, so that this member takes another one's state before its next merge."""
+        with self.lock:
+            self.merges = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns copies of all that a member needs that joins: plain values and tensors."""
+        with self.lock:
+            return {
+                "merges": self.merges,
+                "samples": self.samples,
+                "mean_steps": self.mean_steps,
+                "left_out": self.left_out,
+                "counted": {who: list(entry) for who, entry in self._settled.items()},
+                "anchors": {entry.name: anchor.clone() for entry, anchor in self.fragment.entries()},
+                "outer": _copied(self.outer.state_dict()),
+                "integers": self.integers.clone(),
+            }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what another member knows, or a checkpoint has.
+
+        Raises:
+            ConfigError: this is no such state, or that of another model or outer optimizer; nothing was changed.
+        """
+        for name, kind in _ENTRIES.items():
+            if not isinstance(state.get(name), kind):
+                raise ConfigError(
+                    f"the state of merges has {name}={state.get(name)!r:.50}, not {kind.__name__}; load what "
+                    "state_dict() has given"
+                )
+        anchors = {entry.name: anchor for entry, anchor in self.fragment.entries()}
+        check_tensors(anchors, state["anchors"], "anchors")
+        check_tensors({"integers": self.integers}, {"integers": state["integers"]}, "buffers")
+        with self.lock:
+            load_outer(self.outer, state["outer"])
+            for name, anchor in anchors.items():
+                anchor.copy_(state["anchors"][name])
+            self.merges = state["merges"]
+            self.version += 1
+            self.samples = state["samples"]
+            self.mean_steps = state["mean_steps"]
+            self.left_out = state["left_out"]
+            self.integers = state["integers"].clone()
+            self._settled = {int(who): (entry[0], entry[1]) for who, entry in state["counted"].items()}
+
+
+def _copied(value: Any) -> Any:
+    """Returns the same with copies of all tensors."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_copied(entry) for entry in value]
+    return value

@@ -1,0 +1,230 @@
+"""The thread that merges beside training, so that a member answers the others also in the middle of a step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_gqsgd.errors import CollectiveError
+from lightning_gqsgd.local_steps.merges.contribution import Contribution
+from lightning_gqsgd.local_steps.merges.merge import Member, Merge, merge
+from lightning_gqsgd.local_steps.merges.rounds import MergeRounds
+from lightning_gqsgd.local_steps.merges.shared import SharedState
+from lightning_gqsgd.membership.members import Members, MergeFailed
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after a merge that came to nothing until the next try.
+_PAUSE_S = 0.2
+
+#: Seconds without a merge that succeeds, after which the tries end.
+PATIENCE_S = 600.0
+
+
+class MergeThread:
+    """Makes one merge after the other.
+
+    Args:
+        members: who takes part.
+        shared: what all of them have in common.
+        member: this one.
+        rounds: when merges are.
+        outlier: see `rows.shares_of`.
+
+    Attributes:
+        latest: the latest merge; None before the first one.
+        failed: number of merges that came to nothing.
+    """
+
+    def __init__(
+        self, members: Members, shared: SharedState, member: Member, rounds: MergeRounds, outlier: float | None
+    ) -> None:
+        self._members = members
+        self._shared = shared
+        self._member = member
+        self._rounds = rounds
+        self._outlier = outlier
+        self._changed = threading.Condition()
+        self._between = threading.Lock()  # held during a merge
+        self._contribution: Contribution | None = None
+        self._settled_by: Merge | None = None
+        self._has_finished = False
+        self._rests = False
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._failing_since: float | None = None
+        self.latest: Merge | None = None
+        self.failed = 0
+        self._thread = threading.Thread(target=self._run, name="gqsgd-merges", daemon=True)
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether `close` was called, or an error has ended the merges."""
+        return self._is_closing or self._error is not None
+
+    def join(self) -> Merge:
+        """Make the first merge, in which this member takes what the others know, and begin the rounds.
+
+        Raises:
+            ConfigError: this member does not fit the others.
+            CollectiveError: they cannot be reached.
+        """
+        self._failing_since = time.monotonic()
+        while True:
+            found = self._merge(None, has_finished=False)
+            if found is not None:
+                self._take(found, None)
+                self._thread.start()
+                return found
+
+    def hand_over(self, contribution: Contribution) -> None:
+        """Merge a contribution as soon as the others do. The one before is settled."""
+        with self._changed:
+            assert self._contribution is None
+            self._contribution = contribution
+            self._settled_by = None
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Say in the next merges that this member makes no more steps."""
+        with self._changed:
+            self._has_finished = True
+            self._changed.notify_all()
+
+    def go_on(self) -> None:
+        """Begin with further rounds after the last merge of `finish`. Does nothing where that has not been."""
+        with self._changed:
+            if self._rests:
+                self._rests = False
+                self._has_finished = False
+                self._changed.notify_all()
+
+    def settled(self) -> Merge | None:
+        """Returns the merge that has settled what was handed over last; None if none has yet.
+
+        Raises:
+            ConfigError, CollectiveError: nothing can be merged any more.
+        """
+        with self._changed:
+            self._check()
+            return self._settled_by
+
+    def wait_settled(self) -> Merge:
+        """Wait until what was handed over last is settled; see `settled`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._settled_by is not None or self._error is not None or self._is_closing)
+            self._check()
+            assert self._settled_by is not None
+            return self._settled_by
+
+    def wait_finished(self) -> None:
+        """Wait for the merge in which all members have finished; see `settled`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._rests or self._error is not None or self._is_closing)
+            self._check()
+
+    @contextmanager
+    def between_merges(self) -> Iterator[None]:
+        """A context in which no merge is under way."""
+        with self._between:
+            yield
+
+    def close(self) -> None:
+        """End the thread. A merge under way fails, on the other members as well."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._members.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_closing:
+            raise RuntimeError("gqsgd: this LocalSteps was closed; make a new LocalSteps")
+
+    def _run(self) -> None:
+        try:
+            while self._wait_until_due():
+                with self._changed:
+                    contribution = self._contribution
+                    # What was handed over before says for itself whether it is the last.
+                    has_finished = self._has_finished and contribution is None
+                found = self._merge(contribution, has_finished)
+                if found is not None:
+                    self._take(found, contribution)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _wait_until_due(self) -> bool:
+        """Wait until the next merge is due. Returns False once this is closed."""
+        with self._changed:
+            while not self._is_closing and not self._is_due():
+                wait_s = None if self._rests else self._rounds.late_after_s()
+                self._changed.wait(None if wait_s is None else wait_s + 0.001)
+            return not self._is_closing
+
+    def _is_due(self) -> bool:
+        if self._rests:
+            return False
+        if self._failing_since is not None:
+            return True
+        late_after_s = self._rounds.late_after_s()
+        if late_after_s == 0:
+            return True
+        if self._has_finished:
+            # Where members come and go, those that have finished would begin without the others.
+            return self._members.waits_for_all or late_after_s is None
+        return self._contribution is not None
+
+    def _merge(self, contribution: Contribution | None, has_finished: bool) -> Merge | None:
+        """Try to make a merge. Returns None if it came to nothing.
+
+        Raises:
+            CollectiveError: none has succeeded for `PATIENCE_S`.
+        """
+        requests = merge(
+            self._shared,
+            self._member,
+            contribution,
+            step_s=self._rounds.step_s,
+            outlier=self._outlier,
+            has_finished=has_finished,
+        )
+        problem: Exception | None = None
+        try:
+            with self._between:
+                found = self._members.run(requests)
+        except MergeFailed as error:
+            problem = error
+            found = None
+        if found is not None:
+            self._failing_since = None
+            return found
+        self.failed += 1
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        logger.info("gqsgd: a merge came to nothing (%s); this member tries again", problem or "another one failed")
+        if now - self._failing_since > PATIENCE_S:
+            raise CollectiveError(
+                f"gqsgd: no merge has succeeded for {now - self._failing_since:.0f} s (the latest error: {problem}); "
+                "look at the other members' logs, and at the lighthouse"
+            ) from problem
+        time.sleep(_PAUSE_S)
+        return None
+
+    def _take(self, found: Merge, contribution: Contribution | None) -> None:
+        """Publish a merge."""
+        with self._changed:
+            self.latest = found
+            self._rounds.begin(found.gathered_at, found.rows)
+            if contribution is not None:
+                self._contribution = None
+                self._settled_by = found
+            if found.is_last:
+                self._rests = True
+            self._changed.notify_all()

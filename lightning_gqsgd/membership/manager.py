@@ -1,0 +1,193 @@
+"""torchft's members: they meet at a lighthouse, die, leave and join while training runs.
+
+torchft's Manager asks the lighthouse who takes part, connects them, and gives a member that has made fewer merges the
+state of one that has made the most. A merge in which a member dies fails on those that were still sending. The
+lighthouse then leaves the dead one out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+# torchft's log on standard error has several lines for each merge. It reads this when it is imported.
+os.environ.setdefault("RUST_LOG", "warn")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchft import Manager, ProcessGroupGloo
+
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.membership.door import check_others, lighthouse_address, name_for, own_host
+from lightning_gqsgd.membership.members import (
+    Commit,
+    Gather,
+    Meet,
+    Members,
+    MergeFailed,
+    Quorum,
+    Rejoin,
+    Request,
+    Sum,
+)
+from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
+from lightning_gqsgd.membership.transport import PlainTransport
+from lightning_gqsgd.wire.compiling import compile_kernels
+from lightning_gqsgd.wire.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+#: Of connections, collectives and transfers of the state.
+_TIMEOUT = timedelta(seconds=60)
+
+#: How long a request for the next quorum waits: until all others have ended their rounds.
+_QUORUM_TIMEOUT = timedelta(minutes=10)
+
+
+class TorchftMembers(Members):
+    """Those that a lighthouse knows.
+
+    Args:
+        config: the compression, as requested.
+        facts: what members need in common, plain values by name.
+        state: returns what a member needs that joins.
+        device: device of the model.
+        min_replicas: the least number of members for a merge.
+        timeout: of connections, collectives and transfers of the state; None: 60 s.
+
+    Raises:
+        ConfigError: there is no lighthouse, or its members do not fit.
+    """
+
+    waits_for_all = False
+
+    def __init__(
+        self,
+        config: GQSGDConfig,
+        facts: Mapping[str, Any],
+        state: Callable[[], Mapping[str, Any]],
+        *,
+        device: torch.device,
+        min_replicas: int,
+        timeout: timedelta | None = None,
+    ) -> None:
+        timeout = timeout or _TIMEOUT
+        lighthouse = lighthouse_address(os.environ)
+        host = own_host(lighthouse)
+        name = name_for(facts)
+        check_others(lighthouse, name, timeout.total_seconds())
+        # Before this member is known to the others, because they wait for it from then on.
+        compile_kernels(resolve(config, 2), torch.float32, device, 2)
+        self._received: Mapping[str, Any] | None = None
+        self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=timeout), config, device)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._manager = Manager(
+            pg=self._group,
+            load_state_dict=self._receive,
+            state_dict=state,
+            min_replica_size=min_replicas,
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=_QUORUM_TIMEOUT,
+            connect_timeout=timeout,
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self._store.port,
+            lighthouse_addr=lighthouse,
+            replica_id=name,
+            hostname=host,
+            checkpoint_transport=PlainTransport(timeout, host),
+        )
+
+    @property
+    def config(self) -> GQSGDConfig:
+        """The compression, with its reducer chosen for the present number of members."""
+        return self._group.resolved
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """Counters of this process since the members have changed."""
+        return self._group.telemetry
+
+    @torch.no_grad()
+    def answer(self, request: Request) -> Any:
+        """Answer one request; see `Members`.
+
+        Raises:
+            MergeFailed: a member has gone, or does not answer.
+            ConfigError: the members do not fit together, and this one is new.
+        """
+        try:
+            if isinstance(request, Meet):
+                return self._meet(request)
+            if isinstance(request, Gather):
+                return self._gather(request.row)
+            if isinstance(request, Sum):
+                return self._group.sum(request.x, request.segments)
+            if isinstance(request, Rejoin):
+                return self.start_after(0)
+            assert isinstance(request, Commit)
+            if not request.is_good:
+                raise MergeFailed("members have different anchors")
+            return bool(self._manager.should_commit())
+        except (MergeFailed, ConfigError):
+            self._fail()
+            raise
+        except Exception as error:
+            self._manager.report_error(error)
+            self._fail()
+            raise MergeFailed(f"{type(error).__name__}: {error}") from error
+
+    def start_after(self, merges: int) -> None:
+        """Go on after a number of merges, which a checkpoint says."""
+        self._manager.load_state_dict({"step": merges, "batches_committed": 0})
+
+    def close(self) -> None:
+        """Leave. A merge under way fails, on the other members as well."""
+        with suppress(Exception):  # torchft's parts may have ended already
+            self._group.shutdown()
+        with suppress(Exception):
+            self._manager.shutdown(wait=False)
+
+    def _meet(self, request: Meet) -> Quorum:
+        self._received = None
+        self._manager.start_quorum()
+        problem = self._manager.errored()
+        if problem is not None:
+            error = problem.original_exception
+            # Those that are there already go on without the one that does not fit.
+            if isinstance(error, ConfigError) and not request.number:
+                raise error
+            raise MergeFailed(f"{type(error).__name__}: {error}") from error
+        own = self._manager.participating_rank()
+        if own is None:
+            raise MergeFailed("this member does not take part")
+        return Quorum(self._manager.num_participants(), own, self._received)
+
+    def _gather(self, row: Tensor) -> Tensor:
+        """Returns the rows of all members, as the sum of rows that are zero but for one."""
+        rows = torch.zeros(self._manager.num_participants(), row.numel(), dtype=torch.int64)
+        own = self._manager.participating_rank()
+        assert own is not None  # see `_meet`
+        rows[own] = row
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        self._group.allreduce([rows], options).wait()
+        return rows
+
+    def _receive(self, state: Mapping[str, Any]) -> None:
+        self._received = state
+
+    def _fail(self) -> None:
+        """Tell the lighthouse that this member needs new connections."""
+        self._manager.report_error(RuntimeError("gqsgd: a merge came to nothing"))
+        with suppress(Exception):  # it says the same as the error that is being raised
+            self._manager.should_commit()

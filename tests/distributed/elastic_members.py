@@ -1,0 +1,118 @@
+"""Members of an elastic training, for its tests: what each of their processes does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gqsgd import ConfigError, LocalSteps
+from tests.distributed.test_merges import bits_of, network, train_step
+
+
+def member(rank: int, lighthouse: str, **fields: Any) -> tuple[nn.Module, LocalSteps]:
+    """A model and its optimizer, once it has joined."""
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+    torch.set_num_threads(1)
+    model = network(rank)
+    given = {"every": "400ms", "bits": 4, "elastic": True, **fields}
+    return model, LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), **given)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 100) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody has come")
+        time.sleep(0.02)
+
+
+def death_and_newcomer(rank: int, lighthouse: str, folder: Path, delay: int) -> dict[str, Any]:
+    """Member 1 dies without a word once it has merged with member 0; member 2 joins after that."""
+    if rank == 2:
+        wait_for(lambda: (folder / "dead").exists())
+    model, optimizer = member(rank, lighthouse, delay=delay)
+    generator = torch.Generator().manual_seed(rank)
+    joined_with = optimizer.samples
+    while not (folder / "over").exists():
+        train_step(model, optimizer, generator, 0.02)
+        enough = optimizer.averages.world_size == 2 and optimizer.samples > joined_with + 40
+        if rank == 1 and enough:
+            (folder / "dead").touch()
+            os._exit(0)
+        if rank == 2 and enough:
+            (folder / "over").touch()
+    optimizer.finish()
+    result = {
+        "bits": bits_of(model),
+        "samples": optimizer.samples,
+        "joined with": joined_with,
+        "steps": optimizer.averages.step,
+    }
+    optimizer.close()
+    return result
+
+
+def notice(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 gets SIGTERM in the middle, merges, and leaves; member 0 goes on."""
+    model, optimizer = member(rank, lighthouse)
+    generator = torch.Generator().manual_seed(rank)
+    exits = None
+    steps = 0
+    try:
+        while optimizer.averages.world_size < 2:
+            train_step(model, optimizer, generator, 0.02)
+            steps += 1
+        (folder / f"both{rank}").touch()
+        for number in range(60):
+            if rank and number == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            train_step(model, optimizer, generator, 0.02)
+            steps += 1
+    except SystemExit as exit:
+        exits = exit.code
+        steps += 1  # the step that has left
+    if exits is None:
+        optimizer.finish()
+    samples = optimizer.averages.samples
+    if exits is None:
+        optimizer.close()
+    return {"exits": exits, "samples": samples, "steps": steps}
+
+
+def strangers(rank: int, lighthouse: str, folder: Path) -> dict[str, Any]:
+    """Member 1 has another model, and is not let in; member 0 goes on as if nothing had been."""
+    if rank == 0:
+        model, optimizer = member(0, lighthouse)
+        generator = torch.Generator().manual_seed(0)
+        (folder / "inside").touch()
+        while not (folder / "refused").exists():
+            train_step(model, optimizer, generator, 0.01)
+        failed = optimizer.averages.failed
+        optimizer.finish()
+        optimizer.close()
+        return {"failed": failed, "samples": optimizer.samples, "steps": optimizer.averages.step}
+    wait_for(lambda: (folder / "inside").exists())
+    with pytest.raises(ConfigError) as caught:
+        member(1, lighthouse, bits=3)
+    (folder / "refused").touch()
+    return {"error": str(caught.value)}
+
+
+def unreachable(rank: int, address: str | None) -> str:
+    """What is said without a lighthouse."""
+    os.environ.pop("TORCHFT_LIGHTHOUSE", None)
+    if address is not None:
+        os.environ["TORCHFT_LIGHTHOUSE"] = address
+    model = network(rank)
+    with pytest.raises(ConfigError) as caught:
+        LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every="1s", bits=4, elastic=True)
+    return str(caught.value)

@@ -1,0 +1,102 @@
+"""Members that die, join, get a notice, or do not fit, at torchft's lighthouse, over real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_gqsgd import ConfigError, LocalSteps
+from tests.distributed import elastic_members as members
+from tests.distributed.ranks import run
+from tests.distributed.test_merges import network
+
+pytest.importorskip("torchft", reason="the extra torchft is not installed")
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    """The address of a lighthouse."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=50, heartbeat_timeout_ms=2000
+    )
+    # By number: the machine's name need not be known.
+    yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_survivors_go_on_and_a_newcomer_takes_their_state(delay: int, tmp_path: Path, lighthouse: str) -> None:
+    survivor, _, newcomer = run(
+        members.death_and_newcomer,
+        3,
+        tmp_path,
+        lighthouse,
+        tmp_path,
+        delay,
+        initialise=False,
+        torchrun=False,
+        dies=(1,),
+    )
+    assert survivor["bits"] == newcomer["bits"]
+    assert survivor["samples"] == newcomer["samples"]
+    assert newcomer["joined with"] > 0
+    # Those of the dead one are in it, too; none is there twice.
+    assert survivor["samples"] > newcomer["steps"] + survivor["steps"]
+
+
+def test_a_machine_with_notice_merges_what_it_has_learnt_and_leaves(tmp_path: Path, lighthouse: str) -> None:
+    stays, leaves = run(members.notice, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    assert stays["exits"] is None
+    assert leaves["exits"] == 0
+    assert stays["samples"] == stays["steps"] + leaves["steps"]
+
+
+def test_who_does_not_fit_is_refused_at_the_door_and_nobody_else_notices(tmp_path: Path, lighthouse: str) -> None:
+    inside, stranger = run(members.strangers, 2, tmp_path, lighthouse, tmp_path, initialise=False, torchrun=False)
+    assert "another model, other options or another compression" in stranger["error"]
+    assert inside["failed"] == 0
+    assert inside["samples"] == inside["steps"]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (None, "gqsgd lighthouse"),
+        ("no port", "is no address"),
+        ("127.0.0.1:9", "no lighthouse answers at http://127.0.0.1:9"),
+        ("no-such-host.invalid:29510", "cannot be reached"),
+    ],
+)
+def test_without_a_lighthouse_there_is_one_line(address: str | None, words: str, tmp_path: Path) -> None:
+    (message,) = run(members.unreachable, 1, tmp_path, address, initialise=False, torchrun=False)
+    assert words in message
+    assert "\n" not in message
+
+
+def test_a_training_of_somebody_else_is_named(lighthouse: str) -> None:
+    from datetime import timedelta
+
+    from torchft.coordination import LighthouseClient
+
+    from lightning_gqsgd.membership.door import check_others, name_for
+
+    client = LighthouseClient(f"http://{lighthouse}", connect_timeout=timedelta(seconds=5))
+    own = name_for({"bits": 4})
+    check_others(f"http://{lighthouse}", own, 5.0)
+    client.heartbeat("gqsgd-0.0.1-0123456789abcdef:1")
+    with pytest.raises(ConfigError, match="version 0.0.1"):
+        check_others(f"http://{lighthouse}", own, 5.0)
+    client.heartbeat("llama:2")
+    with pytest.raises(ConfigError, match="'llama' is no training of this package|version 0.0.1"):
+        check_others(f"http://{lighthouse}", own, 5.0)
+
+
+def test_a_process_group_is_refused(tmp_path: Path) -> None:
+    model = network(0)
+    with pytest.raises(ConfigError, match="leave group out"):
+        LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every="1s", elastic=True, group=object())  # type: ignore[arg-type]

@@ -1,0 +1,359 @@
+"""Rounds by the clock: ranks of different speeds, merged with weights, over real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_gqsgd import CollectiveError, ConfigError, LocalSteps
+from tests.distributed.ranks import RankFailed, run
+
+
+class Adds(torch.optim.SGD):
+    """An optimizer whose every step takes ``lr`` off all parameters, so that a model counts the steps that it has."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make a step."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= group["lr"]
+
+
+def bits_of(model: nn.Module) -> str:
+    """A digest of the bits of parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def counting(each: float = 1.0, **fields: Any) -> tuple[nn.Module, LocalSteps]:
+    """A model that counts steps, and its optimizer, uncompressed; ``each``: what a step counts."""
+    model = nn.Linear(4, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    given = {"every": "200ms", "outer": "sgd", "bits": 32, **fields}
+    return model, LocalSteps(model, Adds(model.parameters(), lr=each), **given)
+
+
+def network(rank: int) -> nn.Module:
+    """A network with buffers of both kinds, of each rank's own."""
+    torch.manual_seed(rank)
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def train_step(model: nn.Module, optimizer: LocalSteps, generator: torch.Generator, pause_s: float = 0.0) -> float:
+    """A step on data of the rank's own; its loss."""
+    x = torch.randn(16, 32, generator=generator)
+    loss = nn.functional.cross_entropy(model(x), x[:, :4].argmax(1))
+    loss.backward()
+    time.sleep(pause_s)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _unequal(rank: int, delay: int) -> dict[str, Any]:
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every="300ms", delay=delay, bits=4)
+    generator = torch.Generator().manual_seed(rank)
+    start = bits_of(model)
+    losses = []
+    while optimizer.samples < 150:
+        losses.append(train_step(model, optimizer, generator, 0.02 if rank else 0.002))
+    optimizer.finish()
+    result = {
+        "start": start,
+        "end": bits_of(model),
+        "samples": optimizer.samples,
+        "merges": optimizer.averages.averages,
+        "steps": optimizer.averages.step,
+        "learns": losses[-1] < losses[0],
+    }
+    optimizer.finish()  # does nothing
+    assert bits_of(model) == result["end"]
+    optimizer.close()
+    return result
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_slow_rank_makes_fewer_steps_and_all_have_the_same_bits(delay: int, tmp_path: Path) -> None:
+    fast, slow = run(_unequal, 2, tmp_path, delay)
+    for name in ("start", "end", "samples", "merges"):
+        assert fast[name] == slow[name], name
+    assert fast["steps"] > slow["steps"]
+    assert fast["steps"] + slow["steps"] == fast["samples"]  # every step is in the model, and none twice
+    assert fast["learns"]
+
+
+def _alone(rank: int, delay: int) -> tuple[int, float, float]:
+    model, optimizer = counting(delay=delay)
+    for _ in range(40):
+        optimizer.step()
+        time.sleep(0.02)
+        if optimizer.averages.averages:
+            assert -float(model.weight.detach().max()) >= optimizer.samples  # what is merged is never lost
+    optimizer.finish()
+    optimizer.close()
+    return optimizer.samples, float(model.weight.detach().min()), float(model.weight.detach().max())
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_each_step_is_in_the_model_once(delay: int, tmp_path: Path) -> None:
+    ((samples, least, most),) = run(_alone, 1, tmp_path, delay)
+    assert (samples, least, most) == (40, -40, -40)
+
+
+def _weighted(rank: int) -> list[tuple[float, float]]:
+    # The weight of a change are its samples: rank 0's steps have 3, those of rank 1 have 1.
+    model, optimizer = counting(4.0 if rank else 1.0, every="10s")
+    found = []
+    for _ in range(3):
+        before = model.weight.detach().clone()
+        optimizer.add_samples(1 if rank else 3)
+        optimizer.step()
+        optimizer.finish()
+        found.append((float((before - model.weight.detach()).mean()), float(optimizer.samples)))
+    optimizer.close()
+    return found
+
+
+def test_changes_are_weighted_by_samples(tmp_path: Path) -> None:
+    first, second = run(_weighted, 2, tmp_path)
+    assert first == second
+    for number, (moved, samples) in enumerate(first, 1):
+        assert moved == pytest.approx((3 * 1 + 1 * 4) / 4)
+        assert samples == 4 * number
+
+
+def _many_merges(rank: int) -> tuple[float, float]:
+    """How far the mean of many merges is from the weighted mean, in standard errors, at most and in the mean."""
+    from lightning_gqsgd.local_steps.merges.contribution import Contribution
+    from lightning_gqsgd.local_steps.merges.merge import merge
+
+    torch.manual_seed(0)
+    model = nn.Linear(64, 32, bias=False)
+    fields = {"every": "1h", "outer": "sgd", "bits": 2, "min_numel": 0}
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), lr=1.0), **fields)
+    averages = optimizer.averages
+    thread = averages._thread
+    shared = averages._shared
+    changes = [torch.randn(2048, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+    samples = [5, 1]
+    exact = (5 * changes[0] + changes[1]) / 6
+    start = torch.zeros(2048)
+    total = torch.zeros(2048, dtype=torch.float64)
+    squares = torch.zeros(2048, dtype=torch.float64)
+    count = 400
+    for number in range(1, count + 1):
+        with torch.no_grad():
+            for anchor in shared.fragment.bundles[0].anchors:
+                anchor.zero_()
+            shared.version += 1
+        mine = Contribution(number, [start], [-changes[rank]], samples[rank], 1, torch.empty(0, dtype=torch.int64))
+        with thread.between_merges():
+            thread._members.run(merge(shared, thread._member, mine))
+        moved = -shared.fragment.bundles[0].flat_anchors().double()
+        total += moved
+        squares += moved**2
+    mean = total / count
+    error = ((squares / count - mean**2).clamp_min(1e-12) / count).sqrt()
+    z = (mean - exact.double()) / error
+    optimizer.close()
+    return float(z.abs().max()), float(z.mean() * math.sqrt(z.numel()))
+
+
+def test_a_weighted_merge_is_unbiased(tmp_path: Path) -> None:
+    for largest, mean in run(_many_merges, 2, tmp_path):
+        assert largest < 5  # of 2,048 coordinates
+        assert abs(mean) < 4
+
+
+def _poisoned(rank: int, bad: float) -> dict[str, Any]:
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="200ms", bits=4)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(30):
+        if step == 10 and rank == 2:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[3] = bad
+        train_step(model, optimizer, generator, 0.02)
+    optimizer.finish()
+    result = {
+        "end": bits_of(model),
+        "left out": optimizer.averages.left_out,
+        "own": optimizer.averages.skipped,
+        "is finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+        "largest": max(float(p.detach().abs().max()) for p in model.parameters()),
+    }
+    optimizer.close()
+    return result
+
+
+@pytest.mark.parametrize("bad", [math.nan, 1e6])
+def test_a_change_that_is_not_finite_or_much_too_large_is_left_out_by_all(bad: float, tmp_path: Path) -> None:
+    results = run(_poisoned, 3, tmp_path, bad)
+    assert len({result["end"] for result in results}) == 1
+    assert {result["left out"] for result in results} == {1}
+    assert [result["own"] for result in results] == [0, 0, 1]
+    assert all(result["is finite"] and result["largest"] < 100 for result in results)
+
+
+def _late(rank: int) -> dict[str, Any]:
+    model, optimizer = counting(every="200ms")
+    longest = 0.0
+    for step in range(20):
+        if rank and step == 3:
+            time.sleep(1.5)  # a checkpoint, or an epoch of validation
+        before = time.monotonic()
+        optimizer.step()
+        longest = max(longest, time.monotonic() - before)
+        time.sleep(0.02 if rank else 0.1)
+    merges = optimizer.averages.averages
+    optimizer.finish()
+    optimizer.close()
+    return {"longest": longest, "samples": optimizer.samples, "bits": bits_of(model), "merges": merges}
+
+
+def test_nobody_waits_for_a_rank_that_is_late_and_what_it_learns_is_not_lost(tmp_path: Path) -> None:
+    fast, late = run(_late, 2, tmp_path)
+    assert fast["bits"] == late["bits"]
+    assert fast["samples"] == 40
+    assert fast["merges"] > 5  # those of the time in which the other rank slept
+
+
+def _resumed(rank: int, folder: str) -> list[str]:
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every="200ms", bits=4)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(20):
+        train_step(model, optimizer, generator, 0.02)
+    optimizer.finish()
+    path = Path(folder) / f"{rank}.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    samples = optimizer.samples
+    end = bits_of(model)
+    optimizer.close()
+    saved = torch.load(path, weights_only=True)
+    again = network(rank + 5)
+    again.load_state_dict(saved["model"])
+    other = LocalSteps(again, torch.optim.AdamW(again.parameters(), 1e-2), every="200ms", bits=4)
+    other.load_state_dict(saved["optimizer"])
+    assert other.samples == samples
+    assert bits_of(again) == end
+    for _ in range(10):
+        train_step(again, other, generator, 0.02)
+    other.finish()
+    assert other.samples == samples + 20
+    other.close()
+    return [end, bits_of(again)]
+
+
+def test_a_run_continues_from_its_state(tmp_path: Path) -> None:
+    first, second = run(_resumed, 2, tmp_path, str(tmp_path))
+    assert first == second
+    assert first[0] != first[1]
+
+
+def _other_state(rank: int) -> list[str]:
+    problems = []
+    model = network(rank)
+    by_steps = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every=4, bits=4)
+    state = by_steps.state_dict()
+    by_steps.close()
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="1s", bits=4)
+    mine = optimizer.state_dict()
+    for bad in (state, {**mine, "local_steps": {**mine["local_steps"], "merged": {"merges": 3}}}):
+        with pytest.raises(ConfigError) as caught:
+            optimizer.load_state_dict(bad)
+        problems.append(str(caught.value))
+    with torch.no_grad():
+        model[0].weight += 1
+    with pytest.raises(ConfigError, match="before LocalSteps is made"):
+        optimizer.step()
+    optimizer.close()
+    return problems
+
+
+def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (problems,) = run(_other_state, 1, tmp_path)
+    assert "merges by the clock" in problems[0]
+    assert "samples=None" in problems[1]
+
+
+def _one_dies(rank: int) -> str:
+    import os
+
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="200ms", bits=4)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(200):
+        if rank and step == 5:
+            os._exit(1)
+        try:
+            train_step(model, optimizer, generator, 0.02)
+        except CollectiveError as error:
+            with pytest.raises(CollectiveError):
+                optimizer.finish()
+            optimizer.close()
+            return str(error)
+    return "no error"
+
+
+def test_a_dead_rank_of_a_process_group_is_an_error_on_the_others(tmp_path: Path) -> None:
+    message, _ = run(_one_dies, 2, tmp_path, dies=(1,))
+    assert "failed on rank 0 of 2" in message
+
+
+def _differ(rank: int) -> None:
+    model = network(rank)
+    LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="1s" if rank else "2s", bits=4)
+
+
+def test_ranks_with_other_rounds_refuse_each_other(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="every"):
+        run(_differ, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"every": "20 parsecs"}, "is no time"),
+        ({"every": "0s"}, "out of range"),
+        ({"every": "1s", "fragments": 2}, "fragments=2"),
+        ({"every": "1s", "inner_state": "average"}, "different numbers of steps"),
+        ({"every": "1s", "rule": "censored"}, "weighted by samples"),
+        ({"every": "1s", "outlier": 0.5}, "outlier"),
+        ({"every": "1s", "min_replicas": 0}, "min_replicas"),
+        ({"every": 4, "elastic": "yes"}, "elastic"),
+        ({"every": "1s", "preset": "gqsgd_sparseloco"}, "memory"),
+    ],
+)
+def test_values_that_cannot_work_are_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = network(0)
+        with pytest.raises(ConfigError, match=words):
+            LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), **{"bits": 4, **fields})
+    finally:
+        dist.destroy_process_group()
+
+
+def _by_steps(rank: int) -> str:
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every=2, bits=4)
+    with pytest.raises(ConfigError) as caught:
+        _ = optimizer.samples
+    optimizer.close()
+    return str(caught.value)
+
+
+def test_samples_are_for_rounds_by_the_clock(tmp_path: Path) -> None:
+    (message,) = run(_by_steps, 1, tmp_path)
+    assert "all ranks make equally many steps" in message
