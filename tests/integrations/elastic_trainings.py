@@ -1,0 +1,188 @@
+"""Trainings with members that come and go, in Lightning, Fabric, Accelerate and the HF Trainer."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed.test_merges import bits_of
+
+STEPS = 60
+
+
+def network() -> nn.Module:
+    """A small network."""
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def batches(rank: int) -> DataLoader[Any]:
+    """A member's own data."""
+    x = torch.randn(STEPS * 8, 16, generator=torch.Generator().manual_seed(rank))
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=8)
+
+
+def _join(rank: int, lighthouse: str) -> None:
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+    os.environ["MASTER_PORT"] = "0"
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+
+
+def lightning(rank: int, lighthouse: str, folder: str, resumes: bool = False) -> dict[str, Any]:
+    """Lightning's Trainer; with ``resumes``, from the checkpoint of the member's own run before."""
+    import lightning.pytorch as pl
+
+    from lightning_gqsgd import GQSGDStrategy
+
+    _join(rank, lighthouse)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            time.sleep(0.02 if rank else 0.01)
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    module = Module()
+    strategy = GQSGDStrategy(local_steps="300ms", elastic=True, delay=1, bits=4, validate_at="anchor")
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3 if resumes else 2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=f"{folder}/{rank}",
+    )
+    checkpoints = sorted(Path(folder, str(rank)).rglob("*.ckpt"))
+    trainer.fit(module, batches(rank), batches(9), ckpt_path=str(checkpoints[-1]) if resumes else None)
+    averages = strategy.gqsgd_state
+    return {
+        "bits": bits_of(module.net),
+        "steps": averages.step,
+        "samples": averages.samples,
+        "learns": module.losses[-1] < module.losses[0],
+    }
+
+
+def fabric(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
+    """Fabric."""
+    from lightning.fabric import Fabric
+
+    from lightning_gqsgd import GQSGDFabricStrategy
+
+    _join(rank, lighthouse)
+    strategy = GQSGDFabricStrategy(local_steps="300ms", elastic=True, delay=1, bits=4)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    fabric.launch()
+    model = network()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    losses = []
+    for x, y in batches(rank):
+        loss = nn.functional.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        time.sleep(0.02 if rank else 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    strategy.finish()
+    (averages,) = strategy.gqsgd_states
+    fabric.save(f"{folder}/fabric{rank}.ckpt", {"model": model, "optimizer": optimizer})
+    averages.close()
+    return {
+        "bits": bits_of(model),
+        "steps": averages.step,
+        "samples": averages.samples,
+        "learns": losses[-1] < losses[0],
+    }
+
+
+def accelerate(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
+    """Accelerate."""
+    from accelerate import Accelerator
+
+    from lightning_gqsgd import LocalSteps
+
+    _join(rank, lighthouse)
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    inner = LocalSteps(model, torch.optim.AdamW(model.parameters(), 1e-2), every="300ms", elastic=True, delay=1, bits=4)
+    model, optimizer, loader = accelerator.prepare(model, inner, batches(rank))
+    losses = []
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        time.sleep(0.02 if rank else 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    optimizer.optimizer.finish()
+    inner.close()
+    return {
+        "bits": bits_of(model),
+        "steps": inner.averages.step,
+        "samples": inner.samples,
+        "learns": losses[-1] < losses[0],
+    }
+
+
+def transformers(rank: int, lighthouse: str, folder: str) -> dict[str, Any]:
+    """The HF Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    from lightning_gqsgd import enable
+
+    _join(rank, lighthouse)
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            time.sleep(0.02 if rank else 0.01)
+            return {"loss": nn.functional.cross_entropy(self.net(x), labels)}
+
+    x = torch.randn(STEPS * 8, 16, generator=torch.Generator().manual_seed(rank))
+    rows = [{"x": row, "labels": int(row[:4].argmax())} for row in x]
+    model = Classifier()
+    arguments = TrainingArguments(
+        f"{folder}/hf{rank}",
+        per_device_train_batch_size=8,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=10,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    callback = enable(trainer, local_steps="300ms", elastic=True, delay=1, bits=4)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    averages = callback.averages
+    return {
+        "bits": bits_of(model),
+        "steps": averages.step,
+        "samples": averages.samples,
+        "learns": losses[-1] < losses[0],
+    }

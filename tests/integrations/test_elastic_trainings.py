@@ -1,0 +1,50 @@
+"""Members that come and go, in each framework: every process is a training of its own, and all end with one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_gqsgd import ConfigError
+from tests.distributed.ranks import run
+from tests.distributed.test_elastic import lighthouse  # noqa: F401
+from tests.integrations import elastic_trainings as trainings
+
+pytest.importorskip("torchft", reason="the extra torchft is not installed")
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """Members have the same model, with every step in it."""
+    first, second = results
+    assert first["bits"] == second["bits"]
+    assert first["samples"] == second["samples"] == first["steps"] + second["steps"]
+    assert first["learns"]
+    assert second["learns"]
+
+
+@pytest.mark.parametrize("name", ["lightning", "fabric", "accelerate", "transformers"])
+def test_members_of_each_framework_end_with_one_model(name: str, tmp_path: Path, lighthouse: str) -> None:  # noqa: F811
+    pytest.importorskip(name if name != "fabric" else "lightning")
+    function = getattr(trainings, name)
+    results = run(function, 2, tmp_path, lighthouse, str(tmp_path), initialise=False, torchrun=False)
+    check(results)
+
+
+def test_members_resume_from_their_checkpoints(tmp_path: Path, lighthouse: str) -> None:  # noqa: F811
+    given = {"initialise": False, "torchrun": False}
+    before = run(trainings.lightning, 2, tmp_path, lighthouse, str(tmp_path), **given)
+    after = run(trainings.lightning, 2, tmp_path, lighthouse, str(tmp_path), True, **given)
+    assert after[0]["bits"] == after[1]["bits"]
+    assert after[0]["samples"] > before[0]["samples"]
+    assert [result["steps"] for result in after] == [3 * trainings.STEPS] * 2
+
+
+def test_a_strategy_goes_by_the_clock_only_where_processes_train_by_themselves() -> None:
+    from lightning_gqsgd import GQSGDStrategy
+
+    with pytest.raises(ConfigError, match="give elastic=True"):
+        GQSGDStrategy(local_steps="20s")
+    with pytest.raises(ConfigError, match="local_steps=32"):
+        GQSGDStrategy(elastic=True)
