@@ -329,6 +329,9 @@ class TelemetryMixin(_Base):
         if self._meter is None or not trainer._logger_connector.should_update_logs:
             return
         values = self._meter.read()
+        state = getattr(trainer.strategy, "gqsgd_state", None)
+        if isinstance(state, MergedAverages):
+            values |= state.counts()
         if values:
             pl_module.log_dict(values, rank_zero_only=True)
 

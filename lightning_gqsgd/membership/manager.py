@@ -47,9 +47,6 @@ logger = logging.getLogger(__name__)
 #: Of connections, collectives and transfers of the state.
 _TIMEOUT = timedelta(seconds=60)
 
-#: How long a request for the next quorum waits: until all others have ended their rounds.
-_QUORUM_TIMEOUT = timedelta(minutes=10)
-
 
 class TorchftMembers(Members):
     """Those that a lighthouse knows.
@@ -61,6 +58,7 @@ class TorchftMembers(Members):
         device: device of the model.
         min_replicas: the least number of members for a merge.
         timeout: of connections, collectives and transfers of the state; None: 60 s.
+        patience: how long to wait for all others to end their rounds.
 
     Raises:
         ConfigError: there is no lighthouse, or its members do not fit.
@@ -77,6 +75,7 @@ class TorchftMembers(Members):
         device: torch.device,
         min_replicas: int,
         timeout: timedelta | None = None,
+        patience: timedelta,
     ) -> None:
         timeout = timeout or _TIMEOUT
         lighthouse = lighthouse_address(os.environ)
@@ -95,7 +94,7 @@ class TorchftMembers(Members):
             min_replica_size=min_replicas,
             use_async_quorum=False,
             timeout=timeout,
-            quorum_timeout=_QUORUM_TIMEOUT,
+            quorum_timeout=patience,
             connect_timeout=timeout,
             rank=0,
             world_size=1,
@@ -113,8 +112,8 @@ class TorchftMembers(Members):
         return self._group.resolved
 
     @property
-    def telemetry(self) -> Telemetry | None:
-        """Counters of this process since the members have changed."""
+    def telemetry(self) -> Telemetry:
+        """Counters of this process."""
         return self._group.telemetry
 
     @torch.no_grad()

@@ -76,6 +76,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
 
     Attributes:
         config: the compression, as requested.
+        telemetry: counters of this process.
 
     Raises:
         ConfigError: see `quantised`.
@@ -86,6 +87,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         check_config(config)
         super().__init__(pg=process_group)
         self.config = config
+        self.telemetry = Telemetry()
         self._device = device
         self._engines: list[Engine] = []  # the one of the present ranks, if there is one
         self._peers: Peers  # the present ranks, once there are some
@@ -95,11 +97,6 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self._error: Exception | None = None
         # Also at exit: Gloo groups that are still open then can abort the process.
         weakref.finalize(self, _close, self._engines)
-
-    @property
-    def telemetry(self) -> Telemetry | None:
-        """Counters of this process since the ranks have changed; None where there are no ranks."""
-        return self._engines[0].telemetry if self._engines else None
 
     @property
     def resolved(self) -> GQSGDConfig:
@@ -220,6 +217,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
                 meeting, [side], self._device, timeout=timeout, messages=_MESSAGES, dtypes=[torch.float32]
             ) as engines:
                 self._calls = self._most_calls()
+        engines[0].telemetry = self.telemetry  # counters go on where those of earlier ranks have ended
         self._resolved = config
         self._prepared = {torch.float32}
         self._engines[:] = engines

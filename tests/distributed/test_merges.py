@@ -357,3 +357,51 @@ def _by_steps(rank: int) -> str:
 def test_samples_are_for_rounds_by_the_clock(tmp_path: Path) -> None:
     (message,) = run(_by_steps, 1, tmp_path)
     assert "all ranks make equally many steps" in message
+
+
+def _changes_model(rank: int) -> str:
+    model = network(rank)
+    optimizer = LocalSteps(model, torch.optim.SGD(model.parameters(), 1e-2), every="200ms", bits=4)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(200):
+        if rank and step == 5:
+            model[0].add_module("more", nn.Linear(2, 2))
+        try:
+            train_step(model, optimizer, generator, 0.02)
+        except (ConfigError, CollectiveError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_model_that_one_rank_changes_is_an_error_on_all(tmp_path: Path) -> None:
+    other, changed = run(_changes_model, 2, tmp_path, collective_timeout=15)
+    assert "parameters were added to the model" in changed
+    assert "CollectiveError" in other
+
+
+def _forks(rank: int) -> list[str]:
+    import os
+
+    model, optimizer = counting(every="1s")
+    optimizer.step()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        optimizer.close()  # does nothing to the parent's threads and connections
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(reader, 10_000).decode()
+    optimizer.step()
+    optimizer.finish()
+    optimizer.close()
+    return [said, str(optimizer.samples)]
+
+
+def test_a_fork_cannot_step_and_leaves_its_parent_alone(tmp_path: Path) -> None:
+    for said, samples in run(_forks, 2, tmp_path):
+        assert "forked" in said
+        assert samples == "4"

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch.distributed.fsdp
 
+from tests.distributed.test_elastic import lighthouse  # noqa: F401
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OF_MEMBERS = ROOT / "examples" / "elastic.py"
 PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
@@ -35,7 +38,7 @@ def test_examples_are_short() -> None:
 
 
 @pytest.mark.slow  # each imports torch, and most of them a framework, in every process
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path != OF_MEMBERS], ids=lambda path: path.stem)
 def test_example(example: Path) -> None:
     shards = "fully_shard" in example.read_text() or "ModelParallelStrategy" in example.read_text()
     if shards and not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
@@ -48,3 +51,18 @@ def test_example(example: Path) -> None:
     accuracies = re.findall(r"accuracy\W{1,4}(0\.\d+)", output)
     assert not accuracies or float(accuracies[-1]) > 0.8, output
     assert set(ROOT.iterdir()) == before, "an example leaves files behind"
+
+
+@pytest.mark.slow
+def test_example_of_members(lighthouse: str) -> None:  # noqa: F811
+    command = [word.replace("localhost:29510", lighthouse) for word in command_of(OF_MEMBERS)]
+    members = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    try:
+        outputs = [member.communicate(timeout=250)[0] for member in members]
+    finally:
+        for member in members:
+            member.kill()
+    for member, output in zip(members, outputs, strict=True):
+        assert member.returncode == 0, output
+        assert "2 members" in output
+        assert float(re.findall(r"accuracy (0\.\d+)", output)[-1]) > 0.8, output

@@ -135,6 +135,7 @@ class MergedAverages:
         self.step = 0
         self.skipped = 0
         self._optimizers = list(optimizers)
+        self._rounds = rounds_of(options)
         member = Member(secrets.randbits(62), f"{socket.gethostname()}:{os.getpid()}")
         if options.elastic:
             parts = self._parts(model)
@@ -157,7 +158,6 @@ class MergedAverages:
         self._finished_after: int | None = None
         self._has_started = False
         self._counts_samples = False
-        self._rounds = rounds_of(options)
         self._members = members
         self._thread = MergeThread(members, self._shared, member, self._rounds, options.outlier)
         try:
@@ -211,7 +211,7 @@ class MergedAverages:
                 take_from_first_rank(model, group)
                 self._shared.start_anew()
                 self._shared.integers = self._integers.read()
-        self._telemetry: Callable[[], Telemetry | None] = lambda: engine.telemetry
+        self._telemetry: Callable[[], Telemetry] = lambda: engine.telemetry
         self._configs: Callable[[], GQSGDConfig] = lambda: config
         return FixedMembers(engine, config), parts
 
@@ -240,6 +240,7 @@ class MergedAverages:
             device=self.device,
             min_replicas=self.options.min_replicas,
             timeout=timeout,
+            patience=timedelta(seconds=self._rounds.patience_s),
         )
         self._telemetry = lambda: members.telemetry
         self._configs = lambda: members.config
@@ -280,8 +281,18 @@ class MergedAverages:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Counters of this process; with ``elastic``, since the members have changed."""
-        return self._telemetry() or Telemetry()
+        """Counters of this process."""
+        return self._telemetry()
+
+    def counts(self) -> dict[str, float]:
+        """Returns what a logger wants to know of the merges so far, with ``gqsgd/`` in front."""
+        return {
+            "gqsgd/merges": float(self.averages),
+            "gqsgd/members": float(self.world_size),
+            "gqsgd/samples": float(self.samples),
+            "gqsgd/left_out": float(self.left_out),
+            "gqsgd/failed": float(self.failed),
+        }
 
     @property
     def is_closed(self) -> bool:
@@ -443,14 +454,13 @@ class MergedAverages:
 
         A member that loads it starts from the anchor: what it had learnt since the last merge is not in it.
         """
-        with self._thread.between_merges():
-            return {
-                "schema": STATE_SCHEMA,
-                "seed": self.requested.seed,
-                "step": self.step,
-                "config": self.requested.to_dict(),
-                "merged": self._shared.state_dict(),
-            }
+        return {
+            "schema": STATE_SCHEMA,
+            "seed": self.requested.seed,
+            "step": self.step,
+            "config": self.requested.to_dict(),
+            "merged": self._shared.state_dict(),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], load_beside: Callable[[], object]) -> None:
@@ -480,10 +490,18 @@ class MergedAverages:
     # --- one merge ---------------------------------------------------------------------------------------------------
 
     def _hand_over(self, has_finished: bool = False) -> None:
-        """Hand over what was learnt since the last time."""
-        self._watched.check()
-        self._check_state()
-        self._buffers.take_back()
+        """Hand over what was learnt since the last time.
+
+        Raises:
+            ConfigError: the model or an optimizer was changed. This member leaves, so that the others do not wait.
+        """
+        try:
+            self._watched.check()
+            self._check_state()
+            self._buffers.take_back()
+        except ConfigError:
+            self.close()
+            raise
         self._contributions += 1
         self._pending = Contribution(
             self._contributions,

@@ -19,13 +19,19 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 #: Latest steps whose times count.
 _STEPS = 8
 
+#: The least patience with other members.
+_PATIENCE_S = 600.0
+
 
 class MergeRounds(ABC):
     """The rounds of one member.
 
     Attributes:
         step_s: seconds of the longest of the latest steps; 0 before the first one.
+        patience_s: seconds without a merge that succeeds, after which members give up.
     """
+
+    patience_s: float
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_STEPS)
@@ -69,6 +75,7 @@ class ByClock(MergeRounds):
 
     def __init__(self, every_s: float) -> None:
         super().__init__()
+        self.patience_s = max(_PATIENCE_S, 3 * every_s)
         self._every_s = every_s
         self._ends = time.monotonic() + every_s
         self._grace_s = 0.0
@@ -93,6 +100,8 @@ class BySteps(MergeRounds):
     Args:
         steps_of_round: the number of steps of a round, by the number of rounds so far.
     """
+
+    patience_s = 3600.0  # how long others need for their steps, nobody knows
 
     def __init__(self, steps_of_round: Callable[[int], int]) -> None:
         super().__init__()

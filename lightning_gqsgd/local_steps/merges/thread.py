@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +20,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after a merge that came to nothing until the next try.
 _PAUSE_S = 0.2
-
-#: Seconds without a merge that succeeds, after which the tries end.
-PATIENCE_S = 600.0
 
 
 class MergeThread:
@@ -54,6 +52,7 @@ class MergeThread:
         self._has_finished = False
         self._rests = False
         self._is_closing = False
+        self._process = os.getpid()
         self._error: BaseException | None = None
         self._failing_since: float | None = None
         self.latest: Merge | None = None
@@ -62,8 +61,8 @@ class MergeThread:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether `close` was called, or an error has ended the merges."""
-        return self._is_closing or self._error is not None
+        """Returns whether `close` was called, an error has ended the merges, or this process was forked."""
+        return self._is_closing or self._error is not None or self._process != os.getpid()
 
     def join(self) -> Merge:
         """Make the first merge, in which this member takes what the others know, and begin the rounds.
@@ -133,7 +132,9 @@ class MergeThread:
             yield
 
     def close(self) -> None:
-        """End the thread. A merge under way fails, on the other members as well."""
+        """End the thread. A merge under way fails, on the other members as well. Does nothing in a forked process."""
+        if self._process != os.getpid():
+            return
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -142,8 +143,11 @@ class MergeThread:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._is_closing:
-            raise RuntimeError("gqsgd: this LocalSteps was closed; make a new LocalSteps")
+        if self.is_closed:
+            raise RuntimeError(
+                "gqsgd: this LocalSteps was closed, or belongs to the process that this one was forked from; make a "
+                "new LocalSteps"
+            )
 
     def _run(self) -> None:
         try:
@@ -185,7 +189,7 @@ class MergeThread:
         """Try to make a merge. Returns None if it came to nothing.
 
         Raises:
-            CollectiveError: none has succeeded for `PATIENCE_S`.
+            CollectiveError: none has succeeded for as long as the rounds' patience.
         """
         requests = merge(
             self._shared,
@@ -209,7 +213,7 @@ class MergeThread:
         now = time.monotonic()
         self._failing_since = self._failing_since or now
         logger.info("gqsgd: a merge came to nothing (%s); this member tries again", problem or "another one failed")
-        if now - self._failing_since > PATIENCE_S:
+        if now - self._failing_since > self._rounds.patience_s:
             raise CollectiveError(
                 f"gqsgd: no merge has succeeded for {now - self._failing_since:.0f} s (the latest error: {problem}); "
                 "look at the other members' logs, and at the lighthouse"
