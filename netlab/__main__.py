@@ -2,6 +2,7 @@
 
 python -m netlab --hosts 2 --rate 1gbit -- python train.py
 python -m netlab --hosts 4 --rate 100mbit --check
+python -m netlab --hosts 2 --rates 1gbit,100mbit --latency 40ms --jitter 2ms --cpus 1,0.25 -- python train.py
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: that of the command, or 2 where no lab can be built."""
     parser = argparse.ArgumentParser(prog="python -m netlab", description=DESCRIPTION)
     parser.add_argument("--hosts", type=int, default=2, help=f"number of hosts, 1 to {MAX_HOSTS} (default 2)")
-    parser.add_argument("--rate", default="1gbit", help="rate of every link, e.g. 100mbit, 1gbit, none (default 1gbit)")
+    parser.add_argument("--rate", help="rate of every link, e.g. 100mbit, 1gbit, none (default 1gbit)")
+    parser.add_argument("--rates", type=_list, help="rate of each host's link, e.g. 1gbit,100mbit, instead of --rate")
+    parser.add_argument("--latency", default="none", help="one-way latency between hosts, e.g. 40ms: ping shows 80 ms")
+    parser.add_argument("--jitter", default="none", help="a packet's latency varies by so much, e.g. 2ms")
+    parser.add_argument("--cpus", type=_list, help="processors of each host, e.g. 1,0.25; none: no limit")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (default 1)")
     parser.add_argument("--timeout", type=float, help="stop everything after this many seconds")
     parser.add_argument("--check", action="store_true", help="measure the rate between two hosts instead of a command")
@@ -33,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit_on_signals()
     try:
         _check_options(options)
-        with NetLab(options.hosts, options.rate, options.ranks_per_host) as lab:
+        rate = options.rates or options.rate or "1gbit"
+        delays = {"latency": options.latency, "jitter": options.jitter}
+        with NetLab(options.hosts, rate, options.ranks_per_host, cpus=options.cpus, **delays) as lab:
             if options.check:
-                print(f"{lab.measure() / 1e6:.0f} Mbit/s of goodput at {options.rate}")
+                print(f"{lab.measure() / 1e6:.0f} Mbit/s of goodput at {_told(rate)}")
                 return 0
             return run_everywhere(lab, command, options.timeout)
     except NetLabError as error:
@@ -57,8 +64,18 @@ def _check_options(options: argparse.Namespace) -> None:
             f"--timeout {timeout:g} is out of range: a finite number of seconds above 0; leave --timeout out "
             "for no limit"
         )
+    if options.rate and options.rates:
+        raise NetLabError(f"--rate {options.rate} and --rates {_told(options.rates)} both name rates; leave one out")
     if options.check and options.hosts < 2:
         raise NetLabError(f"--check measures between two hosts, and --hosts {options.hosts} is fewer; take --hosts 2")
+
+
+def _list(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _told(rate: str | list[str]) -> str:
+    return rate if isinstance(rate, str) else ",".join(rate)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 Each host is a namespace with one interface. A veth pair joins the interface to a bridge; the bridge has a namespace of
 its own, which the rules of the machine's firewall do not reach. A token bucket (tc tbf) at each end of each pair shapes
-what the host sends and what the host receives. No latency is added: not every kernel has netem.
+what the host sends and what the host receives. With a latency, a process that holds packets takes the bridge's place
+(`netlab.switch`), because not every kernel has netem. With a share of the processors, a host's processes are in a
+control group (`netlab.processors`).
 
 A lab needs Linux, root and iproute2.
 """
@@ -13,6 +15,7 @@ import ctypes
 import itertools
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -20,9 +23,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
+from netlab import processors
+from netlab.errors import NetLabError as NetLabError
 from netlab.machine import cores
+from netlab.units import parse_cpus, parse_delays
+from netlab.units import parse_rate as parse_rate
 
 PREFIX = "gqsgd"
 #: First three bytes of all addresses: the same in every lab, for labs do not see each other.
@@ -32,36 +40,10 @@ PORT = 29500
 MAX_HOSTS = 64
 #: Seconds for which the other ranks go on after one has failed, and between SIGTERM and SIGKILL.
 GRACE_S = 5.0
-
-_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-
-
-class NetLabError(RuntimeError):
-    """A lab that cannot be built, or a command that cannot be started; the message names the reason and the remedy."""
-
-
-def parse_rate(text: str) -> int | None:
-    """The rate that a text names.
-
-    Args:
-        text: a number and a unit, e.g. ``"100mbit"`` or ``"2.5gbit"``, or ``"none"`` for an unshaped link.
-
-    Returns:
-        Bits per second, 10^6 to 10^11; None for ``"none"``.
-
-    Raises:
-        NetLabError: the text is no rate, or the rate is out of range.
-    """
-    if text == "none":
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", text.lower())
-    if not match:
-        raise NetLabError(f"rate {text!r} is not a number and a unit; write e.g. 100mbit, 1gbit, 2.5gbit or none")
-    rate = int(float(match[1]) * _UNITS[match[2]])
-    if not 10**6 <= rate <= 10**11:
-        raise NetLabError(f"rate {text!r} is out of range: 1mbit to 100gbit")
-    return rate
-
+#: Seconds for which a switch may take to start.
+_SWITCH_S = 60.0
+#: Bytes of the largest and the smallest bound that a lab with latency puts on TCP's windows.
+_LEAST_WINDOW, _MOST_WINDOW = 32 << 20, 1 << 30
 
 #: Numbers of the labs of this process.
 _numbers = itertools.count()
@@ -72,22 +54,42 @@ class NetLab:
 
     Args:
         hosts: number of hosts, 1 to 64.
-        rate: rate of each link in each direction, see `parse_rate`.
+        rate: rate of each link in each direction, see `parse_rate`; or a sequence with the rate of each host's link.
         ranks_per_host: number of processes that each host runs of a job, 1 to 64; the processes of one host reach each
             other without the link.
+        latency: one-way latency from each host to each other, see `parse_delays`; ping shows twice as much.
+        jitter: a packet's latency is uniform between so much below and above; packets keep their order.
+        cpus: processors of each host, see `parse_cpus`; None: no limits.
 
     Raises:
-        NetLabError: a value is out of range; at ``with``, the machine has no Linux, no root or no iproute2.
+        NetLabError: a value is out of range; at ``with``, the machine has no Linux, no root, no iproute2, or no control
+            groups for ``cpus``.
     """
 
-    def __init__(self, hosts: int, rate: str = "1gbit", ranks_per_host: int = 1) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        rate: str | Sequence[str] = "1gbit",
+        ranks_per_host: int = 1,
+        *,
+        latency: str = "none",
+        jitter: str = "none",
+        cpus: Sequence[str] | None = None,
+    ) -> None:
         for name, value in (("hosts", hosts), ("ranks_per_host", ranks_per_host)):
             if not 1 <= value <= MAX_HOSTS:
                 raise NetLabError(f"{name}={value} is out of range: 1 to {MAX_HOSTS}")
         self.hosts, self.ranks_per_host = hosts, ranks_per_host
-        self.rate = parse_rate(rate)
+        #: Bits per second of each host's link; None where it is not shaped.
+        self.rates = [parse_rate(one) for one in _for_each_host("rate", rate, hosts)]
+        #: Seconds of one-way latency between two hosts, and by how many it varies.
+        self.latency_s, self.jitter_s = parse_delays(latency, jitter)
+        #: Processors of each host; None where there is no limit.
+        self.cpus = [parse_cpus(one, cores()) for one in _for_each_host("cpus", cpus or "none", hosts)]
         self._name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
         self._processes: list[subprocess.Popen[str]] = []
+        self._shares: dict[int, processors.Share] = {}
+        self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> NetLab:
         _check_machine()
@@ -150,11 +152,18 @@ class NetLab:
         """
         if shutil.which(command[0]) is None:
             raise NetLabError(f"command {command[0]!r} was not found; give its path")
+        share = self._shares.get(host)
+
+        def prepare() -> None:
+            _die_with_parent()
+            if share is not None:
+                share.join()
+
         process: subprocess.Popen[str] = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace(host), *command],  # noqa: S607
             env={**os.environ, **self.environment(host, local_rank)},
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=prepare,
             text=True,
             **options,  # type: ignore[call-overload]
         )
@@ -205,7 +214,8 @@ class NetLab:
         )
         receiver = self.popen(0, [sys.executable, "-c", receive], stdout=subprocess.PIPE)
         self.popen(1, [sys.executable, "-c", send])
-        patience_s = 60 + 16 * nbytes / (self.rate or 10**9)
+        slowest = min(rate or 10**9 for rate in self.rates[:2])
+        patience_s = 60 + 16 * nbytes / slowest + 100 * self.latency_s
         try:
             return float(receiver.communicate(timeout=patience_s)[0])
         except (subprocess.TimeoutExpired, ValueError) as error:  # nothing has come, or half a number
@@ -217,22 +227,69 @@ class NetLab:
     def _build(self) -> None:
         switch = f"{self._name}-sw"
         _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        _ip("-n", switch, "link", "set", "br0", "up")
+        if not self.latency_s:
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "br0", "up")
         for host in range(self.hosts):
-            name, port = self.namespace(host), f"p{host}"
+            name, port, rate, cpus = self.namespace(host), f"p{host}", self.rates[host], self.cpus[host]
             _ip("netns", "add", name)
             _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", INTERFACE, "up")
-            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
-            if self.rate is not None:
-                _shape(name, INTERFACE, self.rate)
-                _shape(switch, port, self.rate)
+            _ip("-n", switch, "link", "set", port, *(() if self.latency_s else ("master", "br0")), "up")
+            if rate is not None:
+                _shape(name, INTERFACE, rate)
+                _shape(switch, port, rate)
+            if cpus is not None:
+                self._shares[host] = processors.Share(name, cpus)
+        if self.latency_s:
+            self._start_switch(switch)
+
+    def _start_switch(self, namespace: str) -> None:
+        """Start the process that holds packets, and let TCP have as many bytes under way as the links hold."""
+        most = max(rate or 10**10 for rate in self.rates)
+        # The bytes of a round trip with full queues, and as many again for what TCP keeps beside them.
+        window = int(2 * most / 8 * (2 * (self.latency_s + self.jitter_s) + 0.1))
+        window = min(max(window, _LEAST_WINDOW), _MOST_WINDOW)
+        for host in range(self.hosts):
+            for name, first in (("tcp_rmem", 131072), ("tcp_wmem", 65536)):
+                line = f"echo 4096 {first} {window} > /proc/sys/net/ipv4/{name}"
+                _ip("netns", "exec", self.namespace(host), "sh", "-c", line)
+        program = str(Path(__file__).with_name("switch.py"))
+        delays = [str(self.latency_s), str(self.jitter_s)]
+        self._switch = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, sys.executable, "-I", program, str(self.hosts), *delays],  # noqa: S607
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            text=True,
+        )
+        assert self._switch.stdout is not None
+        ready = select.select([self._switch.stdout], [], [], _SWITCH_S)[0]
+        if not ready or self._switch.stdout.readline() != "ready\n":
+            raise NetLabError(
+                f"the switch did not start within {_SWITCH_S:.0f} s; its error stands above. Leave latency out for a "
+                "lab without it"
+            )
 
     def _remove(self) -> None:
-        _remove_namespaces(self._name)
+        _remove_lab(self._name)
+        if self._switch is not None:
+            self._switch.wait()
+            assert self._switch.stdout is not None
+            self._switch.stdout.close()
+
+
+def _for_each_host(name: str, given: str | Sequence[str], hosts: int) -> Sequence[str]:
+    """One value for each host, from one for all or a sequence."""
+    if isinstance(given, str):
+        return [given] * hosts
+    if len(given) != hosts:
+        raise NetLabError(
+            f"{name} has {len(given)} values, {','.join(given)}, and there are {hosts} hosts; give one for each host"
+        )
+    return given
 
 
 def _shape(namespace: str, device: str, rate: int) -> None:
@@ -269,9 +326,15 @@ def reshape_own_link(text: str) -> None:
 def remove_leftovers() -> None:
     """Remove the labs of processes that were killed before they could remove their lab."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)  # noqa: S607
-    for name in re.findall(rf"^({PREFIX}-\d+)-\S+", listed.stdout, re.MULTILINE):
+    names = [*listed.stdout.splitlines(), *processors.names(f"{PREFIX}-")]
+    for name in re.findall(rf"^({PREFIX}-\d+)-\S+", "\n".join(names), re.MULTILINE):
         if not os.path.exists(f"/proc/{name.split('-')[1]}"):
-            _remove_namespaces(name)
+            _remove_lab(name)
+
+
+def _remove_lab(lab: str) -> None:
+    _remove_namespaces(lab)
+    processors.remove(f"{lab}-")
 
 
 def _remove_namespaces(lab: str) -> None:

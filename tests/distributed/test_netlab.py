@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 import netlab.lab
-from netlab import machine
+from netlab import machine, processors
 from netlab.lab import NetLab, NetLabError, parse_rate
 from netlab.ranks import run_everywhere
+from netlab.units import parse_cpus, parse_delays
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs Linux, root and iproute2"
@@ -68,6 +69,75 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netlab.lab.os, "geteuid", lambda: 1000)
     with pytest.raises(NetLabError, match="needs root; run the same command with sudo"), NetLab(2):
         pass
+
+
+def test_delays() -> None:
+    assert parse_delays("40ms", "none") == (0.04, 0.0)
+    assert parse_delays("0.5s", "500us") == (0.5, 0.0005)
+    assert parse_delays("none", "none") == (0.0, 0.0)
+    for bad in ("40", "40 ms", "-1ms", "1m", "", "soon"):
+        with pytest.raises(NetLabError, match=f"latency {bad!r} is not a number and a unit; write e.g. 40ms"):
+            parse_delays(bad, "none")
+    with pytest.raises(NetLabError, match="jitter 'some' is not a number and a unit"):
+        parse_delays("40ms", "some")
+    for bad in ("10us", "11s"):
+        with pytest.raises(NetLabError, match=f"latency {bad!r} is out of range: 500us to 10s, or none"):
+            parse_delays(bad, "none")
+    with pytest.raises(NetLabError, match="jitter '5ms' is longer than latency 'none'.*give at most the latency"):
+        parse_delays("none", "5ms")
+
+
+def test_shares_of_processors() -> None:
+    assert parse_cpus("0.25", 2) == 0.25
+    assert parse_cpus("none", 2) is None
+    for bad in ("half", "-1", "1e3", "nan", "", "50%"):
+        with pytest.raises(
+            NetLabError, match=f"cpus {bad!r} is not a number of processors; write e.g. 1, 0.25 or none"
+        ):
+            parse_cpus(bad, 2)
+    for bad in ("0", "0.01", "2.5"):
+        with pytest.raises(NetLabError, match=f"cpus {bad!r} is out of range: 0.05 to 2, the processors of this mach"):
+            parse_cpus(bad, 2)
+
+
+def test_each_host_has_its_own_rate() -> None:
+    assert NetLab(2, "1gbit").rates == [10**9, 10**9]
+    assert NetLab(2, ["1gbit", "none"]).rates == [10**9, None]
+    with pytest.raises(NetLabError, match="rate has 3 values, 1gbit,1gbit,1gbit, and there are 2 hosts; give one for"):
+        NetLab(2, ["1gbit"] * 3)
+    with pytest.raises(NetLabError, match="cpus has 1 values, 1, and there are 2 hosts"):
+        NetLab(2, cpus=["1"])
+
+
+@pytest.mark.parametrize(("kind", "options"), [("cgroup", "rw,cpu,cpuacct"), ("cgroup2", "rw")])
+def test_both_versions_of_control_groups_get_the_limit(
+    kind: str, options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "groups"
+    root.mkdir()
+    (tmp_path / "mounts").write_text(f"proc /proc proc rw 0 0\ncgroup {root} {kind} {options} 0 0\n")
+    monkeypatch.setattr(processors, "_MOUNTS", tmp_path / "mounts")
+    if kind == "cgroup2":
+        (root / "cgroup.controllers").write_text("cpu memory\n")
+        (root / "cgroup.subtree_control").write_text("memory\n")
+    processors.Share("one", 0.25)
+    written = {file.name: file.read_text() for file in (root / "one").iterdir()}
+    if kind == "cgroup2":
+        assert (root / "cgroup.subtree_control").read_text() == "+cpu"
+        assert written == {"cpu.max": "5000 20000"}
+    else:
+        assert written == {"cpu.cfs_period_us": "20000", "cpu.cfs_quota_us": "5000"}
+
+
+def test_a_machine_without_control_groups_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounts").write_text("cgroup /sys/fs/cgroup/pids cgroup rw,pids 0 0\n")
+    monkeypatch.setattr(processors, "_MOUNTS", tmp_path / "mounts")
+    with pytest.raises(NetLabError, match="no control group of this machine limits processor time.*leave cpus out"):
+        processors.find_root()
+    assert processors.names("gqsgd-") == []
+    (tmp_path / "mounts").write_text(f"cgroup {tmp_path}/gone cgroup rw,cpu 0 0\n")
+    with pytest.raises(NetLabError, match=r"cpus=0.5 needs a control group, and .*/gone takes none.*leave cpus out"):
+        processors.Share("one", 0.5)
 
 
 def test_command_line_wants_a_command() -> None:
@@ -171,6 +241,61 @@ def test_links_are_shaped_in_both_directions() -> None:
         assert 0.5 * 20e6 < lab.measure(2_000_000) < 1.5 * 20e6
 
 
+_ROUND_TRIPS = """
+import socket, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(5); s.connect(("10.213.7.1", 9999))
+def ask():
+    for _ in range(20):
+        begun = time.perf_counter()
+        try: s.send(b"?"); s.recv(9); return time.perf_counter() - begun
+        except OSError: time.sleep(0.2)
+ask()
+print(min(ask() for _ in range(20)))
+"""
+_ECHO = """
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(("", 9999))
+while True: s.sendto(*s.recvfrom(9))
+"""
+
+
+def _shortest_round_trip(lab: NetLab) -> float:
+    """Seconds from host 1 to host 0 and back, without what the load of the machine adds."""
+    lab.popen(0, [sys.executable, "-c", _ECHO])
+    return float(lab.popen(1, [sys.executable, "-c", _ROUND_TRIPS], stdout=subprocess.PIPE).communicate(timeout=60)[0])
+
+
+@needs_root
+def test_packets_wait_for_the_latency_each_way() -> None:
+    with NetLab(2, "none", latency="30ms") as lab:
+        assert 0.060 <= _shortest_round_trip(lab) < 0.090  # the kernel's bridge: below 0.001
+    with NetLab(2, "none", latency="30ms", jitter="20ms") as lab:
+        # 20 round trips: the chance that none is below is smaller than one in 10^5.
+        assert 0.020 <= _shortest_round_trip(lab) < 0.060
+
+
+@needs_root
+def test_every_byte_arrives_through_a_link_with_latency_and_cuts() -> None:
+    with NetLab(3, ["none", "20mbit", "none"], latency="2ms", jitter="1ms") as lab:
+        assert 0.5 * 20e6 < lab.measure(2_000_000) < 1.5 * 20e6  # the rate of host 1
+        lab.cut(0)
+        lab.mend(0)
+        assert lab.measure(1_000_000)
+
+
+@needs_root
+def test_a_hosts_processes_together_get_its_share_of_the_processors() -> None:
+    burn = "import os, time; os.fork(); t = time.time()\nwhile time.time() < t + 1.5: pass\nprint(time.process_time())"
+    with NetLab(2, "none", cpus=["none", "0.1"]) as lab:
+        process = lab.popen(1, [sys.executable, "-c", burn], stdout=subprocess.PIPE)
+        seconds = [float(line) for line in process.communicate(timeout=60)[0].split()]
+        assert len(seconds) == 2
+        assert sum(seconds) < 0.5  # without a limit, up to 3
+        name = lab.namespace(1)
+        assert processors.names(name) == [name]
+    assert not processors.names(name)
+
+
 @needs_root
 def test_a_cut_link_loses_everything_until_it_is_mended() -> None:
     def answer(lab: NetLab) -> int:
@@ -198,6 +323,12 @@ def test_a_cut_link_loses_everything_until_it_is_mended() -> None:
             ["--check", "--hosts", "1"],
             "netlab: --check measures between two hosts, and --hosts 1 is fewer; take --hosts 2",
         ),
+        (["--latency", "40", "--", "true"], "netlab: latency '40' is not a number and a unit; write e.g. 40ms"),
+        (["--jitter", "1ms", "--", "true"], "netlab: jitter '1ms' is longer than latency 'none'"),
+        (["--rates", "1gbit,1gbit,1gbit", "--", "true"], "netlab: rate has 3 values"),
+        (["--rate", "1gbit", "--rates", "1gbit,1gbit", "--", "true"], "netlab: --rate 1gbit and --rates 1gbit,1gbit"),
+        (["--cpus", "1", "--", "true"], "netlab: cpus has 1 values, 1, and there are 2 hosts; give one for each host"),
+        (["--cpus", "1,quick", "--", "true"], "netlab: cpus 'quick' is not a number of processors"),
     ],
 )
 def test_options_that_no_lab_can_follow_are_one_line(options: list[str], message: str) -> None:
@@ -264,7 +395,7 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) 
         f"open(r'{tmp_path}/pid', 'w').write(str(__import__('os').getpid()));input()",
     ]
     driver = subprocess.Popen(
-        [sys.executable, "-m", "netlab", "--hosts", "1", *command],
+        [sys.executable, "-m", "netlab", "--hosts", "1", "--latency", "5ms", "--cpus", "0.5", *command],
         stdin=subprocess.PIPE,
         # A shell that runs the tests in the background has switched SIGINT off for all below.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -283,3 +414,4 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, tmp_path: Path) 
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{file.read_text()}")
     assert f"{netlab.lab.PREFIX}-{driver.pid}-" not in _namespaces()
+    assert not processors.names(f"{netlab.lab.PREFIX}-{driver.pid}-")

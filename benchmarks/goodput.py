@@ -1,0 +1,251 @@
+"""Goodput: samples that enter the model while ranks are killed, are slow, and have slow links.
+
+    python -m benchmarks.goodput --short --seed 0
+
+Four hosts (see `netlab`; root on Linux with iproute2): the last one has a quarter of the others' processor time, the
+last but one a link that is ten times slower. A random host's rank is killed every 20 s, and may start again 5 s later.
+Goodput is the number of samples that enter the merged model each second, over that of the same hosts when each trains
+alone, at its own speed and without faults. Samples of a merge that a restart undoes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from netlab.lab import NetLab, NetLabError
+from netlab.ranks import exit_on_signals
+from pictures.style import DPI, STYLE
+
+PROGRAM = "python -m benchmarks.goodput"
+RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
+CPUS = ["0.6", "0.6", "0.6", "0.15"]
+#: Seconds between two kills, and until the killed rank may start again.
+EVERY_S, DOWN_S = 20.0, 5.0
+#: Seconds for which ranks may take to make their first merge.
+START_S = 180.0
+LIGHTHOUSE_PORT, RENDEZVOUS_PORT = 29510, 29511
+#: A line of the journal of `benchmarks.goodput_rank`.
+Line = dict[str, Any]
+
+
+def _plain(lab: NetLab, host: int) -> list[str]:
+    """Nobody starts a rank again but this benchmark."""
+    return [sys.executable]
+
+
+def _torchrun(lab: NetLab, host: int) -> list[str]:
+    """torchrun starts all ranks again when one is gone."""
+    options = [
+        f"--nnodes={lab.hosts}",
+        "--nproc-per-node=1",
+        "--max-restarts=1000",
+        "--monitor-interval=0.1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={lab.address(0)}:{RENDEZVOUS_PORT}",
+        f"--rdzv-conf=is_host={int(host == 0)}",
+        f"--local-addr={lab.address(host)}",
+        "--rdzv-id=goodput",
+    ]
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+class Way(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        start: what begins the command line of a host.
+        has_lighthouse: whether ranks find each other through torchft's lighthouse.
+    """
+
+    start: Callable[[NetLab, int], list[str]]
+    has_lighthouse: bool = False
+
+
+#: The ways, by their names in `benchmarks.goodput_rank.WAYS`. Each is a function there, and a line here.
+WAYS = {
+    "ddp": Way(_torchrun),
+    "lock_step": Way(_torchrun),
+    "torchft_diloco": Way(_plain, has_lighthouse=True),
+    "torchft_diloco_4bit": Way(_plain, has_lighthouse=True),
+}
+
+
+class Run:
+    """The ranks of one way on the hosts of a lab.
+
+    Args:
+        lab: the hosts.
+        name: of the way.
+        way: how it is started.
+        folder: of journals and checkpoints.
+    """
+
+    def __init__(self, lab: NetLab, name: str, way: Way, folder: Path) -> None:
+        self._lab, self._name, self._way, self._folder = lab, name, way, folder
+        self._starters: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, host: int) -> None:
+        """Start the rank of a host, or what starts it."""
+        module = ["-m", "benchmarks.goodput_rank", self._name, str(self._folder)]
+        variables = {
+            "NETLAB_HOST": str(host),
+            "NETLAB_ADDRESS": self._lab.address(host),
+            "TORCHFT_LIGHTHOUSE": f"http://{self._lab.address(0)}:{LIGHTHOUSE_PORT}",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), *self._way.start(self._lab, host)]
+        log = (self._folder / f"log{host}").open("a")
+        self._starters[host] = self._lab.popen(host, [*command, *module], stdout=log, stderr=log)
+        log.close()
+
+    def start_all(self) -> None:
+        """Start all ranks, and wait until each has made a merge.
+
+        Raises:
+            NetLabError: a rank has made none in time.
+        """
+        if self._way.has_lighthouse:
+            bounds = ["--min_replicas", "1", "--join_timeout_ms", "2000", "--heartbeat_timeout_ms", "3000"]
+            program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+            with (self._folder / "lighthouse").open("w") as log:
+                bind = ["--bind", f"[::]:{LIGHTHOUSE_PORT}"]
+                self._lab.popen(0, [program, *bounds, *bind], stdout=log, stderr=log)
+        for host in range(self._lab.hosts):
+            self.start(host)
+        deadline = time.monotonic() + START_S
+        while not all(self.lines()):
+            if time.monotonic() > deadline:
+                shutil.copytree(self._folder, Path(tempfile.gettempdir()) / "goodput", dirs_exist_ok=True)
+                raise NetLabError(
+                    f"{self._name}: not every rank has merged within {START_S:.0f} s; read the logs of the ranks in "
+                    f"{tempfile.gettempdir()}/goodput"
+                )
+            time.sleep(0.2)
+
+    def kill(self, host: int) -> None:
+        """Kill the rank of a host."""
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has not started again yet
+            pid = int((self._folder / f"pid{host}").read_text())
+            # torchrun starts it again at once, and it waits until then.
+            (self._folder / f"down{host}").write_text(str(time.monotonic() + DOWN_S))
+            os.kill(pid, signal.SIGKILL)
+
+    def revive(self, host: int) -> None:
+        """Start the rank of a host again, unless torchrun does so."""
+        if self._starters[host].poll() is not None:
+            self.start(host)
+
+    def lines(self) -> list[list[Line]]:
+        """The journal of each host."""
+        journals = []
+        for host in range(self._lab.hosts):
+            file = self._folder / f"rank{host}.jsonl"
+            text = file.read_text() if file.exists() else ""
+            # The last line may be half, after a kill as well.
+            journals.append(
+                [json.loads(line) for line in text.splitlines() if line.startswith("{") and line[-1] == "}"]
+            )
+        return journals
+
+
+def schedule(seed: int, seconds: float, hosts: int) -> list[tuple[float, int]]:
+    """The second and the host of each kill."""
+    random_hosts = random.Random(seed)  # noqa: S311
+    count = int((seconds - 1) // EVERY_S)
+    return [(EVERY_S * (number + 1), random_hosts.randrange(hosts)) for number in range(count)]
+
+
+def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: float) -> tuple[float, list[list[Line]]]:
+    """Run one way for some seconds after its start; returns when it began, and the journals."""
+    with tempfile.TemporaryDirectory() as folder, NetLab(len(RATES), RATES, cpus=CPUS) as lab:
+        run = Run(lab, name, way, Path(folder))
+        run.start_all()
+        begun = time.monotonic()
+        events = [(second, run.kill, host) for second, host in kills]
+        events += [(second + DOWN_S, run.revive, host) for second, host in kills]
+        for second, do, host in sorted(events, key=lambda event: event[0]):
+            time.sleep(max(0.0, begun + second - time.monotonic()))
+            do(host)
+        time.sleep(max(0.0, begun + seconds - time.monotonic()))
+        lab.stop()
+        return begun, run.lines()
+
+
+def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds: float) -> float:
+    """Samples that entered the model in a time; of merges that were made again, the last counts."""
+    last = {(host, line["merge"]): line for host, lines in enumerate(journals) for line in lines}
+    return sum(line["samples"] for line in last.values() if begun < line["time"] <= begun + seconds) / seconds
+
+
+def are_equal(journals: Sequence[Sequence[Line]]) -> bool:
+    """Whether members have the same weights after the last merge that several of them wrote down."""
+    digests: dict[int, dict[int, str]] = {}
+    for host, lines in enumerate(journals):
+        for line in lines:
+            digests.setdefault(line["merge"], {})[host] = line["digest"]
+    shared = [number for number, members in digests.items() if len(members) > 1]
+    return bool(shared) and len(set(digests[max(shared)].values())) == 1
+
+
+def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
+    """Loss against seconds since the first merge, one line for each way."""
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(6, 3.6))
+        for name, (begun, journals) in runs.items():
+            points = sorted((line["time"] - begun, line["loss"]) for lines in journals for line in lines)
+            axis.plot([second for second, _ in points], [loss for _, loss in points], label=name)
+        axis.set_xlabel("time (s)")
+        axis.set_ylabel("validation loss (nats per byte)")
+        axis.legend()
+        figure.tight_layout()
+        figure.savefig(file, dpi=DPI)
+        plt.close(figure)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule of kills (default 0)")
+    parser.add_argument("--short", action="store_true", help="60 s for each way instead of 600")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--picture", type=Path, help="file for loss against time")
+    options = parser.parse_args()
+    seconds = 60.0 if options.short else 600.0
+    exit_on_signals()
+    kills = schedule(options.seed, seconds, len(RATES))
+    try:
+        begun, journals = measure("alone", Way(_plain), [], min(seconds, 60.0))
+        most = samples_per_second(journals, begun, min(seconds, 60.0))
+        print(f"alone: {most:.1f} samples/s, the sum of {len(RATES)} hosts", flush=True)
+        runs = {}
+        for name in options.ways:
+            runs[name] = begun, journals = measure(name, WAYS[name], kills, seconds)
+            rate = samples_per_second(journals, begun, seconds)
+            loss = max((lines[-1] for lines in journals), key=lambda line: line["time"])["loss"]
+            words = "equal" if are_equal(journals) else "different"
+            print(
+                f"{name}: goodput {rate / most:.2f}, {rate:.1f} samples/s, loss {loss:.3f}, weights {words}", flush=True
+            )
+    except NetLabError as error:
+        parser.exit(2, f"{PROGRAM}: {error}\n")
+    if options.picture:
+        draw(runs, options.picture)
+
+
+if __name__ == "__main__":
+    main()

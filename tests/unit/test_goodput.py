@@ -1,0 +1,34 @@
+"""What the benchmark of goodput counts."""
+
+from __future__ import annotations
+
+from benchmarks.goodput import DOWN_S, EVERY_S, WAYS, are_equal, samples_per_second, schedule
+from benchmarks.goodput_rank import WAYS as RANKS
+
+
+def _line(second: float, merge: int, samples: int = 10, digest: str = "a") -> dict[str, object]:
+    return {"time": second, "merge": merge, "samples": samples, "loss": 1.0, "digest": digest}
+
+
+def test_every_way_has_a_script() -> None:
+    assert set(WAYS) < set(RANKS)
+
+
+def test_a_seed_names_the_hosts_that_are_killed() -> None:
+    kills = schedule(3, 600, 4)
+    assert kills == schedule(3, 600, 4) != schedule(4, 600, 4)
+    assert [second for second, _ in kills] == [EVERY_S * (number + 1) for number in range(29)]
+    assert {host for _, host in kills} == {0, 1, 2, 3}
+    assert schedule(3, 60, 4)[-1][0] + DOWN_S < 60
+
+
+def test_samples_of_a_merge_that_was_made_again_count_once() -> None:
+    journals = [[_line(0.0, 1), _line(1.0, 2), _line(2.0, 3), _line(4.0, 3)], [_line(3.0, 2, 20), _line(99.0, 3)]]
+    assert samples_per_second(journals, 0.0, 10.0) == (10 + 10 + 20) / 10
+
+
+def test_members_are_equal_if_the_last_merge_that_several_know_is() -> None:
+    one = [_line(1.0, 1), _line(2.0, 2), _line(3.0, 3, digest="c")]
+    assert are_equal([one, [_line(1.0, 1, digest="b"), _line(2.0, 2)]])
+    assert not are_equal([one, [_line(2.0, 2), _line(3.0, 3, digest="d")]])
+    assert not are_equal([one])  # nobody to compare with
