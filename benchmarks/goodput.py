@@ -1,17 +1,21 @@
 """Goodput: samples that enter the model while ranks are killed, are slow, and have slow links.
 
-    python -m benchmarks.goodput --short --seed 0
+    python -m benchmarks.goodput --short --save
 
 Four hosts (see `netlab`; root on Linux with iproute2): the last one has a quarter of the others' processor time, the
 last but one a link that is ten times slower. A random host's rank is killed every 20 s, and may start again 5 s later.
 Goodput is the number of samples that enter the merged model each second, over that of the same hosts when each trains
 alone, at its own speed and without faults. Samples of a merge that a restart undoes do not count.
+
+Every way is run with the first seed, and ours with all of them. Ways with a lighthouse fork a rank that comes back from
+a process that has imported everything; torchrun restarts all ranks, which import again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -25,6 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.report import Report, present
 from netlab.lab import NetLab, NetLabError
 from netlab.ranks import exit_on_signals
 from pictures.style import DPI, STYLE
@@ -80,6 +85,7 @@ WAYS = {
     "lock_step": Way(_torchrun),
     "torchft_diloco": Way(_plain, has_lighthouse=True),
     "torchft_diloco_4bit": Way(_plain, has_lighthouse=True),
+    "elastic": Way(_plain, has_lighthouse=True),
 }
 
 
@@ -99,7 +105,11 @@ class Run:
 
     def start(self, host: int) -> None:
         """Start the rank of a host, or what starts it."""
-        module = ["-m", "benchmarks.goodput_rank", self._name, str(self._folder)]
+        if host in self._starters and self._way.has_lighthouse:
+            (self._folder / f"start{host}").touch()
+            return
+        again = ["--again"] if self._way.has_lighthouse else []
+        module = ["-m", "benchmarks.goodput_rank", self._name, str(self._folder), *again]
         variables = {
             "NETLAB_HOST": str(host),
             "NETLAB_ADDRESS": self._lab.address(host),
@@ -110,6 +120,8 @@ class Run:
         log = (self._folder / f"log{host}").open("a")
         self._starters[host] = self._lab.popen(host, [*command, *module], stdout=log, stderr=log)
         log.close()
+        if self._way.has_lighthouse:
+            (self._folder / f"start{host}").touch()
 
     def start_all(self) -> None:
         """Start all ranks, and wait until each has made a merge.
@@ -139,13 +151,13 @@ class Run:
         """Kill the rank of a host."""
         with suppress(ProcessLookupError, FileNotFoundError):  # it has not started again yet
             pid = int((self._folder / f"pid{host}").read_text())
-            # torchrun starts it again at once, and it waits until then.
-            (self._folder / f"down{host}").write_text(str(time.monotonic() + DOWN_S))
+            if not self._way.has_lighthouse:  # torchrun starts it again at once, and it waits until then
+                (self._folder / f"down{host}").write_text(str(time.monotonic() + DOWN_S))
             os.kill(pid, signal.SIGKILL)
 
     def revive(self, host: int) -> None:
         """Start the rank of a host again, unless torchrun does so."""
-        if self._starters[host].poll() is not None:
+        if self._way.has_lighthouse or self._starters[host].poll() is not None:
             self.start(host)
 
     def lines(self) -> list[list[Line]]:
@@ -186,6 +198,10 @@ def measure(name: str, way: Way, kills: Sequence[tuple[float, int]], seconds: fl
 
 def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds: float) -> float:
     """Samples that entered the model in a time; of merges that were made again, the last counts."""
+    totals = [(line["time"], line["entered"]) for lines in journals for line in lines if "entered" in line]
+    if totals:  # each member knows those of all
+        before = max((entered for moment, entered in totals if moment <= begun), default=0)
+        return (max((entered for moment, entered in totals if moment <= begun + seconds), default=0) - before) / seconds
     last = {(host, line["merge"]): line for host, lines in enumerate(journals) for line in lines}
     return sum(line["samples"] for line in last.values() if begun < line["time"] <= begun + seconds) / seconds
 
@@ -200,6 +216,16 @@ def are_equal(journals: Sequence[Sequence[Line]]) -> bool:
     return bool(shared) and len(set(digests[max(shared)].values())) == 1
 
 
+def longest_return(journals: Sequence[Sequence[Line]], begun: float, kills: Sequence[tuple[float, int]]) -> float:
+    """The most seconds from when a killed rank may start again to its first merge; NaN if one has not come back."""
+    seconds = []
+    for second, host in kills:
+        may_start = begun + second + DOWN_S
+        seconds.append(min((line["time"] for line in journals[host] if line["time"] > may_start), default=math.nan))
+        seconds[-1] -= may_start
+    return max(seconds, default=0.0) if all(value == value for value in seconds) else math.nan
+
+
 def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
     """Loss against seconds since the first merge, one line for each way."""
     import matplotlib.pyplot as plt
@@ -208,6 +234,7 @@ def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
         figure, axis = plt.subplots(figsize=(6, 3.6))
         for name, (begun, journals) in runs.items():
             points = sorted((line["time"] - begun, line["loss"]) for lines in journals for line in lines)
+            points = [(second, loss) for second, loss in points if second >= 0]
             axis.plot([second for second, _ in points], [loss for _, loss in points], label=name)
         axis.set_xlabel("time (s)")
         axis.set_ylabel("validation loss (nats per byte)")
@@ -217,34 +244,59 @@ def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
         plt.close(figure)
 
 
+def _notes() -> list[str]:
+    return [
+        f"Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a random host's rank is killed every "
+        f"{EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character transformer. Goodput: samples per "
+        "second that entered the merged model, over those of the same hosts when each trains alone. A killed host is "
+        "away for a quarter of the time, so that about 0.94 is the most that a schedule of kills leaves.",
+        "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
+        "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
+        "that took part in the last merge have the same weights.",
+    ]
+
+
+def _measure(options: argparse.Namespace) -> Report:
+    """Run all ways.
+
+    Raises:
+        NetLabError: there is no lab here, or ranks do not start.
+    """
+    seconds = 60.0 if options.short else 600.0
+    numbers = {"goodput": ".2f", "samples/s": ".0f", "loss": ".2f", "back (s)": ".1f"}
+    columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
+    runs: dict[str, tuple[float, list[list[Line]]]] = {}
+    report = Report("goodput", "Goodput while ranks die, are slow, and have slow links", columns, _notes())
+    report.draw = lambda file: draw(runs, file)
+    begun, journals = measure("alone", Way(_plain), [], min(seconds, 60.0))
+    most = samples_per_second(journals, begun, min(seconds, 60.0))
+    print(f"alone: {most:.1f} samples/s, the sum of {len(RATES)} hosts", flush=True)
+    report.rows.append(["each host alone, without kills", None, 1.0, most, None, None, None])
+    for name in options.ways:
+        for seed in options.seed if name == "elastic" else options.seed[:1]:
+            kills = schedule(seed, seconds, len(RATES))
+            begun, journals = measure(name, WAYS[name], kills, seconds)
+            runs.setdefault(name, (begun, journals))
+            rate = samples_per_second(journals, begun, seconds)
+            loss = max((lines[-1] for lines in journals), key=lambda line: line["time"])["loss"]
+            back = longest_return(journals, begun, kills)
+            equal = "yes" if are_equal(journals) else "no"
+            report.rows.append([name, seed, rate / most, rate, loss, None if math.isnan(back) else back, equal])
+            print(f"{name}, seed {seed}: goodput {rate / most:.2f}, loss {loss:.3f}, equal: {equal}", flush=True)
+    return report
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the schedule of kills (default 0)")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the schedules of kills")
     parser.add_argument("--short", action="store_true", help="60 s for each way instead of 600")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--picture", type=Path, help="file for loss against time")
-    options = parser.parse_args()
-    seconds = 60.0 if options.short else 600.0
     exit_on_signals()
-    kills = schedule(options.seed, seconds, len(RATES))
     try:
-        begun, journals = measure("alone", Way(_plain), [], min(seconds, 60.0))
-        most = samples_per_second(journals, begun, min(seconds, 60.0))
-        print(f"alone: {most:.1f} samples/s, the sum of {len(RATES)} hosts", flush=True)
-        runs = {}
-        for name in options.ways:
-            runs[name] = begun, journals = measure(name, WAYS[name], kills, seconds)
-            rate = samples_per_second(journals, begun, seconds)
-            loss = max((lines[-1] for lines in journals), key=lambda line: line["time"])["loss"]
-            words = "equal" if are_equal(journals) else "different"
-            print(
-                f"{name}: goodput {rate / most:.2f}, {rate:.1f} samples/s, loss {loss:.3f}, weights {words}", flush=True
-            )
+        present(parser, _measure)
     except NetLabError as error:
         parser.exit(2, f"{PROGRAM}: {error}\n")
-    if options.picture:
-        draw(runs, options.picture)
 
 
 if __name__ == "__main__":

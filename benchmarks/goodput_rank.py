@@ -1,6 +1,9 @@
 """One rank of `benchmarks.goodput`: trains until it is killed, and writes down every merge.
 
-    python -m benchmarks.goodput_rank WAY FOLDER
+    python -m benchmarks.goodput_rank WAY FOLDER [--again]
+
+With ``--again``, a process that has imported everything waits for ranks to start, and forks each of them: imports take
+longer on these hosts than a machine is away.
 
 A line of ``FOLDER/rank0.jsonl`` is one merge that rank 0 took part in: the machine's monotonic time, the number of the
 merge, the samples of this rank that entered the merged model with it, a loss, and a digest of the model's weights.
@@ -63,8 +66,12 @@ class Rank:
         optimizer.step()
 
     @torch.no_grad()
-    def merged(self, number: int, samples: int) -> None:
-        """Write down that so many samples of this rank are in the merged model, which the model is now."""
+    def merged(self, number: int, samples: int, **more: Any) -> None:
+        """Write down that so many samples of this rank are in the merged model, which the model is now.
+
+        ``more``: further entries of the line; ``entered``: samples of all ranks that are in the model, where that is
+        known.
+        """
         inputs, targets = self._valid
         line = {
             "time": time.monotonic(),
@@ -73,7 +80,7 @@ class Rank:
             "loss": float(F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())),
             "digest": hashlib.sha256(b"".join(p.numpy().tobytes() for p in self.model.parameters())).hexdigest()[:16],
         }
-        self._journal.write(json.dumps(line) + "\n")
+        self._journal.write(json.dumps({**line, **more}) + "\n")
 
     def save(self, number: int, **parts: Any) -> None:
         """Save what the ranks start from again; never half a file."""
@@ -196,13 +203,52 @@ def _diloco(rank: Rank, group: Any) -> None:
             healed.clear()
 
 
+def elastic(rank: Rank) -> None:
+    """Merge models by the clock with `LocalSteps` at 4 bits, with members that come and go."""
+    from lightning_gqsgd import LocalSteps
+
+    optimizer = LocalSteps(
+        rank.model, rank.optimizer, every="2s", delay=1, elastic=True, preset="gqsgd_diloco", timeout=TIMEOUT
+    )
+    merges = 0
+    while True:
+        optimizer.add_samples(BATCH)
+        rank.step(rank.model, optimizer)
+        if optimizer.averages.averages > merges:
+            merges = optimizer.averages.averages
+            with optimizer.averages.at_anchor():
+                rank.merged(merges, 0, entered=optimizer.samples, members=optimizer.averages.world_size)
+
+
 WAYS: dict[str, Callable[[Rank], None]] = {
     "alone": alone,
     "ddp": ddp,
     "lock_step": lock_step,
     "torchft_diloco": torchft_diloco,
     "torchft_diloco_4bit": torchft_diloco_4bit,
+    "elastic": elastic,
 }
+
+
+def serve(way: str, folder: Path) -> None:
+    """Fork a rank whenever there is none, and the file ``startH`` of this host is there."""
+    from lightning_gqsgd.config import GQSGDConfig
+    from lightning_gqsgd.config.resolving import resolve
+    from lightning_gqsgd.wire.compiling import compile_kernels
+
+    compile_kernels(resolve(GQSGDConfig(bits=4), 2), torch.float32, torch.device("cpu"), 2)
+    start = folder / f"start{os.environ['NETLAB_HOST']}"
+    (folder / f"warm{os.environ['NETLAB_HOST']}").touch()
+    child = 0
+    while True:
+        if child and os.waitpid(child, os.WNOHANG)[0]:
+            child = 0
+        if not child and start.exists():
+            start.unlink()
+            child = os.fork()
+            if not child:
+                WAYS[way](Rank(folder))
+        time.sleep(0.05)
 
 
 def main() -> None:
@@ -215,6 +261,8 @@ def main() -> None:
     down = folder / f"down{os.environ['NETLAB_HOST']}"
     if down.exists():  # this host's rank was killed, and its host is away for a time
         time.sleep(max(0.0, float(down.read_text()) - time.monotonic()))
+    if "--again" in sys.argv:
+        serve(way, folder)
     WAYS[way](Rank(folder))
 
 

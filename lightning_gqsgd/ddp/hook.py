@@ -53,13 +53,13 @@ from lightning_gqsgd.sparse.gradients import SparseGradients
 from lightning_gqsgd.sparse.missing import fill_missing_gradients
 from lightning_gqsgd.sparse.options import check_tables, tables_of
 from lightning_gqsgd.spec.decisions import Decision
-from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Stamp, StepCounter, digest_of
 from lightning_gqsgd.wire.communicator import Communicator, parent_group, patience_of
 from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import PLANS_KEPT, check_parameters
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
+from lightning_gqsgd.wire.tracing import untraced
 
 _MESSAGES = Messages(remedy="register it on a new DistributedDataParallel model")
 

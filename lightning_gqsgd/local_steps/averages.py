@@ -56,13 +56,13 @@ from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.sparse.options import refuse_for
-from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
 from lightning_gqsgd.wire.communicator import parent_group, patience_of
 from lightning_gqsgd.wire.engine import Messages, Request
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
+from lightning_gqsgd.wire.tracing import untraced
 
 logger = logging.getLogger(__name__)
 

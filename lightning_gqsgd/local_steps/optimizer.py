@@ -20,9 +20,9 @@ from lightning_gqsgd.local_steps.distributed_checkpoint import STATE_KEY, is_cal
 from lightning_gqsgd.local_steps.merges.averages import MergedAverages
 from lightning_gqsgd.local_steps.options import Every, LocalOptions
 from lightning_gqsgd.local_steps.outer import OuterOptimizer
-from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.telemetry import Telemetry
+from lightning_gqsgd.wire.tracing import untraced
 
 
 class LocalSteps(Optimizer):

@@ -26,7 +26,6 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepare_later
 from lightning_gqsgd.sparse.options import refuse_for
-from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import timeout_of
 from lightning_gqsgd.wire.engine import Engine, Messages, Request
@@ -34,6 +33,7 @@ from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.telemetry import Telemetry
+from lightning_gqsgd.wire.tracing import untraced
 
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
 

@@ -65,11 +65,11 @@ from lightning_gqsgd.session.opening import Side, facts_of, open_engines
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.session.report import report
 from lightning_gqsgd.sparse.options import refuse_for
-from lightning_gqsgd.tracing import untraced
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import Messages
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.telemetry import Telemetry
+from lightning_gqsgd.wire.tracing import untraced
 
 logger = logging.getLogger(__name__)
 
