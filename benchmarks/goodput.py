@@ -246,8 +246,8 @@ def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
 
 def _notes() -> list[str]:
     return [
-        f"Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a random host's rank is killed every "
-        f"{EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character transformer. Goodput: samples per "
+        f"Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a random host's rank is killed "
+        f"every {EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character model. Goodput: samples per "
         "second that entered the merged model, over those of the same hosts when each trains alone. A killed host is "
         "away for a quarter of the time, so that about 0.94 is the most that a schedule of kills leaves.",
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "

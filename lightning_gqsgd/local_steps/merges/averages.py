@@ -433,6 +433,7 @@ class MergedAverages:
         text = report(self.requested, [self._configs()], self._facts, self.world_size, self.averages, "value")
         text += f"; changes are merged every {self.options.every_in_words()}, weighted by samples"
         if self.options.elastic:
+            text = text.replace("one process, nothing to reduce", "one member so far, nothing to reduce yet")
             text += ", by the members that are there"
         after = f" after {self.options.outer_after} steps" if self.options.outer_after else ""
         return f"{text}; outer {describe_outer(self.outer)}{after}"
