@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -20,6 +21,7 @@ class PreemptionNotice:
 
     def __init__(self) -> None:
         self.was_given = False
+        self._process = os.getpid()
         self._before: Any = None
         self._listens = threading.current_thread() is threading.main_thread()
         if self._listens:
@@ -33,6 +35,10 @@ class PreemptionNotice:
             self._listens = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked process has no share in the training, and dies as it would have
+            signal.signal(number, signal.SIG_DFL if self._before is None else self._before)
+            signal.raise_signal(number)
+            return
         self.was_given = True
         if callable(self._before):
             self._before(number, frame)
