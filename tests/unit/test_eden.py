@@ -69,6 +69,36 @@ def test_both_kernels_give_the_same_bits(seed, dtype, bits, block, rows) -> None
     check_messages(segments, xs, EdenCodec(bits).quantiser(block))
 
 
+def kinds_of_blocks(length: int, dtype: torch.dtype) -> list[Tensor]:
+    """Blocks that kernels handle in different ways: dense, sparse, zero, not finite, tiny and huge ones."""
+    dense = torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    sparse = torch.where(torch.arange(length) % 50 == 7, dense, 0)
+    broken = torch.where(torch.arange(length) == length // 2, torch.nan, dense)
+    info = torch.finfo(dtype)
+    huge = dense.clamp(-1, 1) * info.max
+    blocks = [dense, sparse, torch.zeros(length), broken, dense, dense * info.tiny, huge, -sparse, dense]
+    return [block.to(dtype) for block in blocks]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("length", [128, 256, 512, 2048])
+def test_blocks_that_lie_side_by_side_do_not_touch_each_other(length: int, dtype: torch.dtype) -> None:
+    """Kernels handle short ones together. Each number of bits has loops of its own, and each length other passes."""
+    blocks = kinds_of_blocks(length, dtype)
+    x = torch.cat([*blocks, blocks[0][: length // 2 + 3]])
+    for bits in WIDTHS:
+        q = EdenCodec(bits).quantiser(length)
+        layout = layout_of([Segment(5, len(x), False)], q, dtype)
+        slow, fast = (message(kernels, x, layout, (1, 2), q) for kernels in BOTH)
+        assert torch.equal(slow, fast), bits
+        mean = [torch.full_like(x, 7) for _ in BOTH]
+        wires = torch.stack([slow, message(cpu, x.flip(0), layout, (3, 4), q)])
+        bad = [k.decode(wires, layout.blocks, y, q, [(1, 2), (3, 4)]) for k, y in zip(BOTH, mean, strict=True)]
+        assert bad[0] == bad[1] > 0
+        assert torch.equal(mean[0].isnan(), mean[1].isnan())
+        assert torch.equal(mean[0].nan_to_num(), mean[1].nan_to_num()), bits
+
+
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_block_of_one_coordinate_keeps_its_value_up_to_the_scale(kernels, dtype: torch.dtype) -> None:

@@ -387,6 +387,19 @@ def check_moments_and_rotations(case: dict, both=BOTH) -> None:
         assert torch.allclose(turned[0][part], x[part], rtol=0, atol=float(x[part].abs().max()) * 3e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_kernels_turn_blocks_of_every_power_of_two_alike(dtype: torch.dtype) -> None:
+    """Short ones go through other loops than long ones, and even and odd powers through other passes."""
+    for exponent in range(17):
+        x = gradient(exponent, 1 << exponent, dtype)
+        blocks = torch.from_numpy(cut([Segment(0, len(x), False)], 1 << 16))
+        for inverse in (False, True):
+            turned = [x.clone() for _ in BOTH]
+            for kernels, y in zip(BOTH, turned, strict=True):
+                kernels.rotate(y, blocks, (3, 4), 1 << 16, inverse=inverse)
+            assert torch.equal(*turned), (exponent, inverse)
+
+
 def test_moments_are_sums() -> None:
     x = torch.randn(1000, dtype=torch.float64)
     blocks = torch.from_numpy(cut([Segment(0, 1000, False)], 256))

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import float32, int32, int64, uint8, uint32
+from numba import float32, int32, int64, uint32
 
-from lightning_gqsgd.kernels.cpu.blocks import codec_kernel
-from lightning_gqsgd.kernels.cpu.casts import bits_of, clamped, float_of, larger, numbers, part, smaller
-from lightning_gqsgd.kernels.cpu.dither import block_keys, word
+from lightning_gqsgd.codecs.eden.cpu_codes import choose_levels, look_up_levels, table_of
+from lightning_gqsgd.kernels.cpu.blocks import group_kernel
+from lightning_gqsgd.kernels.cpu.casts import bits_of, float_of, larger, numbers, part, smaller
+from lightning_gqsgd.kernels.cpu.dither import block_keys, hashes, word
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.cpu.loops import fill, maximum
-from lightning_gqsgd.kernels.cpu.packing import pack_planes, unpack_planes
-from lightning_gqsgd.kernels.cpu.rotation import hadamard, roots_of
+from lightning_gqsgd.kernels.cpu.rotation import load_in_a_row, load_quarters, roots_of, store_quarters, transform
 from lightning_gqsgd.kernels.cpu.scales import Form, float_type, form_of, received, rounded_up, sent
-from lightning_gqsgd.kernels.layout import CODES, SCALE
+from lightning_gqsgd.kernels.cpu.vectors import clamped, filled, flipped, folded, lanes, load, load_like, store
+from lightning_gqsgd.kernels.layout import CODES, LENGTH, SCALE
 from lightning_gqsgd.kernels.rotation import FEW, SHORTEST, smallness
 from lightning_gqsgd.kernels.wire import SCALE_PLACE, Share, scale_format
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_gqsgd.codecs.eden.codec import EdenQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
+#: Coordinates that `_has_few` counts before it looks whether they are more than few.
+_COUNTED = 64
 _smallness = inlined(smallness)
 
 
@@ -36,8 +39,7 @@ class Eden(NamedTuple):
         bits: bits of a code.
         each, rest: see `kernels.wire.Share`.
         mantissa: bits of the compute dtype's mantissa.
-        thresholds, magnitudes: see `codecs.eden.EdenQuantiser`; arrays.
-        levels: the number that each code stands for, an array.
+        thresholds, magnitudes: see `codecs.eden.EdenQuantiser`; a vector of each, see `cpu_codes.table_of`.
         roots: see `kernels.cpu.rotation.roots_of`.
     """
 
@@ -48,7 +50,6 @@ class Eden(NamedTuple):
     mantissa: int
     thresholds: np.ndarray
     magnitudes: np.ndarray
-    levels: np.ndarray
     roots: np.ndarray
 
 
@@ -57,16 +58,14 @@ def constants(q: EdenQuantiser, dtype: torch.dtype, sources: int) -> Eden:
     """Returns the constants of a quantiser, for messages of so many sources."""
     share = Share.of(sources)
     real = float_type(dtype)
-    magnitudes = np.array(q.magnitudes).astype(real)
     return Eden(
         form=form_of(dtype),
         bits=q.bits,
         each=real(share.each),
         rest=real(share.rest),
         mantissa=scale_format(dtype).mantissa,
-        thresholds=np.array(q.thresholds).astype(real),
-        magnitudes=magnitudes,
-        levels=np.concatenate([magnitudes, -magnitudes]),
+        thresholds=table_of(q.thresholds, real),
+        magnitudes=table_of(q.magnitudes, real),
         roots=roots_of(q.block_size, dtype),
     )
 
@@ -93,7 +92,7 @@ def summed(q: EdenQuantiser) -> Any:
 @lru_cache
 def _codec() -> Any:
     """Returns the kernel of `codec`, compiled once for all EDEN quantisers."""
-    return codec_kernel("eden", _write, _read)
+    return group_kernel("eden", _write, _read)
 
 
 @inlined
@@ -107,70 +106,93 @@ def _exponent_of(length):
 
 
 @inlined
-def _write(values, given, block, key, c, s, wire):
-    """Write a block's record and its scale."""
-    exponent = _exponent_of(values.size)
+def _write(values, given, blocks, k, number, key, c, s, wire):
+    """Write the records of blocks and their scales."""
+    length = blocks[k, LENGTH]
+    exponent = _exponent_of(length)
     size = 1 << exponent
-    scale_bits = rounded_up(int64(maximum(numbers(values, 0, values.size, c.form.mask), c.form.mask)), c.form)
-    if 0 < scale_bits < c.form.infinity:
-        scale_bits = _encode(values, scale_bits, exponent, block, key, c, s)
-    if scale_bits == 0 or scale_bits == c.form.infinity:  # codes have no meaning in such a block
-        fill(part(s.codes, 0, size), 0)
-    if block[SCALE] >= 0:
-        numbers(wire, block[SCALE], 1, c.form.scale)[0] = sent(scale_bits, 0, c.form)
-    pack_planes(s.codes, size, c.bits, wire, block[CODES])
+    z = part(s.turned, 0, number * size)
+    words = numbers(s.u, 0, number * size // 2, uint32(0))
+    terms = part(s.mean, 0, number * size // 4)
+    largest = part(s.largest, 0, number)
+    down = part(s.factors, 0, number)
+    few = part(s.flags, 0, number)
+    for i in range(number):
+        of_block = part(values, i * length, length)
+        largest[i] = rounded_up(int64(maximum(numbers(of_block, 0, length, c.form.mask), c.form.mask)), c.form)
+        down[i] = _power_of_two(largest[i], c)
+        few[i] = _has_few(of_block, down[i], _small(largest[i], down[i], exponent, c))
+        hashes(key, blocks[k + i], part(words, i * size // 2, size // 2))
+    whole = values
+    if length < size:
+        # The values may lie where the terms are going to be, and are still there.
+        for i in range(number):
+            _copy_with_zeros(part(values, i * length, length), part(z, i * size, size))
+        whole = z
+    _turn_first((whole, down, words), z, size, c.roots[exponent], (z, words, _SECOND))
+    _turn_second(z, z, size, c.roots[exponent], (z, terms))
+    for i in range(number):
+        _write_record(exponent, i, blocks[k + i], key, c, s, wire)
 
 
 @inlined
-def _encode(values, largest, exponent, block, key, c, s):
-    """Write the codes of a block into ``s.codes``, and return the bits of its scale.
+def _power_of_two(largest, c):
+    """Returns the power of two that a block is multiplied by, see `codecs.eden.codec.powers_of_two`."""
+    infinity = c.form.infinity >> c.mantissa
+    return float_of((infinity - 1 - _power(largest, c)) << c.mantissa, c.form.zero)
+
+
+@inlined
+def _power(largest, c):
+    """Returns the exponent of one over the power of two of a block, as it stands in a number of the compute dtype.
 
     Args:
-        values: the coordinates. They may lie in ``s.mean``, which is overwritten.
         largest: bits of the largest magnitude, rounded up to the wire's format.
-        exponent: log2 of the number of turned coordinates.
-        block: the block's row of the table.
-        key: the two keys of the message.
         c: the constants.
-        s: scratch space.
     """
-    size = 1 << exponent
-    z = part(s.turned, 0, size)
-    terms = part(s.mean, 0, size)
-    codes = part(s.codes, 0, size)
     infinity = c.form.infinity >> c.mantissa
-    power = smaller(larger(largest >> c.mantissa, int64(c.form.tiny >> c.mantissa)), int64(infinity - 2))
-    down = float_of((infinity - 1 - power) << c.mantissa, c.form.zero)
+    return smaller(larger(largest >> c.mantissa, int64(c.form.tiny >> c.mantissa)), int64(infinity - 2))
 
-    _signs(key, block, size, s.u, s.other)
-    _copy_with_signs(values, s.u, down, z)
-    top = float_of(largest, c.form.zero) * down
-    small = float_of((infinity // 2 - _smallness(exponent)) << c.mantissa, c.form.zero)
-    few = _count(z, top * small) <= FEW
-    hadamard(z, c.roots[exponent])
-    _multiply(z, s.other)
-    hadamard(z, c.roots[exponent])
 
-    _square(z, terms)
+@inlined
+def _small(largest, down, exponent, c):
+    """Returns the magnitude below which a coordinate of a block of 2^exponent ones is small, see
+    `kernels.rotation.smallness`."""
+    factor = float_of(((c.form.infinity >> c.mantissa) // 2 - _smallness(exponent)) << c.mantissa, c.form.zero)
+    return float_of(largest, c.form.zero) * down * factor
+
+
+@inlined
+def _write_record(exponent, i, block, key, c, s, wire):
+    """Write the record of the block number ``i`` of those that were turned."""
+    size = 1 << exponent
+    z = part(s.turned, i * size, size)
+    terms = part(s.mean, i * size // 4, size // 4)
+    infinity = c.form.infinity >> c.mantissa
     squares = _folded(terms)
     deviation = np.sqrt(squares * float_of((infinity // 2 - exponent) << c.mantissa, c.form.zero))
-    if few:
+    moved = z
+    if s.flags[i]:
         # The levels of a block with few coordinates are chosen after a dither, see `codecs.eden.codec`.
-        _offsets(key, block, size, s.u)
-        width = top * float_of((infinity // 2 + 2 - exponent) << c.mantissa, c.form.zero)
-        _move(z, s.u, width, terms)
-        _count_levels(terms, deviation, c.thresholds, codes)
-        _add_signs(terms, c.bits - 1, codes)
-        _look_up(codes, c.levels, terms)
-    else:
-        _choose_levels(z, deviation, c.thresholds, c.magnitudes, terms, codes)
-        _add_signs(z, c.bits - 1, codes)
-    _multiply(terms, z)
+        moved = part(s.own, 0, size)
+        width = float_of(s.largest[i], c.form.zero) * s.factors[i]
+        width *= float_of((infinity // 2 + 2 - exponent) << c.mantissa, c.form.zero)
+        _move(z, numbers(s.u, i * size // 2, size // 2, uint32(0)), width, moved)
+    thresholds = load(c.thresholds, 0)
+    thresholds = thresholds * filled(deviation, thresholds)
+    levels = load(c.magnitudes, 0)
+    choose_levels(c.bits, z, moved, thresholds, levels, terms, s.codes, wire, block[CODES])
     products = _folded(terms)
 
-    a, b = block_keys(key, block)
-    scale = squares / products * float_of(power << c.mantissa, c.form.zero)
-    return _rounded_at_random(scale, int64(word(uint32(SCALE_PLACE), a, b)), c)
+    scale_bits = s.largest[i]
+    if 0 < scale_bits < c.form.infinity:
+        a, b = block_keys(key, block)
+        scale = squares / products * float_of(_power(scale_bits, c) << c.mantissa, c.form.zero)
+        scale_bits = _rounded_at_random(scale, int64(word(uint32(SCALE_PLACE), a, b)), c)
+    if scale_bits == 0 or scale_bits == c.form.infinity:  # codes have no meaning in such a block
+        fill(part(wire, block[CODES], (size * c.bits) // 8), 0)
+    if block[SCALE] >= 0:
+        numbers(wire, block[SCALE], 1, c.form.scale)[0] = sent(scale_bits, 0, c.form)
 
 
 @inlined
@@ -193,158 +215,179 @@ def _rounded_at_random(scale, random, c):
 
 
 @inlined
-def _read(wire, at, block, key, c, s, add, out):
-    """Set ``out`` to the coordinates of a block times ``c.each``, or add them. A block whose scale is not finite
-    becomes NaN."""
-    scale_bits = received(int64(numbers(wire, at + block[SCALE], 1, c.form.scale)[0]), c.form)
-    if 0 < scale_bits < c.form.infinity:
-        exponent = _exponent_of(out.size)
-        size = 1 << exponent
-        z = part(s.turned, 0, size)
-        unpack_planes(wire, at + block[CODES], size, c.bits, s.codes)
-        _look_up(s.codes, c.levels, z)
-        _signs(key, block, size, s.u, s.other)
-        hadamard(z, c.roots[exponent])
-        _multiply(z, s.other)
-        hadamard(z, c.roots[exponent])
-        _add_turned_back(z, s.u, float_of(scale_bits, c.form.zero) * c.each, c.form.largest * c.each, add, out)
-    elif scale_bits > 0 or not add:
-        fill(out, np.nan if scale_bits > 0 else 0.0)
+def _read(wire, at, blocks, k, number, key, c, s, add, out):
+    """Set ``out`` to the coordinates of blocks times ``c.each``, or add them. A block whose scale is not finite becomes
+    NaN."""
+    length = blocks[k, LENGTH]
+    exponent = _exponent_of(length)
+    size = 1 << exponent
+    z = part(s.turned, 0, number * size)
+    words = numbers(s.u, 0, number * size // 2, uint32(0))
+    scales = part(s.factors, 0, number)
+    for i in range(number):
+        block = blocks[k + i]
+        scale_bits = received(int64(numbers(wire, at + block[SCALE], 1, c.form.scale)[0]), c.form)
+        finite = float_of(scale_bits, c.form.zero) * c.each
+        scales[i] = finite if scale_bits < c.form.infinity else c.form.zero * np.nan
+        look_up_levels(c.bits, wire, at + block[CODES], load(c.magnitudes, 0), part(z, i * size, size))
+        hashes(key, block, part(words, i * size // 2, size // 2))
+    _turn_first_back(z, z, size, c.roots[exponent], (z, words, _SECOND))
+    limit = c.form.largest * c.each
+    if length == size:
+        _turn_second_back(z, z, size, c.roots[exponent], (out, words, scales, limit, add))
+    else:
+        _turn_second_back(z, z, size, c.roots[exponent], (z, words, scales, limit, False))
+        for i in range(number):
+            _add(part(z, i * size, length), add, part(out, i * length, length))
+
+
+#: Places of the signs of D2 and of D1 in a coordinate's half of a hash, as seen from the highest bit, see
+#: `codecs.eden.codec.signs`.
+_FIRST = 0
+_SECOND = 1
 
 
 @loop
-def _signs(key, block, n, first, second):
-    """Write the diagonals of D2 and of D1 for ``n`` coordinates, 1 or -1 in fp32, see `codecs.eden.signs`."""
-    a, b = block_keys(key, block)
-    half = n // 2
-    first0 = part(first, 0, half)
-    first1 = part(first, half, half)
-    second0 = part(second, 0, half)
-    second1 = part(second, half, half)
-    for p in range(half):
-        h = word(p, a, b)
-        first0[p] = float32(int32(uint32((h >> uint32(14)) & uint32(2)))) - float32(1)
-        second0[p] = float32(int32(uint32((h >> uint32(13)) & uint32(2)))) - float32(1)
-        first1[p] = float32(int32(uint32((h >> uint32(30)) & uint32(2)))) - float32(1)
-        second1[p] = float32(int32(uint32((h >> uint32(29)) & uint32(2)))) - float32(1)
+def _add(values, add, out):
+    """Set ``out`` to the values, or add them."""
+    if add:
+        for j in range(out.size):
+            out[j] += values[j]
+    else:
+        for j in range(out.size):
+            out[j] = values[j]
 
 
 @loop
-def _copy_with_signs(values, sign, factor, out):
-    """Write the values times a factor and signs into ``out``, and zeros behind them."""
+def _has_few(values, factor, limit):
+    """Returns whether at most `FEW` values times a factor have magnitudes that reach a limit."""
+    number = int32(0)
+    for first in range(0, values.size, _COUNTED):
+        some = part(values, first, smaller(_COUNTED, values.size - first))
+        for j in range(some.size):
+            number = int32(number + int32(abs(some[j] * factor) >= limit))
+        if number > FEW:
+            return False
+    return True
+
+
+@loop
+def _copy_with_zeros(values, out):
+    """Copy the values into ``out``, and write zeros behind them."""
     for j in range(values.size):
-        out[j] = values[j] * factor * sign[j]
+        out[j] = values[j]
     for j in range(values.size, out.size):
         out[j] = 0
 
 
-@loop
-def _multiply(values, factors):
-    """Multiply the values by as many factors, those of products of levels by magnitudes."""
-    for j in range(values.size):
-        values[j] *= factors[j]
+@inlined
+def _read_with_signs(source, n, i, j):
+    """Returns values times a factor of their block and the signs of D2; a ``read`` of `transform`.
 
-
-@loop
-def _count(values, limit):
-    """Returns how many magnitudes reach a limit."""
-    number = int32(0)
-    for j in range(values.size):
-        number = int32(number + int32(abs(values[j]) >= limit))
-    return number
-
-
-@loop
-def _offsets(key, block, n, out):
-    """Write a dither on (-1/2, 1/2) for ``n`` coordinates, fp32, see `codecs.eden.offsets`."""
-    a, b = block_keys(key, block)
+    Args:
+        source: the values, the factors and the hashes.
+        n: coordinates of a block.
+        i: number of the block.
+        j: number of the first coordinate.
+    """
+    values, factors, words = source
+    a, b, c, d = load_in_a_row(values, n, i, j)
+    width = lanes(values)
     half = n // 2
-    first = part(out, 0, half)
-    second = part(out, half, half)
-    for p in range(half):
-        h = word(p, a, b)
-        first[p] = float32(int32(h & uint32(0x3FFF))) * float32(2.0**-14) + float32(2.0**-15 - 0.5)
-        second[p] = float32(int32((h >> uint32(16)) & uint32(0x3FFF))) * float32(2.0**-14) + float32(2.0**-15 - 0.5)
+    in_second = j >= half
+    place = i * half + (j - half if in_second else j)
+    shift = _FIRST + (0 if in_second else 16)
+    factor = filled(factors[i], a)
+    return (
+        flipped(a * factor, load_like(words, place, a), shift),
+        flipped(b * factor, load_like(words, place + width, a), shift),
+        flipped(c * factor, load_like(words, place + 2 * width, a), shift),
+        flipped(d * factor, load_like(words, place + 3 * width, a), shift),
+    )
 
 
-@loop
-def _move(z, offset, width, out):
-    """Write numbers, each moved by its offset times a width, into ``out``."""
-    for j in range(out.size):
-        out[j] = z[j] + offset[j] * width
+@inlined
+def _with_signs(n, i, j, a, b, c, d, words, place):
+    """Returns the vectors of transformed coordinates times the signs of one diagonal, the one at ``place``."""
+    first = load_like(words, i * (n // 2) + j, a)
+    second = load_like(words, i * (n // 2) + j + n // 4, a)
+    return (
+        flipped(a, first, place + 16),
+        flipped(b, second, place + 16),
+        flipped(c, first, place),
+        flipped(d, second, place),
+    )
 
 
-@loop
-def _count_levels(z, deviation, thresholds, codes):
-    """Write the number of the nearest magnitude of each coordinate into ``codes``."""
-    for j in range(z.size):
-        codes[j] = 0
-    for k in range(1, thresholds.size):
-        limit = thresholds[k] * deviation
-        for j in range(z.size):
-            codes[j] = uint8(codes[j] + uint8(abs(z[j]) >= limit))
+@inlined
+def _write_with_signs(z, n, i, j, a, b, c, d, target):
+    """Write vectors times signs; a ``write`` of `transform`. ``target``: the numbers, the hashes and the place of the
+    signs."""
+    out, words, place = target
+    a, b, c, d = _with_signs(n, i, j, a, b, c, d, words, place)
+    store_quarters(z, n, i, j, a, b, c, d, out)
 
 
-@loop
-def _square(values, out):
-    """Write the squares of the values into ``out``."""
-    for j in range(values.size):
-        out[j] = values[j] * values[j]
+@inlined
+def _write_with_squares(z, n, i, j, a, b, c, d, target):
+    """Write vectors, and what `_folded` makes of their squares in its first two steps; a ``write`` of `transform`.
+    ``target``: both."""
+    out, terms = target
+    store_quarters(z, n, i, j, a, b, c, d, out)
+    store(terms, i * (n // 4) + j, (a * a + c * c) + (b * b + d * d))
 
 
-@loop
-def _folded(terms):
-    """Returns the sum of a power of two of terms, see `codecs.eden.folded`; the terms are overwritten."""
-    half = terms.size // 2
-    while half:
-        first = part(terms, 0, half)
-        second = part(terms, half, half)
-        for j in range(half):
-            first[j] += second[j]
-        half //= 2
-    return terms[0]
-
-
-@loop
-def _choose_levels(z, deviation, thresholds, magnitudes, chosen, codes):
-    """Write the number of the nearest magnitude of each coordinate into ``codes``, and the magnitude with the
-    coordinate's sign into ``chosen``."""
-    for j in range(z.size):
-        chosen[j] = magnitudes[0]
-        codes[j] = 0
-    for k in range(1, magnitudes.size):
-        limit = thresholds[k] * deviation
-        magnitude = magnitudes[k]
-        for j in range(z.size):
-            reaches = abs(z[j]) >= limit
-            chosen[j] = magnitude if reaches else chosen[j]
-            codes[j] = uint8(codes[j] + uint8(reaches))
-    for j in range(z.size):
-        chosen[j] = -chosen[j] if z[j] < 0 else chosen[j]
-
-
-@loop
-def _add_signs(z, bit, codes):
-    """Set a bit of the codes of negative numbers."""
-    sign = uint8(1 << bit)
-    for j in range(z.size):
-        codes[j] = uint8(codes[j] | (sign if z[j] < 0 else uint8(0)))
-
-
-@loop
-def _look_up(codes, levels, out):
-    """Write the levels of codes into ``out``."""
-    for j in range(out.size):
-        out[j] = levels[codes[j]]
-
-
-@loop
-def _add_turned_back(z, sign, scale, limit, add, out):
-    """Set ``out`` to its part of the numbers ``z`` times signs and the scale, or add them."""
-    zero = out.dtype.type(0)
+@inlined
+def _write_scaled(z, n, i, j, a, b, c, d, target):
+    """Write vectors times the signs of D2 and the scale of their block, or add them; a ``write`` of `transform`."""
+    out, words, scales, limit, add = target
+    a, b, c, d = _with_signs(n, i, j, a, b, c, d, words, _FIRST)
+    scale = filled(scales[i], a)
+    a = clamped(a * scale, limit)
+    b = clamped(b * scale, limit)
+    c = clamped(c * scale, limit)
+    d = clamped(d * scale, limit)
+    zero = filled(out.dtype.type(0), a)
+    before_a, before_b, before_c, before_d = zero, zero, zero, zero
     if add:
-        for j in range(out.size):
-            out[j] += clamped(z[j] * sign[j] * scale, limit)
-    else:
-        for j in range(out.size):
-            out[j] = zero + clamped(z[j] * sign[j] * scale, limit)
+        before_a, before_b, before_c, before_d = load_quarters(out, n, i, j)
+    # What is set is added to zero, as in `loops.add_scaled`.
+    store_quarters(z, n, i, j, before_a + a, before_b + b, before_c + c, before_d + d, out)
+
+
+_turn_first = transform(_read_with_signs, _write_with_signs)
+_turn_second = transform(load_in_a_row, _write_with_squares)
+_turn_first_back = transform(load_in_a_row, _write_with_signs)
+_turn_second_back = transform(load_in_a_row, _write_scaled)
+
+
+@loop
+def _move(z, words, width, out):
+    """Write numbers, each moved by a dither of some width, see `codecs.eden.codec.offsets`, into ``out``.
+
+    The dither is uniform on (-1/2, 1/2), from the bits of the hashes that are no signs.
+    """
+    half = words.size
+    for j in range(half):
+        h = words[j] & uint32(0x3FFF)
+        offset = float32(int32(h)) * float32(2.0**-14) + float32(2.0**-15 - 0.5)
+        out[j] = z[j] + offset * width
+    for j in range(half):
+        h = (words[j] >> uint32(16)) & uint32(0x3FFF)
+        offset = float32(int32(h)) * float32(2.0**-14) + float32(2.0**-15 - 0.5)
+        out[half + j] = z[half + j] + offset * width
+
+
+@inlined
+def _folded(terms):
+    """Returns the sum of a power of two of terms, see `codecs.eden.codec.folded`; the terms are overwritten.
+
+    There are at least two vectors of terms.
+    """
+    width = lanes(terms)
+    half = terms.size // 2
+    while half >= width:
+        for j in range(0, half, width):
+            store(terms, j, load(terms, j) + load(terms, j + half))
+        half //= 2
+    return folded(load(terms, 0))

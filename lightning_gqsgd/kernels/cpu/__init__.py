@@ -8,7 +8,8 @@ A kernel is put together of parts, with one file for each:
 * `blocks` has the loops over blocks.
 * ``cpu`` in a family's folder in `codecs` has what the family does to one block, and `records` has what the families
   with a scale and a dither share.
-* `dither`, `rotation`, `packing`, `scales` and `loops` have the loops over coordinates. `casts` has single operations.
+* `dither`, `rotation`, `packing`, `scales` and `loops` have the loops over coordinates. `casts` has single operations,
+  and `vectors` has operations on vectors, for loops that LLVM does not vectorise.
 * `narrow` rounds coordinates to bf16.
 * `statistics` has largest magnitudes and sums of blocks.
 * `jit` says how parts are compiled, and `cache` keeps compiled kernels.

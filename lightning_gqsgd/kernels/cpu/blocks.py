@@ -18,6 +18,12 @@ from lightning_gqsgd.kernels.cpu.loops import add_scaled, clamp, copy, divide, f
 from lightning_gqsgd.kernels.cpu.rotation import turn_block
 from lightning_gqsgd.kernels.layout import CODES, LENGTH, RAW, START
 
+#: Blocks that a family may handle at once, and the length up to which it is worth it. Each step of a short block would
+#: have to wait for the step before it; with several blocks, a processor does a step of one while another one waits.
+#: Longer blocks would not stay in the fastest cache together.
+TOGETHER = 4
+LONGEST_TOGETHER = 512
+
 
 class Received(NamedTuple):
     """Messages to decode, typed for the kernels.
@@ -51,7 +57,8 @@ class Sent(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Space for one block. Dither comes in pairs, so there is space for one coordinate more.
+    """Space for one block, or for as many as are handled at once. Dither comes in pairs, so there is space for one
+    coordinate more.
 
     Attributes:
         u: dither, fp32.
@@ -60,6 +67,9 @@ class Scratch(NamedTuple):
         mean: coordinates, in the compute dtype.
         own: coordinates of this rank, in the compute dtype.
         turned: turned coordinates, in the compute dtype.
+        largest: bits of the largest magnitude of each block, int64.
+        factors: a number for each block, in the compute dtype.
+        flags: a truth value for each block.
     """
 
     u: np.ndarray
@@ -68,10 +78,13 @@ class Scratch(NamedTuple):
     mean: np.ndarray
     own: np.ndarray
     turned: np.ndarray
+    largest: np.ndarray
+    factors: np.ndarray
+    flags: np.ndarray
 
 
 def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Any:
-    """Returns the kernel that encodes, reduces and decodes the blocks of a family of codes.
+    """Returns the kernel that encodes, reduces and decodes the blocks of a family of codes, one after the other.
 
     Args:
         name: name of the kernel.
@@ -82,8 +95,47 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
     """
 
     @inlined
-    def add_up(received, block, c, s, out):
-        """Write the sum of one block over the messages to decode, in their order, times ``c.each``."""
+    def write_one(values, given, blocks, k, number, key, c, s, wire):
+        write(values, given, blocks[k], key, c, s, wire)
+
+    @inlined
+    def read_one(wire, at, blocks, k, number, key, c, s, add, out):
+        read(wire, at, blocks[k], key, c, s, add, out)
+
+    return group_kernel(name, write_one, read_one, together=1)
+
+
+def group_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any], *, together: int = TOGETHER) -> Any:
+    """Returns the kernel that encodes, reduces and decodes the blocks of a family of codes, several at once.
+
+    Instead of a block, the functions get the block table, the number ``k`` of a block, and a number of blocks from
+    there on, which have the same length and lie side by side in the gradient. Otherwise they are those of
+    `codec_kernel`. Families that take more than one block have no rotation.
+
+    Args:
+        name: name of the kernel.
+        write: compiled function ``write(values, given, blocks, k, number, key, c, s, wire)``.
+        read: compiled function ``read(wire, at, blocks, k, number, key, c, s, add, out)``.
+        together: the largest number of blocks that the functions take.
+    """
+
+    @inlined
+    def number_together(blocks, k):
+        """Returns how many blocks from number ``k`` on are handled at once."""
+        length = blocks[k, LENGTH]
+        number = 1
+        while number < together and k + number < blocks.shape[0] and length <= LONGEST_TOGETHER:
+            goes_on = blocks[k + number, START] == blocks[k, START] + number * length
+            is_alike = blocks[k + number, LENGTH] == length and blocks[k + number, RAW] == blocks[k, RAW] == 0
+            if not (goes_on and is_alike):
+                break
+            number += 1
+        return number
+
+    @inlined
+    def add_up(received, blocks, k, number, c, s, out):
+        """Write the sum of blocks over the messages to decode, in their order, times ``c.each``."""
+        block = blocks[k]
         add = False
         for source in range(received.keys.shape[0]):
             at = source * received.stride
@@ -91,19 +143,20 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
                 add_scaled(numbers(received.memory, at + block[CODES], out.size, c.form.zero), c.each, add, out)
                 add = True
             elif source != received.own:
-                read(received.memory, at, block, received.keys[source], c, s, add, out)
+                read(received.memory, at, blocks, k, number, received.keys[source], c, s, add, out)
                 add = True
         if not add:  # this rank's message is the only one
             fill(out, 0)
 
     @inlined
-    def average(x, received, turn, encodes, block, c, s, out):
-        """Write the mean of one block over all sources.
+    def average(x, received, turn, encodes, blocks, k, number, c, s, out):
+        """Write the mean of blocks over all sources.
 
         Others' coordinates are turned back unless the mean is encoded again, as turned as they are. Then this rank's
         coordinates are turned, too.
         """
-        add_up(received, block, c, s, out)
+        add_up(received, blocks, k, number, c, s, out)
+        block = blocks[k]
         has_own = received.own >= 0 and not block[RAW]
         own = part(x, block[START], out.size)
         if has_own and turn is not None:
@@ -114,10 +167,13 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
         if turn is not None and not block[RAW] and (has_own or not encodes):
             turn_block(own if encodes else out, block, turn, not encodes, s.u)
         if has_own:
-            if is_finite(own, c.form):
-                add_scaled(own, c.each, True, out)
-            else:
-                fill(out, np.nan)
+            for i in range(number):
+                own_block = part(own, i * block[LENGTH], block[LENGTH])
+                out_block = part(out, i * block[LENGTH], block[LENGTH])
+                if is_finite(own_block, c.form):
+                    add_scaled(own_block, c.each, True, out_block)
+                else:
+                    fill(out_block, np.nan)
             if c.rest != 1:
                 divide(out, c.rest)
 
@@ -140,24 +196,28 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
         """
         not_finite = 0
         writes = sent.memory.size > 0
-        for k in range(blocks.shape[0]):
-            fetch_ahead(x, blocks, k)
+        k = 0
+        while k < blocks.shape[0]:
+            number = number_together(blocks, k)
+            for i in range(number):
+                fetch_ahead(x, blocks, k + i)
             block = blocks[k]
-            n = block[LENGTH]
+            n = number * block[LENGTH]
             values = part(x, block[START], n)
             decodes = received is not None and received.keys.shape[0] > 0
             if received is not None and decodes:
                 # This rank's coordinates have to stay until they are added.
                 mean = part(s.mean, 0, n) if writes or received.own >= 0 else values
-                average(x, received, turn, writes, block, c, s, mean)
+                average(x, received, turn, writes, blocks, k, number, c, s, mean)
                 if writes:
                     values = mean
                 else:
                     if received.own >= 0:
                         copy(mean, values)
-                    # What was decoded, and not turned, is NaN in all places or in none.
+                    # What was decoded, and not turned, is NaN in all places of a block or in none.
                     checked = n if block[RAW] or turn is not None else 1
-                    not_finite += not is_finite(part(values, 0, checked), c.form)
+                    for i in range(number):
+                        not_finite += not is_finite(part(values, i * block[LENGTH], checked), c.form)
                     if c.form.limit < c.form.largest and not block[RAW]:
                         clamp(values, c.form.limit)
             if writes:
@@ -169,7 +229,8 @@ def codec_kernel(name: str, write: Callable[..., Any], read: Callable[..., Any])
                         values = part(s.mean, 0, n)
                         turn_block(values, block, turn, False, s.u)
                     given = int64(sent.scales[k]) if sent.scales.size else int64(-1)
-                    write(values, given, block, sent.key, c, s, sent.memory)
+                    write(values, given, blocks, k, number, sent.key, c, s, sent.memory)
+            k += number
         return not_finite
 
     return run

@@ -72,6 +72,20 @@ def block_keys(key, block):
 
 
 @loop
+def hashes(key, block, out):
+    """Write the hashes of a block, one for each place p from 0 on, into ``out``, uint32.
+
+    Args:
+        key: the two keys of the stream, uint32 [2].
+        block: the block's row of the table.
+        out: as many numbers as hashes are wanted, half as many as the block has coordinates.
+    """
+    a, b = block_keys(key, block)
+    for p in range(out.size):
+        out[p] = word(p, a, b)
+
+
+@loop
 def dither(key, block, n, first, u):
     """Write the dither of the ``n`` coordinates of a block, plus a number, into ``u``.
 

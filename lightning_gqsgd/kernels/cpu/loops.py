@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from numba import int32
+from numba import int32, int64
 
-from lightning_gqsgd.kernels.cpu.casts import clamped, fetch, larger, numbers
+from lightning_gqsgd.kernels.cpu.casts import clamped, fetch, larger, narrowed, numbers
 from lightning_gqsgd.kernels.cpu.jit import inlined, loop
 from lightning_gqsgd.kernels.layout import LENGTH, START
 
@@ -70,24 +70,25 @@ def maximum(bits, mask):
     """Returns the largest magnitude of floats.
 
     Magnitudes are compared as integers: LLVM does not vectorise a maximum of floats, and such a maximum loses NaN.
+    They stay as narrow as they are, because Numba would widen them to 64 bits, of which a vector has fewer.
 
     Args:
         bits: bits of the floats, as signed integers.
         mask: all bits but the sign.
     """
-    largest = mask & bits[0]
+    largest = narrowed(int64(mask & bits[0]), mask)
     for j in range(bits.size):
-        largest = larger(largest, bits[j] & mask)
+        largest = larger(largest, narrowed(int64(bits[j] & mask), mask))
     return largest
 
 
 @loop
 def maximum_and_zeros(bits, mask):
     """Returns the largest magnitude of floats, as in `maximum`, and the number of zeros."""
-    largest = mask & bits[0]
+    largest = narrowed(int64(mask & bits[0]), mask)
     zeros = int32(0)
     for j in range(bits.size):
-        magnitude = bits[j] & mask
+        magnitude = narrowed(int64(bits[j] & mask), mask)
         largest = larger(largest, magnitude)
         zeros = int32(zeros + int32(magnitude == 0))
     return largest, zeros

@@ -1,19 +1,24 @@
-"""Random Hadamard rotations of blocks, see `kernels.rotation`, which is the readable form."""
+"""Random Hadamard rotations of blocks, see `kernels.rotation`, which is the readable form.
+
+A transform goes through a block in few passes, each of which takes four vectors at once, and so makes two or more
+stages of butterflies from one load and one store. The first pass also makes the stages within a vector. What happens to
+coordinates before the first stage and after the last one happens in the same passes, see `transform`.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import float32, types
-from numba.extending import intrinsic
+from numba import uint32
 
-from lightning_gqsgd.kernels.cpu.casts import part
-from lightning_gqsgd.kernels.cpu.dither import FIRST, dither
-from lightning_gqsgd.kernels.cpu.jit import inlined, kernel, loop
+from lightning_gqsgd.kernels.cpu.casts import numbers, part
+from lightning_gqsgd.kernels.cpu.dither import hashes
+from lightning_gqsgd.kernels.cpu.jit import called, inlined, kernel, loop
 from lightning_gqsgd.kernels.cpu.scales import float_type
+from lightning_gqsgd.kernels.cpu.vectors import butterflies, filled, lanes, load, store
 from lightning_gqsgd.kernels.layout import LENGTH, RAW, START
 from lightning_gqsgd.kernels.wire import Key
 
@@ -41,43 +46,116 @@ def roots_of(block_size: int, dtype: torch.dtype) -> np.ndarray:
     return (2.0 ** (-0.5 * np.arange(block_size.bit_length()))).astype(float_type(dtype))
 
 
-#: Values that one step of `_first_stages` transforms.
-_WIDTH = 8
+#: Vectors that `transform` needs.
+FEWEST_VECTORS = 8
 
 
-@intrinsic
-def _transform_eight(typing_context, values, first):
-    """Replace eight values, from number ``first`` on, by the butterflies of distance 1, 2 and 4.
+@inlined
+def _two_stages(a, b, c, d):
+    """Returns the butterflies of the pairs (a, b) and (c, d), and then those of (a, c) and (b, d)."""
+    e = a + b
+    f = a - b
+    g = c + d
+    h = c - d
+    return e + g, f + h, e - g, f - h
 
-    LLVM does not vectorise loops that short, so this function makes vectors itself. In a butterfly, the sum takes the
-    place of the value on the left, and the difference takes that of the value on the right. Both are the other value
-    of the pair, plus the value times 1 or -1.
+
+def transform(read: Callable[..., Any], write: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the compiled function ``run(source, z, n, root, target)``, which transforms blocks of n coordinates.
+
+    Its arguments: ``source``, what ``read`` reads from; ``z``, the coordinates of one or more blocks, one after the
+    other, which are overwritten; ``n``, a power of two of at least `FEWEST_VECTORS` vectors; ``root``, the factor that
+    makes the transform orthonormal; ``target``, what ``write`` writes to.
+
+    Args:
+        read: compiled function ``read(source, n, i, j)``, which returns the four vectors of the coordinates of block i
+            from number j on.
+        write: compiled function ``write(z, n, i, j, a, b, c, d, target)``, which gets the vectors of the transformed
+            coordinates of block i from numbers j, j + n/4, j + n/2 and j + 3n/4 on. It may write to those places of
+            ``z``.
     """
 
-    def generate(context, builder, signature, arguments):
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        number = context.get_data_type(signature.args[0].dtype)
-        vector = ir.VectorType(number, _WIDTH)
-        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
-        alignment = context.get_abi_sizeof(number)
-        eight = builder.load(place, align=alignment)
-        for distance in (1, 2, 4):
-            lanes = [lane ^ distance for lane in range(_WIDTH)]
-            order = ir.Constant(ir.VectorType(ir.IntType(32), _WIDTH), lanes)
-            factors = ir.Constant(vector, [-1.0 if lane & distance else 1.0 for lane in range(_WIDTH)])
-            others = builder.shuffle_vector(eight, eight, order)
-            eight = builder.fadd(others, builder.fmul(eight, factors))
-        builder.store(eight, place, align=alignment)
-        return context.get_dummy_value()
+    @loop
+    def run(source, z, n, root, target):
+        width = lanes(z)
+        exponent = 0
+        while width << exponent < n:
+            exponent += 1
+        # Stages that are left for the other passes come in pairs.
+        in_pairs = exponent % 2 == 0
+        for i in range(z.size // n):
+            for j in range(0, n, 4 * width):
+                a, b, c, d = read(source, n, i, j)
+                a = butterflies(a)
+                b = butterflies(b)
+                c = butterflies(c)
+                d = butterflies(d)
+                if in_pairs:
+                    a, b, c, d = _two_stages(a, b, c, d)
+                else:
+                    a, b, c, d = a + b, a - b, c + d, c - d
+                first = i * n + j
+                store(z, first, a)
+                store(z, first + width, b)
+                store(z, first + 2 * width, c)
+                store(z, first + 3 * width, d)
+        quarter = n // 4
+        half = 4 * width if in_pairs else 2 * width
+        if half < quarter:
+            _middle_stages(z, n, half)
+        factor = filled(root, load(z, 0))
+        for i in range(z.size // n):
+            for j in range(0, quarter, width):
+                a, b, c, d = load_quarters(z, n, i, j)
+                a, b, c, d = _two_stages(a, b, c, d)
+                write(z, n, i, j, a * factor, b * factor, c * factor, d * factor, target)
 
-    return types.void(values, types.intp), generate
+    return run
 
 
-@loop
-def _first_stages(values):
-    """Returns the butterflies of distance 1, 2 and 4 of a multiple of eight values."""
-    for j in range(0, values.size, _WIDTH):
-        _transform_eight(values, j)
+@called
+def _middle_stages(z, n, half):
+    """Make the butterflies of all distances from ``half`` on but the last two."""
+    width = lanes(z)
+    while 4 * half < n:
+        for start in range(0, z.size, 4 * half):
+            for j in range(start, start + half, width):
+                a, b, c, d = _two_stages(load(z, j), load(z, j + half), load(z, j + 2 * half), load(z, j + 3 * half))
+                store(z, j, a)
+                store(z, j + half, b)
+                store(z, j + 2 * half, c)
+                store(z, j + 3 * half, d)
+        half *= 4
+
+
+@inlined
+def load_in_a_row(z, n, i, j):
+    """Returns four vectors of block i from number j on; a ``read`` of `transform`."""
+    first = i * n + j
+    width = lanes(z)
+    return load(z, first), load(z, first + width), load(z, first + 2 * width), load(z, first + 3 * width)
+
+
+@inlined
+def load_quarters(z, n, i, j):
+    """Returns the vectors of block i from numbers j, j + n/4, j + n/2 and j + 3n/4 on."""
+    first = i * n + j
+    quarter = n // 4
+    return load(z, first), load(z, first + quarter), load(z, first + 2 * quarter), load(z, first + 3 * quarter)
+
+
+@inlined
+def store_quarters(z, n, i, j, a, b, c, d, target):
+    """Put what was transformed into ``target``; a ``write`` of `transform`."""
+    first = i * n + j
+    quarter = n // 4
+    store(target, first, a)
+    store(target, first + quarter, b)
+    store(target, first + 2 * quarter, c)
+    store(target, first + 3 * quarter, d)
+
+
+_transform = transform(load_in_a_row, store_quarters)
 
 
 @loop
@@ -90,14 +168,15 @@ def _butterflies(left, right):
         right[j] = x - y
 
 
-@inlined
-def hadamard(values, root):
-    """Replace a power of two of values by their Hadamard transform; ``root``: the factor that makes it orthonormal."""
+@called
+def _short_transform(values, root):
+    """Replace a power of two of values, too few for `transform`, by their Hadamard transform."""
     n = values.size
     half = 1
-    if n >= 8:
-        _first_stages(values)
-        half = 8
+    if n >= lanes(values):
+        half = lanes(values)
+        for j in range(0, n, half):
+            store(values, j, butterflies(load(values, j)))
     while half < n:
         for first in range(0, n, 2 * half):
             _butterflies(part(values, first, half), part(values, first + half, half))
@@ -106,11 +185,25 @@ def hadamard(values, root):
         values[j] *= root
 
 
+@called
+def hadamard(values, root):
+    """Replace a power of two of values by their Hadamard transform; ``root``: the factor that makes it orthonormal."""
+    if values.size >= FEWEST_VECTORS * lanes(values):
+        _transform(values, values, values.size, root, values)
+    else:
+        _short_transform(values, root)
+
+
 @loop
-def _flip(values, u):
-    """Change the sign of the values whose dither is below 1/2."""
-    for j in range(values.size):
-        values[j] = -values[j] if u[j] < float32(0.5) else values[j]
+def _flip(values, words):
+    """Change the sign of the values whose dither is below 1/2; ``words``: see `dither.hashes`."""
+    half = (values.size + 1) // 2
+    first = part(values, 0, half)
+    second = part(values, half, values.size - half)
+    for j in range(first.size):
+        first[j] = first[j] if words[j] & uint32(1 << 15) else -first[j]
+    for j in range(second.size):
+        second[j] = second[j] if words[j] & uint32(1 << 31) else -second[j]
 
 
 @inlined
@@ -122,18 +215,19 @@ def turn_block(values, block, turn, inverse, u):
         block: the block's row of the table.
         turn: the rotation, a `Turn`.
         inverse: whether to turn back.
-        u: scratch space for the dither, fp32.
+        u: scratch space of as many 32-bit numbers as there are coordinates.
     """
-    dither(turn.key, block, values.size, FIRST, u)
+    words = numbers(u, 0, (values.size + 1) // 2, uint32(0))
+    hashes(turn.key, block, words)
     if not inverse:
-        _flip(values, u)
+        _flip(values, words)
     start = 0
     for exponent in range(turn.roots.size - 1, -1, -1):
         if values.size & (1 << exponent):
             hadamard(part(values, start, 1 << exponent), turn.roots[exponent])
             start += 1 << exponent
     if inverse:
-        _flip(values, u)
+        _flip(values, words)
 
 
 @kernel("rotate")

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels import reference
-from lightning_gqsgd.kernels.cpu.blocks import Received, Scratch, Sent
+from lightning_gqsgd.kernels.cpu.blocks import LONGEST_TOGETHER, TOGETHER, Received, Scratch, Sent
 from lightning_gqsgd.kernels.cpu.narrow import round_blocks
 from lightning_gqsgd.kernels.cpu.rotation import Turn, rotate_blocks
 from lightning_gqsgd.kernels.cpu.scales import float_type, form_of, integer_type
 from lightning_gqsgd.kernels.cpu.statistics import LANES, maxima, moments
+from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES
 from lightning_gqsgd.kernels.families import cpu_family
 from lightning_gqsgd.kernels.layout import LENGTH, START
 from lightning_gqsgd.kernels.protocol import Own, Quantiser
@@ -198,13 +199,24 @@ def _keys(keys: Sequence[Key]) -> np.ndarray:
 
 
 def _scratch(block_size: int, dtype: torch.dtype) -> Scratch:
-    """Returns the space for one block. Every call has its own, because kernels run on several threads at once."""
-    size = block_size + 1
+    """Returns the space for blocks. Every call has its own, because kernels run on several threads at once."""
+    size = max(block_size, TOGETHER * min(block_size, LONGEST_TOGETHER)) + 1
+    real = float_type(dtype)
     return Scratch(
-        u=np.empty(size, np.float32),
-        other=np.empty(size, np.float32),
-        codes=np.empty(size, np.uint8),
-        mean=np.empty(size, float_type(dtype)),
-        own=np.empty(size, float_type(dtype)),
-        turned=np.empty(size, float_type(dtype)),
+        u=_aligned(size, np.float32),
+        other=_aligned(size, np.float32),
+        codes=_aligned(size, np.uint8),
+        mean=_aligned(size, real),
+        own=_aligned(size, real),
+        turned=_aligned(size, real),
+        largest=np.empty(TOGETHER, np.int64),
+        factors=np.empty(TOGETHER, real),
+        flags=np.empty(TOGETHER, np.bool_),
     )
+
+
+def _aligned(size: int, dtype: type[np.generic]) -> np.ndarray:
+    """Returns an array whose vectors lie within lines of the processor's cache."""
+    memory = np.empty(size * np.dtype(dtype).itemsize + VECTOR_BYTES, np.uint8)
+    first = -memory.ctypes.data % VECTOR_BYTES
+    return memory[first : first + size * np.dtype(dtype).itemsize].view(dtype)
