@@ -31,7 +31,8 @@ from lightning_gqsgd.predict.timeline import Bucket, Timeline, estimated
 
 ROWS = Path(__file__).with_name("l40s_links.csv")
 NODES = 4
-#: Bits per second of the links by their names in the file. Links without a limit are as one connection of iperf3 says.
+#: Bits per second of the links by their names in the file. That of links without a limit is what iperf3 said between
+#: two machines.
 RATES = {"50m": 50e6, "1g": 1e9, "unshaped": 9.53e9}
 UNSHAPED = "unshaped"
 #: Whose kernels reduce fp32 gradients; there are no estimates of an L40S, and fp32 needs no codec.
@@ -214,8 +215,8 @@ def measure(options: argparse.Namespace) -> Report:
 NOTES = (
     "4 × L40S: mean step over the steps that were counted, which have as many exchanges as H fits into them. The "
     "prediction knows the model, the rate and the length of a step that exchanges nothing; see docs/prediction.md.",
-    "Links without a limit: 9.53 Gbit/s is what one connection reaches. The step is shorter than the bytes of a ring "
-    "take at that rate, so NCCL's several connections have reached more, and the row cannot be predicted from it.",
+    "Links without a limit: iperf3 reached 9.53 Gbit/s. The step is shorter than the bytes of a ring take at that rate, "
+    "so NCCL has reached more, and the row cannot be predicted from it.",
     "4 × A100: logs of Global-QSGD's authors (docs/paper.md), against the closed form of their paper. Their baseline is "
     "a tree of messages and no all-reduce of NCCL. DeepLight's times are those of an epoch of 200 steps. The form has "
     "no interval.",

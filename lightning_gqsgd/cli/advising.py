@@ -258,7 +258,7 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
     headings = (
         "gradients",
         "step (ms)",
-        "interval (ms)",
+        "range (ms)",
         "of it waiting",
         "samples/s",
         "sent (MB)",
