@@ -215,11 +215,11 @@ def measure(options: argparse.Namespace) -> Report:
 NOTES = (
     "4 × L40S: mean step over the steps that were counted, which have as many exchanges as H fits into them. The "
     "prediction knows the model, the rate and the length of a step that exchanges nothing; see docs/prediction.md.",
-    "Links without a limit: iperf3 reached 9.53 Gbit/s. The step is shorter than the bytes of a ring take at that rate, "
-    "so NCCL has reached more, and the row cannot be predicted from it.",
-    "4 × A100: logs of Global-QSGD's authors (docs/paper.md), against the closed form of their paper. Their baseline is "
-    "a tree of messages and no all-reduce of NCCL. DeepLight's times are those of an epoch of 200 steps. The form has "
-    "no interval.",
+    "Links without a limit: iperf3 reached 9.53 Gbit/s. The step is shorter than the bytes of a ring take at that "
+    "rate, so NCCL has reached more, and the row cannot be predicted from it.",
+    "4 × A100: logs of Global-QSGD's authors (docs/paper.md), against the closed form of their paper. Their baseline "
+    "is a tree of messages and no all-reduce of NCCL. DeepLight's times are those of an epoch of 200 steps. The form "
+    "has no interval.",
 )
 
 

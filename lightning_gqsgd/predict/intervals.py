@@ -13,8 +13,8 @@ from lightning_gqsgd.predict.model import predict
 from lightning_gqsgd.predict.timeline import Timeline
 
 #: Measured over predicted steps: the 3rd and the 97th of a hundred, of the 64 settings of ``benchmarks/prediction.py``.
-SHORTEST = 0.968
-LONGEST = 1.163
+SHORTEST = 0.972
+LONGEST = 1.16
 
 #: Seconds of the least and the most that a step is expected to take.
 Interval = tuple[float, float]

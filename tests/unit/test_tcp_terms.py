@@ -136,6 +136,7 @@ def test_the_shares_of_the_interval_are_those_of_the_tables_and_hold_in_labs_tha
         others = [ratio for lab, several in by_lab.items() if lab != left_out for ratio in several]
         shortest, longest = np.quantile(others, (0.03, 0.97))
         held += sum(shortest <= ratio <= longest for ratio in inside)
+    assert held == 59  # docs/prediction.md says so
     assert held >= 0.9 * len(ratios)
 
 
