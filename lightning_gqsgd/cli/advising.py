@@ -258,9 +258,9 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
     headings = (
         "gradients",
         "step (ms)",
+        "range (ms)",
         "of it waiting",
         "samples/s",
-        "efficiency",
         "sent (MB)",
         *(["in node (MB)"] if levels else []),
         "wire (ms)",
@@ -274,15 +274,22 @@ def table(cluster: Cluster, choices: Sequence[Candidate], local: Candidate | Non
         made.add_row(
             candidate.name,
             f"{1e3 * step.step_s:.1f}",
+            _interval(candidate),
             f"{step.exposed_s / step.step_s:.0%}",
             "–" if rate is None else f"{rate:,.0f}",
-            f"{step.efficiency:.0%}",
             f"{step.network_bytes / 1e6:.1f}",
             *([f"{step.node_bytes / 1e6:.1f}"] if levels else []),
             f"{1e3 * step.wire_s:.1f}",
             f"{1e3 * step.codec_s:.1f}",
         )
     return made
+
+
+def _interval(candidate: Candidate) -> str:
+    """The interval of a step in milliseconds, without decimals from a tenth of a second on."""
+    if candidate.interval is None:
+        return "–"
+    return " to ".join(f"{1e3 * end:.{0 if end >= 0.1 else 1}f}" for end in candidate.interval)
 
 
 def _samples_per_s(cluster: Cluster, candidate: Candidate) -> float | None:
@@ -337,6 +344,8 @@ def _figures(cluster: Cluster, candidate: Candidate) -> dict[str, float | None]:
     step = candidate.prediction
     return {
         "step_s": step.step_s,
+        "shortest_s": None if candidate.interval is None else candidate.interval[0],
+        "longest_s": None if candidate.interval is None else candidate.interval[1],
         "compute_s": step.compute_s,
         "exposed_s": step.exposed_s,
         "codec_s": step.codec_s,

@@ -228,7 +228,7 @@ def advise(
             asking.check_network(probe, link)
     # Here, not above: they import torch, which takes seconds.
     from lightning_gqsgd.cli import advising, tables, waiting
-    from lightning_gqsgd.predict.advice import Sweeps, candidates, recommendable, with_local_steps
+    from lightning_gqsgd.predict.advice import Sweeps, candidates, recommendable, with_intervals, with_local_steps
 
     places = (nodes, gpus_per_node, backward, forward, codec)
     question = advising.Question(model, batch, probe, link, latency, intra, *places)
@@ -248,6 +248,8 @@ def advise(
             pictures.check_files(files)
         cluster = question.cluster()
         choices = candidates(cluster, tick=lambda name: say(f"predicting {name}"))
+        say("predicting intervals")
+        choices = with_intervals(cluster, choices)
         say("predicting local steps")
         local = with_local_steps(cluster)
         if plot is not None or as_json:

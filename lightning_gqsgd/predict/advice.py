@@ -11,8 +11,9 @@ import torch
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, collectives_between
+from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, collectives_between, over_tcp
 from lightning_gqsgd.predict.device_times import codec_of_bits
+from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
 from lightning_gqsgd.predict.timeline import Bucket, Timeline
 
@@ -120,11 +121,13 @@ class Candidate:
         name: for people, e.g. ``"4 bit, hierarchical"``.
         method: see `model.predict`.
         prediction: the prediction.
+        interval: seconds between which the step is expected, see `intervals`; None: nobody has asked for them.
     """
 
     name: str
     method: GQSGDConfig | str
     prediction: Prediction
+    interval: Interval | None = None
 
     @property
     def keywords(self) -> str:
@@ -140,7 +143,8 @@ def over_links(device_costs: Callable[[dict[str, Any]], Costs], per_node: int, l
 
     def costs_at(nodes: int, factor: float) -> Costs:
         faster = replace(link, bytes_per_s=link.bytes_per_s * factor)
-        return device_costs(collectives_between(nodes, per_node, faster, inside))
+        costs = device_costs(collectives_between(nodes, per_node, faster, inside))
+        return over_tcp(costs, nodes, nodes * per_node, faster)
 
     return costs_at
 
@@ -219,6 +223,7 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
     alone = replace(line, buckets=(everything,), forward_s=0.0, backward_s=0.0, update_s=0.0)
     method = GQSGDConfig(bits=LOCAL_BITS, sample_every=0)
     average = predict(alone, costs, cluster.ranks, method)
+    shortest_s, longest_s = interval(alone, costs, cluster.ranks, method)
     share = 1 / LOCAL_STEPS
     step = Prediction(
         step_s=line.compute_s + share * average.step_s,
@@ -230,7 +235,17 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
         events=(),
         node_bytes=round(share * average.node_bytes),
     )
-    return Candidate(f"{LOCAL_BITS} bit, every {LOCAL_STEPS} steps", method, step)
+    ends = (SHORTEST * line.compute_s + share * shortest_s, LONGEST * line.compute_s + share * longest_s)
+    return Candidate(f"{LOCAL_BITS} bit, every {LOCAL_STEPS} steps", method, step, ends)
+
+
+def with_intervals(cluster: Cluster, choices: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates of a cluster with the intervals of their steps."""
+    costs = cluster.costs_at(cluster.nodes, 1.0)
+    line = cluster.timeline
+    return [
+        replace(candidate, interval=interval(line, costs, cluster.ranks, candidate.method)) for candidate in choices
+    ]
 
 
 def recommendable(choices: Sequence[Candidate]) -> list[Candidate]:

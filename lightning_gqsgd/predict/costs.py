@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work
+from lightning_gqsgd.predict.tcp import Factors, Terms, terms_of
 
 #: Kinds of collectives that have a cost; sums have one for each dtype, because ranks add them.
 KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
@@ -100,6 +101,8 @@ class Costs:
             processors; several threads of a rank may then get more together.
         on_streams: whether collectives run on streams of a GPU (NCCL), and not on a thread (Gloo).
         source: where the numbers are from, for people.
+        terms: what collectives between nodes take beyond their bytes at the rate of a link; None: times were measured,
+            so that nothing is to be added.
     """
 
     collectives: Mapping[str, Collective]
@@ -111,6 +114,26 @@ class Costs:
     on_streams: bool = False
     stage_s: float = 0.0
     source: str = field(default="given", compare=False)
+    terms: Terms | None = None
+
+    def at(self, factors: Factors) -> Costs:
+        """Returns the costs with given factors of collectives between nodes."""
+        return replace(self, terms=Terms(factors, factors, factors))
+
+    def wire_seconds(self, scope: str, kind: str, nbytes: int, *, is_beside_backward: bool) -> float:
+        """Returns the seconds for which a collective keeps its link.
+
+        Args:
+            scope: between whom, see `Message.scope`.
+            kind: see `Message.kind`.
+            nbytes: bytes that a rank sends; in a ring, where the collective is one.
+            is_beside_backward: whether the step has a backward pass, beside which the collective runs.
+        """
+        seconds = self.collective(scope, kind).beta_s * nbytes
+        if self.terms is None or scope == "node":
+            return seconds
+        usual = self.terms.usual
+        return seconds * usual.every * (usual.trees if is_beside_backward and kind.startswith("sum") else 1.0)
 
     @property
     def speed(self) -> float:
@@ -367,4 +390,17 @@ def estimated_costs(device: str, nodes: int, per_node: int, link: Link) -> Costs
         per_node: ranks on each node.
         link: of a node, to the other nodes.
     """
-    return ESTIMATES[device].costs(collectives_between(nodes, per_node, link, inside_of(device, link)))
+    costs = ESTIMATES[device].costs(collectives_between(nodes, per_node, link, inside_of(device, link)))
+    return over_tcp(costs, nodes, nodes * per_node, link)
+
+
+def over_tcp(costs: Costs, nodes: int, ranks: int, link: Link) -> Costs:
+    """Returns the costs of NCCL over a link that carries TCP; those of Gloo, and of other links, stay as they are.
+
+    Args:
+        costs: costs of a ring's bytes at the rate of the link.
+        nodes: number of nodes.
+        ranks: ranks of all nodes.
+        link: of a node, to the other nodes.
+    """
+    return replace(costs, terms=terms_of(nodes, ranks, link.bytes_per_s)) if costs.on_streams else costs

@@ -90,7 +90,7 @@ def predict(timeline: Timeline, costs: Costs, ranks: int, method: GQSGDConfig | 
     profiles, sent = _profiles(timeline, costs, ranks, method) if ranks > 1 else ([() for _ in timeline.buckets], 0)
     clock = Clock(costs.cores)
     backward = Resource(clock, "backward")
-    runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs)
+    runner = (StreamsRunner if costs.on_streams else ThreadRunner)(clock, costs, has_backward=timeline.backward_s > 0)
     demand = costs.speed  # times were measured with all ranks at work, each on one thread or one GPU
     clock.start(timeline.forward_s, demand, lambda: None)
     clock.run()

@@ -96,6 +96,7 @@ class Probe:
     def save(self, path: Path) -> None:
         """Write the probe as JSON."""
         values = {**asdict(replace(self, timelines=())), "timelines": [line.to_dict() for line in self.timelines]}
+        del values["costs"]["terms"]  # what was measured has everything in it
         path.write_text(json.dumps({"version": VERSION, **values}, indent=1) + "\n")
 
     @classmethod
@@ -167,7 +168,8 @@ def _costs_of(values: object, source: str) -> Costs:
     Raises:
         ConfigError: the entry is not what a probe has; the message names the value.
     """
-    given = files.entries(values, "costs", tuple(field.name for field in fields(Costs)))
+    names = tuple(field.name for field in fields(Costs) if field.name != "terms")
+    given = files.entries(values, "costs", names)
     collectives, gammas = (files.entries(given[name], f"costs.{name}") for name in ("collectives", "gammas"))
     return Costs(
         {key: files.numbers(Collective, cost, f"costs.collectives[{key!r}]") for key, cost in collectives.items()},

@@ -26,11 +26,13 @@ class Network:
     Args:
         clock: the clock.
         costs: what collectives cost.
+        has_backward: whether the step has a backward pass, beside which collectives run.
     """
 
-    def __init__(self, clock: Clock, costs: Costs) -> None:
+    def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
         self._clock = clock
         self._costs = costs
+        self._has_backward = has_backward
         self._links = {"node": Resource(clock, "node"), "link": Resource(clock, "link")}
 
     def start(self, message: Message, bucket: int, piece: int, then: Then) -> None:
@@ -42,7 +44,8 @@ class Network:
         """
         cost = self._costs.collective(message.scope.kind, message.kind)
         sent = message.sent_bytes
-        seconds = cost.beta_s * sent
+        scope, kind = message.scope.kind, message.kind
+        seconds = self._costs.wire_seconds(scope, kind, sent, is_beside_backward=self._has_backward)
         link = self._links["node" if message.scope.kind == "node" else "link"]
         demand = cost.cpu_beta_s / cost.beta_s if cost.beta_s else 0.0
         alone = partial(self._clock.start, cost.alone_s * sent, 0.0, then)
@@ -86,9 +89,9 @@ def _label(works: Sequence[Work]) -> str:
 class ThreadRunner:
     """One thread that encodes and decodes, and starts collectives: as `pipeline.Sequencer` does."""
 
-    def __init__(self, clock: Clock, costs: Costs) -> None:
+    def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
         self._costs = costs
-        self._network = Network(clock, costs)
+        self._network = Network(clock, costs, has_backward=has_backward)
         self._codec = Resource(clock, "codec")
         self._lane: deque[_Piece] = deque()
         self._is_busy = False
@@ -153,9 +156,9 @@ class _Stream:
 class StreamsRunner:
     """Streams of a GPU that jobs take in turns, and one order of collectives: as `pipeline.StreamRunner` does."""
 
-    def __init__(self, clock: Clock, costs: Costs) -> None:
+    def __init__(self, clock: Clock, costs: Costs, *, has_backward: bool) -> None:
         self._costs = costs
-        self._network = Network(clock, costs)
+        self._network = Network(clock, costs, has_backward=has_backward)
         self._streams = [_Stream(Resource(clock, f"stream {number}")) for number in range(STREAMS)]
         self._turns = cycle(self._streams)
         self._collectives: deque[_Collective] = deque()

@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 
+from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST
 from lightning_gqsgd.research.theory import omega_eden, tree_second_moment
 from tests.docs.checks import Checked, Sentences, compare_sentence
 from tests.docs.pages import tables, text_of
@@ -123,7 +124,47 @@ def longer_with_codes() -> list[float]:
     return found
 
 
+def losses_of_sockets(milliseconds: int, rate: str) -> float:
+    """Time of a mean with 16 sockets on each channel, over that with one."""
+    saved = json.loads((RESULTS / "slow_rings.json").read_text())["rows"]
+    times = {(sockets, queue, at): seconds for sockets, queue, at, seconds, *_ in saved}
+    return times[16, milliseconds, rate] / times[1, 50, rate]
+
+
+RING = "error of a ring's bytes (%)"
+
+
+def of_other_clusters(*links: str, column: str = "error (%)") -> list[float]:
+    """Percent by which predictions of steps on L40S are off, without signs, on links of these names, or on all."""
+    saved = json.loads((RESULTS / "other_clusters.json").read_text())
+    rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
+    ours = [row for row in rows if row["measured by others"] == "4 × L40S"]
+    return [abs(row[column]) for row in ours if not links or row["link"] in links]
+
+
 SENTENCES: Sentences = {
+    ("docs/prediction.md", r"a mean takes ([\d.]+) times as long .*? 0\.31 MB, ([\d.]+) times at 1\.25 MB"): [
+        lambda: losses_of_sockets(50, "50mbit"),
+        lambda: losses_of_sockets(50, "200mbit"),
+    ],
+    ("docs/prediction.md", r"measured steps have ([\d.]+) to ([\d.]+) times the predicted length"): [
+        lambda: SHORTEST,
+        lambda: LONGEST,
+    ],
+    (
+        "docs/prediction.md",
+        r"Over the (\d+) rows, the median of the absolute errors is ([\d.]+) %, and the interval holds in (\d+)\. "
+        r"On links of a known rate, the worst error is ([\d.]+) %\. "
+        r"Without the three terms, their median is ([\d.]+) % and the worst ([\d.]+) %",
+    ): [
+        lambda: len(of_other_clusters()),
+        lambda: median(of_other_clusters()),
+        lambda: sum(row["holds"] == "yes" for row in rows_of(RESULTS / "other_clusters.md")),
+        lambda: max(of_other_clusters("1g", "50m")),
+        lambda: median(of_other_clusters("1g", "50m", column=RING)),
+        lambda: max(of_other_clusters("1g", "50m", column=RING)),
+    ],
+    ("docs/prediction.md", r"link without a limit is off by (\d+) %"): [lambda: max(of_other_clusters("unshaped"))],
     (
         "docs/experiments/convnet_cifar.md",
         r"([\d.]+) % of the validation images ([\d.]+) times faster than `ddp` and ([\d.]+) times faster than "
