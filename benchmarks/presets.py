@@ -255,7 +255,8 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     facts = []
     for kind in (kind for kind in KINDS if kind in options.kinds):
         data = KINDS[kind](max(options.ranks), options.steps)
-        work = [(ranks, case) for ranks in options.ranks for case in cases()]
+        chosen = [case for case in cases() if not options.only or case.preset in options.only]
+        work = [(ranks, case) for ranks in options.ranks for case in chosen]
         for ranks, case in track(work, kind, console=Console(stderr=True), transient=True):
             for steps, error, bits in errors(case, data.ranks[:ranks], data.segments):
                 keys = {"case": case.name, "ranks": ranks, "kind": kind, "steps": steps}
@@ -272,6 +273,9 @@ def measure(options: argparse.Namespace) -> Report:
         raw = json.loads((RESULTS / "presets.json").read_text())
     else:
         facts = measured(options)
+        if options.only:  # the others stay as they were measured before
+            kept = json.loads((RESULTS / "presets.json").read_text())["facts"]
+            facts = [fact for fact in kept if fact["case"].split()[0] not in options.only] + facts
         raw = {"facts": facts, "images": "CIFAR-10" if "GQSGD_DATA" in os.environ else "digits", "steps": options.steps}
     order = [kind for kind in KINDS if any(fact["kind"] == kind for fact in raw["facts"])]
     ranks = sorted({fact["ranks"] for fact in raw["facts"]})
@@ -527,6 +531,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument(
         "--docs", metavar="FILE", help="write this Markdown page, and beside it that of errors and a figure"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(FIXED), metavar="PRESET", help="measure these anew, and keep the others"
     )
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"

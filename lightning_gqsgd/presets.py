@@ -86,6 +86,8 @@ _NATURAL = "Horváth et al. 2019, arXiv 1905.10988"
 _EDEN = "Vargaftik et al. 2022, arXiv 2108.08842"
 _GLOBAL = "Xin et al. 2023, arXiv 2305.18627"
 
+#: Global-QSGD's scale, the largest magnitude in the bucket of any rank, and its 8 bits; nothing travels uncompressed.
+_ONE_SCALE = {"bits": 8, "scale_per": "bucket", "min_numel": 0}
 #: DIANA's and Artemis' codec: l2 norm, levels -1, 0, 1.
 _TERNARY = {"bits": 2, "levels": 1, "norm": "l2"}
 
@@ -101,6 +103,18 @@ PRESETS: dict[str, Preset] = {
     ),
     "gqsgd_exponential_tree": Preset(
         _exponential(reducer="tree"), _GLOBAL, "powers of two, added in pairs along a tree", fixed=("codec",)
+    ),
+    "global_qsgd_linear": Preset(
+        _stochastic(**_ONE_SCALE, reducer="sum"),
+        _GLOBAL,
+        "the paper's standard dithering: one scale of all ranks per bucket, codes summed by the allreduce",
+        fixed=("codec", "dither", "reducer", "scale_per"),
+    ),
+    "global_qsgd_exponential": Preset(
+        _exponential(**_ONE_SCALE, reducer="tree"),
+        _GLOBAL,
+        "the paper's exponential dithering: one scale of all ranks per bucket, powers of two added along a tree",
+        fixed=("codec", "mantissa", "reducer", "scale_per"),
     ),
     "qsgd": Preset(_stochastic(bits=4, block_size=512, reducer="gather"), _QSGD, "stochastic levels, local scales"),
     "qsgd_elias": Preset(
