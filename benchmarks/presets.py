@@ -39,9 +39,10 @@ from lightning_gqsgd.cli import local, systems
 from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.presets import FIXED, PRESETS, make_config
+from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS, PRESETS, make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.research.systems import SYSTEMS
 from lightning_gqsgd.research.theory import bits_at
 from pictures.style import COLOURS, DPI, STYLE
 from workloads.digits import load_digits
@@ -378,11 +379,27 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         *_spaced(notes(described)[len(NOTES) :]),
         *local.LISTING.markdown(),
         *systems.LISTING.markdown(),
+        *left_out(),
     ]
     errors_page, picture = path.with_name(ERRORS), path.with_suffix(".png")
     for page, content in ((path, lines), (errors_page, _lines_of_errors(raw, order, ranks, picture))):
         page.write_text("\n".join(content).rstrip() + "\n")
     print(f"written: {path}, {errors_page} and {picture}")
+
+
+def left_out() -> list[str]:
+    """The lines of the section on what of the papers is left out."""
+    everything = {**PRESETS, **LOCAL_PRESETS, **SYSTEMS}
+    told = {name: entry.left_out for name, entry in everything.items() if entry.left_out}
+    return [
+        "## What is left out",
+        "",
+        "What the systems' papers have beside what is here, and why it is left out. `gqsgd systems check NAME` runs "
+        "the smallest experiment of a system, and prints what is claimed beside what is measured.",
+        "",
+        *_markdown(("system", "left out, and why"), list(told.items()), numbers=()),
+        "",
+    ]
 
 
 def _lines_of_errors(raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int], picture: Path) -> list[str]:

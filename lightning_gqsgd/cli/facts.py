@@ -146,6 +146,7 @@ class Facts:
             "paper": self.preset.paper,
             "what": self.preset.what,
             "optimizer": self.preset.optimizer,
+            "left_out": self.preset.left_out or "nothing",
             "warnings": list(self.warnings),
             "config": (self.config or self.preset.config).to_dict(),
         }
