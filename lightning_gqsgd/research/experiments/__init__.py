@@ -54,4 +54,7 @@ EXPERIMENTS: dict[str, Callable[[], Rows]] = {
 
 def source_of(name: str) -> str:
     """Returns the paper of a system."""
-    return {**PRESETS, **LOCAL_PRESETS, **SYSTEMS}[name].paper
+    papers: dict[str, str] = {known: preset.paper for known, preset in PRESETS.items()}
+    papers |= {known: preset.paper for known, preset in LOCAL_PRESETS.items()}
+    papers |= {known: system.paper for known, system in SYSTEMS.items()}
+    return papers[name]
