@@ -39,9 +39,10 @@ from lightning_gqsgd.cli import local, systems
 from lightning_gqsgd.cli.facts import HEADINGS, NOTES, facts_of, notes
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.presets import FIXED, PRESETS, make_config
+from lightning_gqsgd.presets import FIXED, LOCAL_PRESETS, PRESETS, make_config
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
+from lightning_gqsgd.research.systems import SYSTEMS
 from lightning_gqsgd.research.theory import bits_at
 from pictures.style import COLOURS, DPI, STYLE
 from workloads.digits import load_digits
@@ -255,7 +256,8 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     facts = []
     for kind in (kind for kind in KINDS if kind in options.kinds):
         data = KINDS[kind](max(options.ranks), options.steps)
-        work = [(ranks, case) for ranks in options.ranks for case in cases()]
+        chosen = [case for case in cases() if not options.only or case.preset in options.only]
+        work = [(ranks, case) for ranks in options.ranks for case in chosen]
         for ranks, case in track(work, kind, console=Console(stderr=True), transient=True):
             for steps, error, bits in errors(case, data.ranks[:ranks], data.segments):
                 keys = {"case": case.name, "ranks": ranks, "kind": kind, "steps": steps}
@@ -272,6 +274,9 @@ def measure(options: argparse.Namespace) -> Report:
         raw = json.loads((RESULTS / "presets.json").read_text())
     else:
         facts = measured(options)
+        if options.only:  # the others stay as they were measured before
+            kept = json.loads((RESULTS / "presets.json").read_text())["facts"]
+            facts = [fact for fact in kept if fact["case"].split()[0] not in options.only] + facts
         raw = {"facts": facts, "images": "CIFAR-10" if "GQSGD_DATA" in os.environ else "digits", "steps": options.steps}
     order = [kind for kind in KINDS if any(fact["kind"] == kind for fact in raw["facts"])]
     ranks = sorted({fact["ranks"] for fact in raw["facts"]})
@@ -374,11 +379,27 @@ def write_docs(path: Path, raw: dict[str, Any], order: Sequence[str], ranks: Seq
         *_spaced(notes(described)[len(NOTES) :]),
         *local.LISTING.markdown(),
         *systems.LISTING.markdown(),
+        *left_out(),
     ]
     errors_page, picture = path.with_name(ERRORS), path.with_suffix(".png")
     for page, content in ((path, lines), (errors_page, _lines_of_errors(raw, order, ranks, picture))):
         page.write_text("\n".join(content).rstrip() + "\n")
     print(f"written: {path}, {errors_page} and {picture}")
+
+
+def left_out() -> list[str]:
+    """The lines of the section on what of the papers is left out."""
+    everything = {**PRESETS, **LOCAL_PRESETS, **SYSTEMS}
+    told = {name: entry.left_out for name, entry in everything.items() if entry.left_out}
+    return [
+        "## What is left out",
+        "",
+        "What the systems' papers have beside what is here, and why it is left out. `gqsgd systems check NAME` runs "
+        "the smallest experiment of a system, and prints what is claimed beside what is measured.",
+        "",
+        *_markdown(("system", "left out, and why"), list(told.items()), numbers=()),
+        "",
+    ]
 
 
 def _lines_of_errors(raw: dict[str, Any], order: Sequence[str], ranks: Sequence[int], picture: Path) -> list[str]:
@@ -527,6 +548,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument(
         "--docs", metavar="FILE", help="write this Markdown page, and beside it that of errors and a figure"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(FIXED), metavar="PRESET", help="measure these anew, and keep the others"
     )
     parser.add_argument(
         "--from-results", action="store_true", help="take benchmarks/results/presets.json; measure nothing"

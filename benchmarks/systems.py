@@ -13,36 +13,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.report import Report, present
-from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
-from lightning_gqsgd.research.simulation import simulate
-from lightning_gqsgd.research.simulation.gossip import DPSVRG, DSPG, Penalised
+from lightning_gqsgd.research.experiments.optimizing import PENALTY, SIGN, Rates, sparse_problem, sparse_run
+from lightning_gqsgd.research.experiments.voting import lasso
+from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
+from lightning_gqsgd.research.simulation.gossip import DPSVRG, DSPG
 from lightning_gqsgd.research.simulation.graph import Graph
-from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
-from lightning_gqsgd.research.simulation.shifted import DGDDEF
+from lightning_gqsgd.research.simulation.problems import DigitsMLP
 from lightning_gqsgd.research.simulation.votes import FedVote
 from lightning_gqsgd.research.systems import SYSTEMS
-
-#: Of the L1 norm, in both experiments that have a penalty.
-PENALTY = 1e-2
 
 #: A row: experiment, method, setting, and what was measured by its name.
 Row = tuple[str, str, str, dict[str, float]]
 
 
-class SparseLogistic(LogisticRegression):
-    """Logistic regression of which 5 % of the true weights are not zero."""
-
-    def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
-        self.truth = 2 * torch.where(torch.arange(self.dimension) % 20 == 0, self.truth, 0.0)
-        return super()._targets((self.features * self.truth).sum(1), noise)
-
-
 def adagrad() -> Iterator[Row]:
     """Zeros, objective and accuracy after 400 steps of 4 workers with batches of 32; d = 500."""
-    problem = SparseLogistic(dimension=500, rows=2000, batch=32, noise=0.5, regularisation=0.0)
+    problem = sparse_problem()
     clipped = SYSTEMS["qcmd_adagrad"].fields
     ways: dict[str, tuple[str, dict[str, Any]]] = {
         "fp32": ("ddp", {}),
@@ -57,37 +45,24 @@ def adagrad() -> Iterator[Row]:
     }
     for name, make in makers.items():
         for way, (preset, fields) in ways.items() if name != "torch.optim.Adagrad" else [("fp32", ways["fp32"])]:
-            record = simulate(
-                preset, problem, workers=4, steps=400, optimizer=make, record_every=400, progress=False, **fields
-            )
-            x = torch.from_numpy(record.parameters)
-            objective = record.last() + PENALTY * float(x.abs().sum())
-            facts = {"zeros": sparsity([x]), "loss + penalty": objective, "accuracy": record.last("accuracy")}
+            zeros, objective, accuracy = sparse_run(problem, make, preset, 400, **fields)
+            facts = {"zeros": zeros, "loss + penalty": objective, "accuracy": accuracy}
             yield "Adagrad with an L1 penalty", name, way, facts
 
 
 def shifted() -> Iterator[Row]:
     """Factors per step by which the distance to the optimum of least squares shrinks in 50 steps; d = 116."""
-    problem = LeastSquares(dimension=116, rows=400, noise=0.0, dtype=torch.float64)
-    smallest, largest = torch.linalg.eigvalsh(problem.features.T @ problem.features / problem.rows)[[0, -1]].tolist()
-    lr, x = 2 / (largest + smallest), problem.start()
-    for step in range(50):
-        x = x - lr * problem.gradients(x, step, 1)[0]
-    exact = float(((x - problem.truth).norm() / problem.truth.norm()) ** (1 / 50))
-    yield "DGD-DEF", "gradient descent", "fp32", {"factor": exact}
+    rates = Rates()
+    yield "DGD-DEF", "gradient descent", "fp32", {"factor": rates.exact()}
     methods: dict[str, tuple[bool, dict[str, Any]]] = {
         "DGD-DEF": (True, {}),
         "classic error feedback": (False, {}),
         "DGD-DEF without rotation": (True, {"rotation": False}),
     }
     for bits in (1, 2, 3, 4, 8):
-        sign = {"codec": "sign", "dither": "adaptive"} if bits == 1 else {}
+        sign = SIGN if bits == 1 else {}
         for name, (is_shifted, fields) in methods.items():
-            run = DGDDEF(1, lr, is_shifted).run(
-                problem, 50, **{**SYSTEMS["dgd_def"].fields, "bits": bits, **sign, **fields}
-            )
-            distance = run.metrics["distance"]
-            yield "DGD-DEF", name, f"{bits} bits", {"factor": float((distance[-1] / distance[0]) ** (1 / 50))}
+            yield "DGD-DEF", name, f"{bits} bits", {"factor": rates.of(is_shifted, **{"bits": bits, **sign, **fields})}
 
 
 def votes() -> Iterator[Row]:
@@ -110,16 +85,7 @@ def gossip() -> Iterator[Row]:
     for name, graph in graphs.items():
         facts = {"neighbours": float(max(graph.degrees)), "contraction": graph.contraction}
         yield "Graphs of 8 ranks", "gossip", name, facts
-    fields: dict[str, Any] = {"dimension": 40, "rows": 1600, "parts": 8, "spread": 0.5, "regularisation": 0.0}
-    fields |= {"dtype": torch.float64}
-    whole = LogisticRegression(**fields)
-    problem = Penalised(LogisticRegression(batch=20, **fields), whole, l1=PENALTY, batch_share=0.1)
-    smoothness = float(torch.linalg.eigvalsh(whole.features.T @ whole.features / 1600)[-1]) / 4
-    x, momentum = whole.start(), whole.start()
-    for step in range(400):  # FISTA
-        moved = soft_threshold(momentum - whole.gradients(momentum, 0, 1)[0] / smoothness, PENALTY / smoothness)
-        momentum, x = moved + step / (step + 3) * (moved - x), moved
-    least = problem.objective(x)
+    problem, least, smoothness = lasso()
 
     def row(method: str, graph: str, run: Any) -> Row:
         facts = {

@@ -28,6 +28,7 @@ class Preset:
         what: the system in a few words.
         optimizer: what its paper trains with, if it matters; the configuration does not set it.
         fixed: the fields that the system's name stands for, which cannot be replaced by other values.
+        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
     """
 
     fields: Mapping[str, Any]
@@ -35,6 +36,7 @@ class Preset:
     what: str
     optimizer: str = "any"
     fixed: tuple[str, ...] = ()
+    left_out: str = ""
 
     @property
     def config(self) -> GQSGDConfig:
@@ -54,6 +56,7 @@ class LocalPreset:
         paper: where the system comes from.
         what: the system in a few words.
         fields: the fields of `GQSGDConfig` that are not those of ``preset``.
+        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
     """
 
     options: Mapping[str, Any]
@@ -61,6 +64,7 @@ class LocalPreset:
     paper: str
     what: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    left_out: str = ""
 
     @property
     def compression(self) -> Preset:
@@ -86,6 +90,12 @@ _NATURAL = "Horváth et al. 2019, arXiv 1905.10988"
 _EDEN = "Vargaftik et al. 2022, arXiv 2108.08842"
 _GLOBAL = "Xin et al. 2023, arXiv 2305.18627"
 
+#: Of systems in which a part of the workers takes part in a round.
+_ALL_TAKE_PART = (
+    "partial participation: a collective has all ranks of its process group, so a rank that stays away would stop it; "
+)
+#: Global-QSGD's scale, the largest magnitude in the bucket of any rank, and its 8 bits; nothing travels uncompressed.
+_ONE_SCALE = {"bits": 8, "scale_per": "bucket", "min_numel": 0}
 #: DIANA's and Artemis' codec: l2 norm, levels -1, 0, 1.
 _TERNARY = {"bits": 2, "levels": 1, "norm": "l2"}
 
@@ -101,6 +111,18 @@ PRESETS: dict[str, Preset] = {
     ),
     "gqsgd_exponential_tree": Preset(
         _exponential(reducer="tree"), _GLOBAL, "powers of two, added in pairs along a tree", fixed=("codec",)
+    ),
+    "global_qsgd_linear": Preset(
+        _stochastic(**_ONE_SCALE, reducer="sum"),
+        _GLOBAL,
+        "the paper's standard dithering: one scale of all ranks per bucket, codes summed by the allreduce",
+        fixed=("codec", "dither", "reducer", "scale_per"),
+    ),
+    "global_qsgd_exponential": Preset(
+        _exponential(**_ONE_SCALE, reducer="tree"),
+        _GLOBAL,
+        "the paper's exponential dithering: one scale of all ranks per bucket, powers of two added along a tree",
+        fixed=("codec", "mantissa", "reducer", "scale_per"),
     ),
     "qsgd": Preset(_stochastic(bits=4, block_size=512, reducer="gather"), _QSGD, "stochastic levels, local scales"),
     "qsgd_elias": Preset(
@@ -144,29 +166,36 @@ PRESETS: dict[str, Preset] = {
         "Mishchenko et al. 2019, arXiv 1901.09269",
         "differences to a learnt reference",
         optimizer="SGD",
+        left_out="the proximal step, which is the optimizer's affair",
     ),
     "artemis": Preset(
         _stochastic(**_TERNARY, reducer="two_shot", memory="diana"),
         "Philippenko, Dieuleveut 2020, arXiv 2006.14591",
         "DIANA with the way back compressed",
         optimizer="SGD",
+        left_out=_ALL_TAKE_PART + "local steps have it in simulations",
     ),
     "dore": Preset(
         _stochastic(**_TERNARY, reducer="two_shot", memory="diana", memory_down="ecq"),
         "Liu et al. 2019, arXiv 1910.07561",
         "Artemis with errors fed back on the way back",
         optimizer="SGD",
+        left_out="the proximal step, which is the optimizer's affair",
     ),
     "wyner_ziv": Preset(
         {"bits": 3, "memory": "shared"},
         "Liang et al. 2021, arXiv 2111.08277",
         "differences to a running mean that all ranks share",
+        left_out="the modulo, because a sender that knows the reference needs none, and a reference of each rank's own "
+        "history, which has the noise of one gradient and not of n; docs/theory.md, Side information, has the figures",
     ),
     "dq_psgd": Preset(
         _stochastic(bits=4, rotation=True),
         "Saha et al. 2021, arXiv 2103.07578",
         "a random Hadamard rotation first",
         optimizer="SGD",
+        left_out="budgets below one bit per coordinate (random subspaces), because a code has a bit at least and top_k "
+        "sends less, and the mean of iterates, which torch.optim.swa_utils has",
     ),
     "drive": Preset(
         {"codec": "eden", "bits": 1, "block_size": 4096, "reducer": "gather"},
@@ -208,6 +237,7 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "gqsgd_4bit",
         "Reisizadeh et al. 2019, arXiv 1909.13014",
         "changes of 10 steps at 4 bits, their plain mean",
+        left_out=_ALL_TAKE_PART + "simulate(participation=...) has it",
     ),
     "gqsgd_genqsgd": LocalPreset(
         {"every": 10, "outer": "sgd"},
@@ -236,12 +266,16 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "Huang et al. 2022, arXiv 2206.03665",
         "changes of each step in 4 messages of the largest 5 % of what is left, both ways, errors fed back",
         {"density": 0.05, "reducer": "two_shot", "memory_down": "ef"},
+        left_out="the loop over R batches at one point, because gradients are the caller's: accumulate R batches for "
+        "each step",
     ),
     "gqsgd_mcm": LocalPreset(
         {"every": 1, "outer": "sgd"},
         "dore",
         "Philippenko, Dieuleveut 2021, arXiv 2102.12528",
         "changes of each step both ways; the owner of a shard keeps the true model as the error that is fed back",
+        left_out="a whole copy of the preserved model, because each rank owns a shard of it, with which none can "
+        "validate; the model that all ranks have is the one that is saved",
     ),
     "gqsgd_predictive": LocalPreset(
         {"every": 10, "outer": "sgd", "rule": "predicted"},
@@ -249,6 +283,8 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "Yue et al. 2021, arXiv 2108.00918",
         "changes of 10 steps less what all ranks predict, at 3 levels in Elias codes",
         {"bits": 2, "levels": 1, "block_size": 4096},
+        left_out="the autoregression and the second quantiser, between which rate and distortion choose: the nearest "
+        "of three predictions is taken, under one quantiser, so that a message needs one more number only",
     ),
 }
 

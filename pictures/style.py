@@ -20,6 +20,8 @@ COLOURS = {
     "gqsgd_sum": "#e69f00",
     "gqsgd_exponential": "#8c510a",
     "gqsgd_exponential_tree": "#bf9b5a",
+    "global_qsgd_linear": "#6b705c",
+    "global_qsgd_exponential": "#b08968",
     "qsgd": "#2c4fa3",
     "qsgd_elias": "#7b6fd0",
     "terngrad": "#b2182b",

@@ -35,13 +35,15 @@ def markdown() -> str:
     return "\n".join([HEAD, *examples, "", *sections])
 
 
-def _section(name: str, command: Any) -> Iterator[str]:
+def _section(name: str, command: Any, level: int = 2) -> Iterator[str]:
     parameters = [one for one in command.params if one.name != "help"]
-    yield from (f"## gqsgd {name}", "", " ".join(command.help.split()), "")
+    yield from (f"{'#' * level} gqsgd {name}", "", " ".join(command.help.split()), "")
     if parameters:
         yield from ("| argument | meaning | default |", "|---|---|---|")
         yield from (_row(one) for one in parameters)
         yield ""
+    for inner, part in getattr(command, "commands", {}).items():
+        yield from _section(f"{name} {inner}", part, level + 1)
 
 
 def _row(parameter: Any) -> str:

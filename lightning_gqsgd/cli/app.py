@@ -2,6 +2,7 @@
 
 gqsgd presets --ranks 8
 gqsgd presets diana --json
+gqsgd systems check diana
 gqsgd warmup gqsgd --dtype bfloat16
 gqsgd probe --procs 2 --model torchvision:resnet18
 gqsgd advise --model torchvision:resnet50 --link 10gbit --nodes 16 --gpus-per-node 8 --backward 120ms
@@ -124,6 +125,43 @@ def presets(
     else:
         others = [part for listing in listings for part in ("", listing.table(), listing.note)]
         tables.show(tables.fitting_table(rows), *facts.notes(rows), *others)
+
+
+systems_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(systems_app, name="systems", help="Systems of the literature, and what they claim.")
+
+
+@systems_app.callback()
+def _systems() -> None:
+    """Systems of the literature, and what they claim."""
+
+
+@systems_app.command()
+def check(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Names of `gqsgd presets`, or all, which takes minutes.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run each system's smallest experiment in this process: what is claimed, what is measured, and the source.
+
+    Ends with exit code 1 if a claim does not hold.
+    """
+    from lightning_gqsgd.cli import asking
+
+    with _refusals_in_one_line():
+        for name in names:
+            asking.check_system(name)
+    from lightning_gqsgd.cli import checking, tables, waiting
+
+    with _refusals_in_one_line(), waiting.status("loading") as say:
+        made = checking.checked(names, say)
+    if as_json:
+        typer.echo(json.dumps([outcome.to_dict() for outcome in made], indent=1, ensure_ascii=False))
+    else:
+        tables.show(checking.table(made), checking.summary(made))
+    if not all(outcome.holds for outcome in made):
+        raise typer.Exit(1)
 
 
 @app.command()

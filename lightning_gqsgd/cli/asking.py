@@ -23,6 +23,22 @@ def check_name(name: str) -> None:
         raise unknown(name)
 
 
+def check_system(name: str) -> None:
+    """Check that ``gqsgd systems check`` has an experiment of a name, or that it is "all".
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if name == "all":
+        return
+    check_name(name)
+    if PRESETS.get(name) is not None and PRESETS[name].fields.get("auto"):
+        raise ConfigError(
+            f"{name!r} chooses bits by the length of steps, which no experiment in one process has; "
+            "gqsgd bench training times steps"
+        )
+
+
 def unknown(name: str) -> ConfigError:
     """The error for a name that is no preset."""
     if bits_of_name(name) is not None:

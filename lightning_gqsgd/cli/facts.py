@@ -21,6 +21,7 @@ from lightning_gqsgd.reducers import REDUCERS, Setting
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import KEPT_BY_OWNERS, StabilityWarning, kinds
 from lightning_gqsgd.research.simulation import VirtualRanks
+from lightning_gqsgd.research.theory import dimension_together
 from lightning_gqsgd.wire.plan import Plan
 
 #: Size of the parameter whose messages are counted, where their length is known without a step.
@@ -98,7 +99,7 @@ class Facts:
             return "–"
         if not codec_of(self.config).has_scale:
             return f"none ({self.config.block_size})"
-        block = f"{self.config.block_size}" if self.config.scale_per == "block" else "parameter"
+        block = f"{self.config.block_size}" if self.config.scale_per == "block" else self.config.scale_per
         return f"{self.ranks} × {block}" if _shares(self.config) else block
 
     @property
@@ -145,6 +146,7 @@ class Facts:
             "paper": self.preset.paper,
             "what": self.preset.what,
             "optimizer": self.preset.optimizer,
+            "left_out": self.preset.left_out or "nothing",
             "warnings": list(self.warnings),
             "config": (self.config or self.preset.config).to_dict(),
         }
@@ -199,9 +201,10 @@ def _shares(config: GQSGDConfig) -> bool:
 
 def _omega(config: GQSGDConfig, ranks: int) -> float | None:
     """ω of what shares a scale; under one of all ranks, that is their n blocks, see `theory.theta_linear`."""
-    if config.biased or config.clip or config.scale_per == "parameter":
+    if config.biased or config.clip or config.scale_per != "block":
         return None
-    dimension = config.block_size * (ranks if _shares(config) else 1)
+    together = dimension_together(config.block_size, ranks, config.norm_over_ranks)
+    dimension = together if _shares(config) else config.block_size
     return codec_of(config).omega(dimension, summed=ranks if REDUCERS[config.reducer].adds_codes else 1)
 
 

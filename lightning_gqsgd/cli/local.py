@@ -28,6 +28,7 @@ def to_dict(name: str) -> dict[str, Any]:
         "config": preset.compression.config.describe(),
         "compression": preset.preset,
         "fields": dict(preset.fields),
+        "left_out": preset.left_out or "nothing",
     }
 
 

@@ -18,7 +18,7 @@ def row(name: str) -> list[str]:
 def to_dict(name: str) -> dict[str, Any]:
     """Plain values only."""
     system = SYSTEMS[name]
-    return {"name": name, **asdict(system), "fields": dict(system.fields)}
+    return {"name": name, **asdict(system), "fields": dict(system.fields), "left_out": system.left_out or "nothing"}
 
 
 LISTING = Listing(

@@ -63,6 +63,7 @@ def in_full(facts: Facts) -> Table:
         "what": facts.preset.what,
         "paper": facts.preset.paper,
         "optimizer": facts.preset.optimizer,
+        "left out": facts.preset.left_out or "nothing",
     }
     lines |= {"config": config.describe()}
     if facts.problem:

@@ -1,7 +1,10 @@
-"""Block scales: which norms there are, and the norms that the kernels do not compute.
+"""Scales: which norms there are, over coordinates and over ranks, and the norms that the kernels do not compute.
 
 The kernels compute a block's own largest magnitude. Other norms are computed here, from sums in fp64, and rounded up to
-the compute dtype. A NaN or infinity in a block, or in its parameter, makes the scale non-finite.
+the compute dtype. A NaN or infinity among the coordinates that share a scale makes it non-finite.
+
+Ranks may share scales: with the norm q of each rank's coordinates and p over ranks, they are the mixed norm
+(Σ_i ‖x_i‖_q^p)^(1/p) of Global-QSGD (arXiv 2305.18627).
 """
 
 from __future__ import annotations
@@ -15,8 +18,14 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.kernels import kernels_for
-from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER
+from lightning_gqsgd.kernels.layout import LENGTH, PARAMETER, RAW
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, SCALE_FORMATS, scale_format
+
+#: The coordinates that a scale can be shared by: those of a block, of all blocks of a parameter, or of all compressed
+#: blocks that travel together.
+SCALE_PER = ("block", "parameter", "bucket")
+#: The norms of all ranks' scales that a shared scale can be.
+NORMS_OVER_RANKS = ("max", "l2", "l1")
 
 
 @dataclass(frozen=True)
@@ -26,18 +35,20 @@ class ScaleRule:
     Attributes:
         norm: a name in `NORMS`.
         clip: the scale is at most so many root mean squares; 0: no limit.
-        per_parameter: whether the norm is that of a whole parameter, not of each block.
+        per: the coordinates that the norm is of, a name in `SCALE_PER`.
+        over_ranks: the norm of the ranks' scales, where ranks share one; a name in `NORMS_OVER_RANKS`.
     """
 
     norm: str = "max"
     clip: float = 0.0
-    per_parameter: bool = False
+    per: str = "block"
+    over_ranks: str = "max"
 
 
 def kernels_find_scales(codec: Codec, rule: ScaleRule) -> bool:
     """Returns whether the kernels compute the scales: each block's scale is its own largest magnitude, or follows from
     the block's codes, or there are no scales."""
-    own_maximum = rule.norm == "max" and not rule.clip and not rule.per_parameter
+    own_maximum = rule.norm == "max" and not rule.clip and rule.per == "block"
     return not codec.has_scale or codec.quantiser_finds_scale or (codec.takes_norm and own_maximum)
 
 
@@ -50,7 +61,7 @@ def scales_of(x: Tensor, blocks: Tensor, codec: Codec, rule: ScaleRule) -> Tenso
         codec: the codec; one that takes no norm has the mean magnitude.
         rule: the norm.
     """
-    norms = _Norms(x, blocks, per_parameter=rule.per_parameter)
+    norms = _Norms(x, blocks, rule.per)
     if not codec.takes_norm:  # a codec with a scale of its own kind
         return norms.bits_above(norms.mean)
     scales = NORMS[rule.norm](norms)
@@ -67,23 +78,61 @@ def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return scale_format(dtype).rounded_up(scales.long()).to(scales.dtype)
 
 
+def over_ranks(scales: Tensor, norm: str) -> Tensor:
+    """Returns the l1 or l2 norm over ranks of every block's scale, rounded up, as bits like those of the scales: [B].
+
+    The norm is computed in fp64, in rank order, so that all ranks have the same bits. What is finite stays finite, and
+    a NaN or infinity of any rank makes the norm non-finite.
+
+    Args:
+        scales: the scales of all ranks, as bits of the compute dtype: int32 or int64 [ranks, B].
+        norm: ``"l1"``, the sum over ranks, or ``"l2"``, the root of the sum of squares.
+    """
+    dtype = torch.float32 if scales.dtype == torch.int32 else torch.float64
+    values = SCALE_FORMATS[dtype].floats(scales).double()
+    largest = values.amax(0)
+    finite = largest.isfinite()
+    # In units of the largest scale, squares neither overflow nor vanish.
+    unit = torch.where(finite & (largest > 0), largest, 1.0)
+    total = torch.zeros_like(largest)
+    for of_rank in values / unit:
+        total += of_rank * of_rank if norm == "l2" else of_rank
+    total = (total.sqrt() if norm == "l2" else total) * unit
+    return _bits_above(torch.where(finite, total.clamp(max=torch.finfo(torch.float64).max), largest), dtype)
+
+
+def _bits_above(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bits of the smallest numbers of the compute dtype that are not below the values, fp64; finite values
+    stay finite."""
+    largest = torch.finfo(dtype).max
+    narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(dtype)
+    up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
+    narrow = torch.where((narrow.double() < values) & (narrow < largest), up, narrow)
+    integer = SCALE_FORMATS[dtype].integer
+    return narrow.view(integer) & torch.iinfo(integer).max
+
+
 class _Norms:
     """Norms of the group of every block, [B], each computed when it is asked for: the maximum as bits of the compute
     type, the others fp64."""
 
-    def __init__(self, x: Tensor, blocks: Tensor, *, per_parameter: bool) -> None:
+    def __init__(self, x: Tensor, blocks: Tensor, per: str) -> None:
         self._x = x
         self._blocks = blocks
         self._kernels = kernels_for(x.device)
         self.dtype = COMPUTE_DTYPES[x.dtype]
         self.form = SCALE_FORMATS[self.dtype]
+        # A scale of a bucket is of what is quantised. Blocks that travel uncompressed have no use for theirs.
+        self._counts_raw = per != "bucket"
         self._groups = torch.arange(len(blocks), device=blocks.device)
-        if per_parameter:
+        if per == "parameter":
             self._groups = _numbers(blocks[:, PARAMETER])
+        elif per == "bucket":
+            self._groups = torch.zeros_like(self._groups)
 
     @cached_property
     def maximum(self) -> Tensor:
-        bits = self._kernels.block_maxima(self._x, self._blocks)
+        bits = self._counted(self._kernels.block_maxima(self._x, self._blocks))
         return torch.zeros_like(bits).scatter_reduce_(0, self._groups, bits, "amax")[self._groups]
 
     @property
@@ -102,11 +151,7 @@ class _Norms:
     def bits_above(self, values: Tensor) -> Tensor:
         """Returns the bits of the smallest numbers of the compute dtype that are not below the values; finite values
         stay finite."""
-        largest = torch.finfo(self.dtype).max
-        narrow = torch.where(values.isfinite(), values.clamp(max=largest), values).to(self.dtype)
-        up = torch.nextafter(narrow, torch.full_like(narrow, torch.inf))
-        narrow = torch.where((narrow.double() < values) & (narrow < largest), up, narrow)
-        return narrow.view(self.form.integer) & torch.iinfo(self.form.integer).max
+        return _bits_above(values, self.dtype)
 
     def power_of_two(self, bits: Tensor) -> Tensor:
         """Returns the bits of the next power of two; where that power is infinite, bits of the largest finite
@@ -120,11 +165,18 @@ class _Norms:
 
     @cached_property
     def _sums(self) -> Tensor:
-        return self._total(self._kernels.block_moments(self._x, self._blocks))
+        return self._total(self._counted(self._kernels.block_moments(self._x, self._blocks)))
 
     @property
     def _counts(self) -> Tensor:
-        return self._total(self._blocks[:, LENGTH].double())
+        return self._total(self._counted(self._blocks[:, LENGTH].double()))
+
+    def _counted(self, values: Tensor) -> Tensor:
+        """Returns the values of blocks, [B, ...], with zeros for those that no scale is of."""
+        if self._counts_raw:
+            return values
+        counts = (self._blocks[:, RAW] == 0).view(-1, *[1] * (values.ndim - 1))
+        return torch.where(counts, values, 0)  # not a product, in which NaN would stay
 
     def _total(self, values: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add_(0, self._groups, values)[self._groups]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from lightning_gqsgd.codecs import Codec, codec_of
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
-from lightning_gqsgd.codecs.scales import NORMS
+from lightning_gqsgd.codecs.scales import NORMS, NORMS_OVER_RANKS, SCALE_PER
 from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
 from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.choice import FLAT
 from lightning_gqsgd.spec.fields import SPARSE_LIMIT, Fields
 from lightning_gqsgd.spec.memories import described
 
-#: What a scale can be shared by: a block, or all blocks of a parameter.
-SCALE_PER = ("block", "parameter")
-#: Whose maximum a scale is: that of all ranks, each rank's own, or what the reducer needs.
+#: Whose norm a scale is: that of all ranks, each rank's own, or what the reducer needs.
 SCALES = ("auto", "global", "local")
 #: What can be done with sparse gradients.
 SPARSE_METHODS = ("refuse", "gather", "logarithmic", "sketch")
@@ -28,8 +26,10 @@ def check_scales(config: Fields, codec: Codec) -> None:
     """
     check_one_of("norm", config.norm, NORMS)
     check_one_of("scale", config.scale, SCALES)
+    check_one_of("norm_over_ranks", config.norm_over_ranks, NORMS_OVER_RANKS)
     check_one_of("scale_per", config.scale_per, SCALE_PER)
     check_real("clip", config.clip, 0, 1e6)
+    _check_norm_over_ranks(config)
     if codec.takes_norm:
         return
     for name, usual in (("norm", "max"), ("clip", 0.0), ("scale_per", "block")):
@@ -41,6 +41,26 @@ def check_scales(config: Fields, codec: Codec) -> None:
     if config.scale == "global":
         raise ConfigError(
             f"codec={config.codec!r} has no scale that ranks could share; take reducer='two_shot' or 'gather'"
+        )
+
+
+def _check_norm_over_ranks(config: Fields) -> None:
+    """Check that ranks share scales, and that the norm over ranks goes with what a scale is."""
+    if config.norm_over_ranks == "max":
+        return
+    named = f"norm_over_ranks={config.norm_over_ranks!r}"
+    adds_codes = config.reducer != "auto" and REDUCERS[config.reducer].adds_codes
+    if config.scale != "global" and not adds_codes:
+        raise ConfigError(
+            f"{named} is for scales that all ranks share, which scale={config.scale!r} does not ask for; give "
+            "scale='global' or reducer='sum', or leave norm_over_ranks out"
+        )
+    if config.norm == "power_of_two":
+        raise ConfigError(f"{named} of powers of two is none; take norm='max' or 'l2', or leave norm_over_ranks out")
+    if config.clip:
+        raise ConfigError(
+            f"clip={config.clip:g} limits each rank's scale, and {named} would exceed the limit; leave one of the two "
+            "out"
         )
 
 
@@ -89,9 +109,10 @@ def check_reducer(config: Fields) -> None:
             "a biased codec loses on the way back, too: give memory_down='ef' or 'ef21' ('none' if you mean to do "
             "without), or reducer='gather', which has no way back"
         )
-    if reducer.divides_parameters and config.scale_per == "parameter":
+    if reducer.divides_parameters and config.scale_per != "block":
+        what = "parameters" if config.scale_per == "parameter" else "buckets"
         raise ConfigError(
-            f"reducer={name!r} divides parameters among the ranks of a node, so they cannot have one scale each: take "
+            f"reducer={name!r} divides {what} among the ranks of a node, so they cannot have one scale each: take "
             "scale_per='block'"
         )
     if reducer.scales and config.scale not in ("auto", *reducer.scales):
@@ -148,8 +169,15 @@ def check_sparse(config: Fields) -> None:
         )
     if config.scale == "global":
         raise ConfigError(f"{named} has a scale of each touched row and rank, not scale='global'; leave scale out")
-    if config.scale_per == "parameter":
-        raise ConfigError(f"{named} has a scale of each touched row, not scale_per='parameter'; leave scale_per out")
+    if config.norm_over_ranks != "max":
+        raise ConfigError(
+            f"{named} has a scale of each touched row and rank, not norm_over_ranks={config.norm_over_ranks!r}; leave "
+            "norm_over_ranks out"
+        )
+    if config.scale_per != "block":
+        raise ConfigError(
+            f"{named} has a scale of each touched row, not scale_per={config.scale_per!r}; leave scale_per out"
+        )
     if config.coder == "elias":
         raise ConfigError(f"{named} writes the codes of rows with a fixed width, not coder='elias'; leave coder out")
     if config.sparse == "logarithmic" and (config.codec == "float" or config.num_bits < 2):

@@ -79,9 +79,15 @@ class GQSGDConfig(Fields):
             rounded up to one.
         clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv
             1705.07878), which is a bias; 0: no limit.
-        scale: ``"global"`` (the maximum over ranks), ``"local"`` (each rank its own) or ``"auto"`` (what the reducer
-            uses).
-        scale_per: ``"block"`` or ``"parameter"``: which coordinates a norm is computed from.
+        scale: ``"global"`` (one for all ranks), ``"local"`` (each rank its own) or ``"auto"`` (what the reducer uses).
+        norm_over_ranks: what a scale that all ranks share is of the ranks' own scales: ``"max"``, the largest;
+            ``"l2"``, the root of the sum of squares; ``"l1"``, the sum. With ``norm``, that is the norm ‖·‖_{q,p} of
+            Global-QSGD (arXiv 2305.18627). The last two send the scales of all ranks to all ranks, and are larger, so
+            the error is larger, too.
+        scale_per: which coordinates a norm is computed from: ``"block"``, ``"parameter"``, or ``"bucket"``, all
+            quantised coordinates that travel together (DDP's bucket, FSDP's unit, a fragment of local steps, the tensor
+            of ``all_reduce``; of neighbours with the same bits, where bits are given by name). Results then depend on
+            buckets. With a ``bucket_cap_mb`` of DDP as large as the model, the scale is the model's.
         dither: ``"subtractive"`` (the receiver takes the dither off again: error variance Δ²/12), ``"stochastic"``
             (stochastic rounding: Δ²/6 on average, zeros stay zeros), ``"adaptive"`` (in each block the one with the
             smaller error: stochastic where more than about half is zero, and with companded codes more than about nine
@@ -191,7 +197,9 @@ class GQSGDConfig(Fields):
         what += ["rotated"] if self.rotation else []
         what += ["Elias codes"] if self.coder == "elias" else []
         if self.codec != "float":
-            what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
+            per_block = self.scale_per == "block"
+            what.append(f"blocks of {self.block_size}" if per_block else f"one scale per {self.scale_per}")
+            what += [] if self.norm_over_ranks == "max" else [f"{self.norm_over_ranks} norm over ranks"]
         for way, memory in (("", self.up), (" on the way back", self.down)):
             if memory is not None:
                 what.append(f"{'shared ' if memory.shared else ''}memory{way}: {memories.numbers_in_words(memory)}")

@@ -106,11 +106,11 @@ class Setting:
     @property
     def scale_rule(self) -> ScaleRule:
         """The rule that gives each block its scale."""
-        return ScaleRule(self.config.norm, self.config.clip, self.config.scale_per == "parameter")
+        return ScaleRule(self.config.norm, self.config.clip, self.config.scale_per, self.config.norm_over_ranks)
 
     @property
     def shares_scales(self) -> bool:
-        """Returns whether a scale is the maximum over ranks."""
+        """Returns whether all ranks have the same scales in their messages."""
         return self.config.scale == "global"
 
     def memory_of(self, direction: Direction) -> Memory | None:
@@ -316,6 +316,20 @@ def side_by_side(*several: Steps) -> Steps:
         if going:
             yield exchanges
     return result
+
+
+def shared_scale_bytes(blocks: int, setting: Setting) -> tuple[int, int]:
+    """Returns the bytes of the scales that `link.Outgoing.share_scales` exchanges: of one rank's, and those that a rank
+    sends.
+
+    Args:
+        blocks: number of blocks that are quantised.
+        setting: which scales there are, and of how many ranks.
+    """
+    rule = setting.scale_rule
+    # Scales travel in the compute dtype: 8 bytes for fp64 gradients, 4 for all others.
+    own = min(blocks, 1 if rule.per == "bucket" else blocks) * (8 if setting.dtype == torch.float64 else 4)
+    return own, ring_bytes(own, setting.ranks) if rule.over_ranks == "max" else (setting.ranks - 1) * own
 
 
 def ring_bytes(message_bytes: int, ranks: int) -> int:

@@ -1,8 +1,8 @@
 """All-gather of every rank's codes (QSGD, arXiv 1610.02132), averaged by everyone in rank order.
 
 Wire: (n-1) bits per coordinate, as much as two shots at n = 2 and more beyond; one rounding only, error ω/n. Scales are
-local or, after a MAX over ranks, global (TernGrad's shared ones). Elias codes have no fixed length: their lengths are
-gathered first.
+local or, after a MAX or another norm over ranks, global (TernGrad's shared ones). Elias codes have no fixed length:
+their lengths are gathered first.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Gather(Reducer):
         sent = torch.empty(layout.message_bytes, dtype=torch.uint8, device=x.device)
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
         if self.shares_scales:
-            yield (Exchange.in_place("max", outgoing.find_scales()),)
+            yield from outgoing.share_scales()
         lost = outgoing.encode(sent, keys.up[rank])
         received = yield from self._gather_compressed(sent) if self.compresses_codes else self._gather(sent)
 

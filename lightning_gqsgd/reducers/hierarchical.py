@@ -50,7 +50,7 @@ def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
         )
     # With one node there are no links to save bytes on; with one rank per node there is nothing to average inside.
     if size == ranks:
-        return replace(config, reducer="native", node_size=0, scale="auto")
+        return replace(config, reducer="native", node_size=0, scale="auto", norm_over_ranks="max")
     if size == 1:
         return replace(config, reducer="auto", node_size=0)
     between_nodes(config, ranks)

@@ -8,17 +8,18 @@ step that overflows on one rank leaves no trace on any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs.scales import kernels_find_scales, rounded_up, scales_of
+from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
+from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.reducers.memory import UP, Direction, Keeps, MemoryStore
 from lightning_gqsgd.spec.memories import Memory
 
@@ -63,6 +64,7 @@ class Link:
         self.sent, self.received = direction.references(memory)
         self.codec = setting.codec
         self.scale_rule = setting.scale_rule
+        self.ranks = setting.ranks
         self.shares_scales = setting.shares_scales
         self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
         self.rotates = setting.config.rotation
@@ -208,11 +210,28 @@ class Outgoing:
         """Returns the scales of the blocks, as bits that are not rounded for the wire; also those that kernels would
         find.
 
-        Changes to the tensor count: a maximum over ranks may replace it in place before `encode`.
+        Changes to the tensor count: `share_scales` replaces it in place before `encode`.
         """
         if self._scales is None:
             self._scales = kernels_for(self._input.device).block_maxima(self._input, self._part.blocks)
         return self._scales
+
+    def share_scales(self) -> Generator[Sequence[Exchange], None, Tensor]:
+        """Replace the scales of the blocks by their norm over ranks, in one exchange; return them, as `find_scales`
+        does."""
+        rule = self._link.scale_rule
+        scales = self.find_scales()
+        # A bucket's blocks have one scale, which travels once.
+        own = scales[:1].clone() if rule.per == "bucket" else scales
+        if rule.over_ranks == "max":
+            yield (Exchange.in_place("max", own),)
+        else:
+            # A float sum of the backend is added in an order that depends on the place in the message, so results would
+            # depend on buckets. Every rank adds all ranks' scales itself, in rank order.
+            everyone = torch.empty(self._link.ranks, len(own), dtype=own.dtype, device=own.device)
+            yield (Exchange("all_gather", everyone, own),)
+            own = over_ranks(everyone, rule.over_ranks)
+        return scales if own is scales else scales.copy_(own)
 
     def encode(self, wire: Tensor, key: Key) -> Trace:
         """Write the message, uint8 [bytes], with dither from ``key``."""

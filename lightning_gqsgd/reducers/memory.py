@@ -228,10 +228,10 @@ def resolve_memory(config: AnyFields) -> AnyFields:
 def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
     codec = codec_of(config)
     has_omega = not codec.biased_by and config.scale_per == "block"
-    # A biased codec has no ω. Where a scale is that of a whole parameter, ω depends on the size of the parameter.
+    # A biased codec has no ω. Where a scale is that of a whole parameter or bucket, ω depends on its size.
     if not has_omega:
         if memory.alpha is None or memory.rho is None:
-            sizes = "with scale_per='parameter' it depends on the parameter"
+            sizes = f"with scale_per={config.scale_per!r} it depends on the {config.scale_per}"
             why = f"codec={config.codec!r} is biased" if codec.biased_by else sizes
             raise ConfigError(
                 f"{name}={described(memory)} takes its numbers from the variance ω of an unbiased codec, but {why}; "

@@ -1,7 +1,8 @@
 """Global-QSGD (arXiv 2305.18627): block scales shared by all ranks, so that an integer allreduce adds the codes.
 
-The largest magnitudes go through a MAX, the codes through a SUM of lanes wide enough for all ranks: K levels per rank
-with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow. `summed` has the frame.
+The scales go through a MAX, or another norm over ranks, the codes through a SUM of lanes wide enough for all ranks: K
+levels per rank with n (K-1) < 2^bits. Nothing is scaled after rounding, so no sum can overflow. `summed` has the
+frame.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Sum(Summed):
     def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:
         return place(table, q, shards=1, scale_bytes=0, raw_bytes=0)
 
-    def _sent_bytes(self, maxima_bytes: int) -> int:
-        return ring_bytes(self.layout.message_bytes + maxima_bytes, self.ranks)
+    def _sent_bytes(self) -> int:
+        return ring_bytes(self.layout.message_bytes, self.ranks)
 
     def _added(
         self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys

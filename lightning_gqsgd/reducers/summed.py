@@ -1,8 +1,8 @@
 """The frame of reducers that add the codes of all ranks before they decode them, once.
 
-The largest magnitudes of blocks go through a MAX over ranks, because codes can be added only under equal scales. The
-codes follow, and messages have no scales in them. Parameters that travel uncompressed take the two-shot way beside it,
-which adds in rank order.
+The scales of blocks become their norm over ranks, usually the largest one, because codes can be added only under equal
+scales. The codes follow, and messages have no scales in them. Parameters that travel uncompressed take the
+two-shot way beside it, which adds in rank order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from torch import Tensor
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import RAW, Layout
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, side_by_side, uncompressed
+from lightning_gqsgd.reducers.base import (
+    Exchange,
+    Reducer,
+    Setting,
+    StepKeys,
+    Steps,
+    shared_scale_bytes,
+    side_by_side,
+    uncompressed,
+)
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import UP, MemoryStore
 from lightning_gqsgd.reducers.two_shot import TwoShot
@@ -42,18 +51,17 @@ class Summed(Reducer):
         raw = table[:, RAW] == 1
         self.layout = self._placed(table[~raw], q)
         self.raw = TwoShot(table[raw], uncompressed(setting))
-        # Maxima travel in the compute dtype: 8 bytes for fp64 gradients, 4 for all others.
-        maxima_bytes = len(self.layout.table) * (8 if setting.dtype == torch.float64 else 4)
-        self.message_bytes = self.layout.message_bytes + maxima_bytes + self.raw.message_bytes
-        self.sent_bytes = self._sent_bytes(maxima_bytes) + self.raw.sent_bytes
+        own_scales, sent_scales = shared_scale_bytes(len(self.layout.table), setting)
+        self.message_bytes = self.layout.message_bytes + own_scales + self.raw.message_bytes
+        self.sent_bytes = self._sent_bytes() + sent_scales + self.raw.sent_bytes
 
     @abstractmethod
     def _placed(self, table: np.ndarray, q: Quantiser) -> Layout:
         """Returns the positions of the codes in messages without scales."""
 
     @abstractmethod
-    def _sent_bytes(self, maxima_bytes: int) -> int:
-        """Returns the bytes of maxima and codes that each rank sends; ``maxima_bytes``: of all blocks' maxima."""
+    def _sent_bytes(self) -> int:
+        """Returns the bytes of codes that each rank sends."""
 
     @abstractmethod
     def _added(
@@ -68,16 +76,15 @@ class Summed(Reducer):
     def _coded(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         layout = self.layout.on(x.device)
         outgoing = self.link.outgoing(x, layout.whole, keys.rotation, store)
-        maxima = outgoing.find_scales()
-        # Codes can be added only under equal scales, so the maxima have to be there before anything is encoded.
-        yield (Exchange.in_place("max", maxima),)
+        # Codes can be added only under equal scales, so these have to be there before anything is encoded.
+        scales = yield from outgoing.share_scales()
 
         # Zeros and not `torch.empty`: the padding between records takes part in the sum.
         codes = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=x.device)
         lost = outgoing.encode(codes, keys.up[rank])
         yield from self._added(codes, layout, rank, keys)
 
-        bad = kernels_for(x.device).decode_sum(codes, maxima, layout.blocks, x, self.link.quantiser, keys.up)
+        bad = kernels_for(x.device).decode_sum(codes, scales, layout.blocks, x, self.link.quantiser, keys.up)
         self.link.restore(x, layout.whole, keys.rotation, store)
         lost.commit(x)
         return bad

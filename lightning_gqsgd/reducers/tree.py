@@ -110,13 +110,13 @@ class Tree(Summed):
         # Where a block's sum ends says in which order it is added, so that must not depend on buckets.
         return place_by_owner(table, q, shards=_owners(self.ranks), scale_bytes=0, raw_bytes=0, striped=True)
 
-    def _sent_bytes(self, maxima_bytes: int) -> int:
+    def _sent_bytes(self) -> int:
         inner = _owners(self.ranks)
         codes_bytes = self.layout.message_bytes
         # A rank beyond the power of two hands its whole message to its partner, and gets as much back; each rank sends
         # at most one such message.
         folded = codes_bytes if self.ranks > inner else 0
-        return ring_bytes(maxima_bytes, self.ranks) + ring_bytes(codes_bytes, inner) + folded
+        return ring_bytes(codes_bytes, inner) + folded
 
     def _added(
         self, codes: Tensor, layout: Layout, rank: int, keys: StepKeys

@@ -28,6 +28,7 @@ class System:
         keeps: what a rank remembers, in numbers per coordinate, unless it says otherwise.
         guarantees: what its theory says, and on which problems.
         where: ``"training"``: in real training; ``"simulation"``: virtual workers in one process.
+        left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
     """
 
     fields: Mapping[str, Any]
@@ -39,6 +40,7 @@ class System:
     keeps: str
     guarantees: str
     where: str = "simulation"
+    left_out: str = ""
 
     @property
     def config(self) -> GQSGDConfig:
@@ -52,6 +54,7 @@ class System:
 #: and what is smaller is rounded to zero less often than under the largest magnitude, so with less noise. The
 #: threshold's rule in the paper is not public; this one is ours.
 _THRESHOLD = {"bits": 2, "levels": 1, "dither": "stochastic", "clip": 1.5, "reducer": "two_shot"}
+_OWN_THRESHOLD = "the paper's rule of the threshold, which is not public; 1.5 root mean squares are in its place"
 _XU = "Xu et al. 2022, arXiv 2208.05631"
 
 SYSTEMS: dict[str, System] = {
@@ -76,6 +79,7 @@ SYSTEMS: dict[str, System] = {
         keeps="1, the sum of squares",
         guarantees="Adagrad's regret; noise moves zeros away from zero",
         where="training",
+        left_out=_OWN_THRESHOLD,
     ),
     "qrda_adagrad": System(
         _THRESHOLD,
@@ -87,6 +91,7 @@ SYSTEMS: dict[str, System] = {
         keeps="2, the sums of gradients and of squares",
         guarantees="Adagrad's regret; zeros survive noise",
         where="training",
+        left_out=_OWN_THRESHOLD,
     ),
     "dgd_def": System(
         {"bits": 4, "dither": "nearest", "rotation": True, "memory": "ef", "reducer": "gather"},
@@ -97,6 +102,8 @@ SYSTEMS: dict[str, System] = {
         sends="gradients, 1 to 8 bits",
         keeps="1, the error",
         guarantees="gradient descent's linear rate from 2 bits on (1 with codec sign); smooth, strongly convex",
+        left_out="budgets below one bit per coordinate (random subspaces), because a code has a bit at least; between "
+        "processes, because DDP has one model for all workers and so no point of each rank's own",
     ),
     "fedvote": System(
         {"bits": 4, "dither": "nearest", "memory": "none", "reducer": "sum", "block_size": 65536},
@@ -117,6 +124,7 @@ SYSTEMS: dict[str, System] = {
         sends="models to each neighbour, several times per step, 32 bits",
         keeps="2, the snapshot and its gradient",
         guarantees="error O(1/T) against O(1/√T) of DSPG; convex with a proximal penalty",
+        left_out="training between processes, because ranks would hold different models",
     ),
     "fastsgd": System(
         {"bits": 5, "sparse": "logarithmic"},
@@ -128,6 +136,8 @@ SYSTEMS: dict[str, System] = {
         keeps="none",
         guarantees="kept coordinates are off by a factor of at most √2; biased",
         where="training",
+        left_out="bases other than 2, because a power of two is a float's exponent, dense gradients, for which "
+        "codec='exponential' is unbiased, and GPUs, where the host would have to wait for lengths",
     ),
     "s2_reducer": System(
         {"sparse": "sketch"},
@@ -139,5 +149,7 @@ SYSTEMS: dict[str, System] = {
         keeps="none",
         guarantees="the mean to rounding in all but 8 of 10,000 tables and steps, and there an unbiased estimate",
         where="training",
+        left_out="the bitmap and non-zero coordinates of dense tensors, because dense gradients of training are not "
+        "sparse, and the median, because peeling reads rows exactly from as many cells",
     ),
 }

@@ -8,13 +8,15 @@ Notation: n ranks with gradients x_1 to x_n of d coordinates, mean x̄, A = (1/n
   which writes A as |x|²_{2,2}/n).
 
 Formulas without a source are derived where they stand. The ω need a scale that is at least the largest magnitude and at
-most the l2 norm of what it scales: the maximum norm, the l2 norm, and all norms in between.
+most the l2 norm of what it scales: the maximum norm, the l2 norm, and all norms in between. `dimension_together` has
+the scale that is larger, the sum of all ranks' norms.
 """
 
 from __future__ import annotations
 
 import math
 
+from lightning_gqsgd.codecs.scales import NORMS_OVER_RANKS
 from lightning_gqsgd.codecs.variance import (
     best_alpha,
     check_count,
@@ -31,12 +33,13 @@ from lightning_gqsgd.codecs.variance import (
     stability,
     variance_companded,
 )
-from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.errors import ConfigError, check_one_of
 
 __all__ = [
     "bits_at",
     "ceo_rate",
     "convergence_factor",
+    "dimension_together",
     "distortion_of_rate",
     "elias_bits_bound",
     "expected_nonzeros",
@@ -64,7 +67,33 @@ __all__ = [
 ]
 
 
-def theta_linear(dimension: int, ranks: int, levels: int) -> float:
+def dimension_together(dimension: int, ranks: int, norm_over_ranks: str = "max") -> int:
+    """Returns the dimension m for which ω(m) holds of n gradients of d coordinates that are rounded under one scale:
+    nd, and n²d under the sum of the ranks' norms.
+
+    Rounding the n gradients is rounding their concatenation X, of nd coordinates. Let the scale be N <= c |X|. A
+    coordinate x_j has the variance |x_j| N/s at most, and N²/(4s²), so the error is at most N/s Σ_j |x_j| <=
+    c sqrt(nd)/s |X|², and c² nd/(4s²) |X|². These are the two terms of ω(c² nd), for linear levels; the smallest level
+    l of exponential ones takes the place of 1/s.
+
+    With a norm q >= 2 of each rank's coordinates, at most |x_i|, and p over ranks: c = 1 for p >= 2, since
+    (Σ_i |x_i|^p)^(1/p) <= |X| then; c = sqrt(n) for p = 1, since Σ_i |x_i| <= sqrt(n) |X|, with equality for equal
+    norms.
+
+    Args:
+        dimension: coordinates d of one rank that share a scale.
+        ranks: n.
+        norm_over_ranks: ``"max"`` or ``"l2"``, p of infinity or 2; ``"l1"``, p = 1.
+
+    Raises:
+        ConfigError: a number that is no integer or below 1, or an unknown norm.
+    """
+    check_count(dimension=dimension, ranks=ranks)
+    check_one_of("norm_over_ranks", norm_over_ranks, NORMS_OVER_RANKS)
+    return dimension * ranks * (ranks if norm_over_ranks == "l1" else 1)
+
+
+def theta_linear(dimension: int, ranks: int, levels: int, norm_over_ranks: str = "max") -> float:
     """Returns θ of linear dithering under one scale for all ranks: ω(nd)/n = min(d/(4s²), sqrt(d)/(sqrt(n) s)).
 
     Under a shared scale, rounding the n gradients is rounding their concatenation X, of nd coordinates:
@@ -77,19 +106,23 @@ def theta_linear(dimension: int, ranks: int, levels: int) -> float:
     magnitudes and s = 1 under the l2 norm, y = (nd)^-½ for each and the error is (sqrt(nd) - 1)/n A exactly. At
     d = 10⁴, n = 64 that is 12.48, below 12.50 from this function and well above sqrt(d)/n = 1.56.
 
+    Under the sum of the ranks' norms, it is ω(n²d)/n = min(nd/(4s²), sqrt(d)/s); see `dimension_together`.
+
     Args:
         dimension: coordinates d of one rank that share a scale.
         ranks: n.
         levels: s on each side of zero.
+        norm_over_ranks: ``"max"``, ``"l2"`` or ``"l1"``.
 
     Raises:
         ConfigError: an argument that is no integer or below 1.
     """
-    check_count(dimension=dimension, ranks=ranks)
-    return omega_linear(ranks * dimension, levels) / ranks
+    return omega_linear(dimension_together(dimension, ranks, norm_over_ranks), levels) / ranks
 
 
-def theta_exponential(dimension: int, ranks: int, levels: int, mantissa: int = 0) -> float:
+def theta_exponential(
+    dimension: int, ranks: int, levels: int, mantissa: int = 0, norm_over_ranks: str = "max"
+) -> float:
     """Returns θ of exponential dithering under one scale for all ranks, codes summed exactly: ω(nd)/n, as in
     `theta_linear`.
 
@@ -101,12 +134,12 @@ def theta_exponential(dimension: int, ranks: int, levels: int, mantissa: int = 0
         ranks: n.
         levels: number of non-zero magnitudes S.
         mantissa: m, bits between two powers of two, 0 to 52.
+        norm_over_ranks: ``"max"``, ``"l2"`` or ``"l1"``; see `dimension_together`.
 
     Raises:
         ConfigError: an argument that is no integer or out of range.
     """
-    check_count(dimension=dimension, ranks=ranks)
-    return omega_exponential(ranks * dimension, levels, mantissa) / ranks
+    return omega_exponential(dimension_together(dimension, ranks, norm_over_ranks), levels, mantissa) / ranks
 
 
 def theta_independent(omega: float, ranks: int) -> float:

@@ -35,6 +35,7 @@ class Fields:
     norm: str = "max"
     clip: float = 0.0
     scale: str = "auto"
+    norm_over_ranks: str = "max"
     scale_per: str = "block"
     dither: str = "adaptive"
     rotation: bool = False
@@ -116,6 +117,7 @@ class FieldArguments(TypedDict, total=False):
     norm: str
     clip: float
     scale: str
+    norm_over_ranks: str
     scale_per: str
     dither: str
     rotation: bool

@@ -343,6 +343,8 @@ def pieces_of(segments: Sequence[Segment], setting: Setting) -> list[list[BlockR
 def _cut(segments: Sequence[Segment], piece_numel: int, setting: Setting) -> list[list[BlockRun]]:
     """Returns the segments cut into pieces of at most so many coordinates; see `layout.pieces`."""
     blocks = whole(segments, setting.block_size)
+    if setting.config.scale_per == "bucket":  # one scale, so one piece
+        return [blocks] if blocks else []
     whole_parameters = setting.config.scale_per == "parameter"
     return pieces(blocks, piece_numel, setting.block_size, whole_parameters=whole_parameters)
 

@@ -44,6 +44,7 @@ UNCOMPARED: dict[tuple[str, str, tuple[str, ...]], str] = {
     ("docs/presets.md", "At 8 ranks", ("preset",)): "test_the_table_of_all_presets_is_what_the_command_prints",
     ("docs/presets.md", "Local steps", ("preset",)): "tests/unit/test_cli.py compares it with the command",
     ("docs/presets.md", "Optimizers, rules of training, topologies", ("system",)): "as above",
+    ("docs/presets.md", "What is left out", ("system",)): "tests/unit/test_cli_systems.py compares it with the code",
     ("docs/reliability.md", "What is promised, and how it is tested", ("promise",)): "limits that its tests hold",
     ("docs/reliability.md", "Measured", ("what",)): "each row has its command",
     ("docs/reliability.md", "Measured", ("event",)): "printed by the command of the row on chaos",

@@ -104,6 +104,12 @@ def cases() -> Iterator[tuple[str, int, dict[str, Any]]]:
             yield f"eden {bits} {reducer}", 3, {"codec": "eden", "bits": bits, "reducer": reducer}
     yield "eden, hierarchical", 4, {"codec": "eden", "bits": 3, "reducer": "hierarchical", "node_size": 2}
     yield "native", 3, {"reducer": "native"}
+    for norm, over in (("max", "l2"), ("l2", "l2"), ("max", "l1")):
+        for reducer in ("sum", "gather"):
+            fields = {"norm": norm, "norm_over_ranks": over, "scale": "global", "reducer": reducer}
+            yield f"norm {norm} over ranks {over} {reducer}", 3, fields
+    for reducer in ("sum", "two_shot", "gather"):
+        yield f"norm per bucket {reducer}", 3, {"scale_per": "bucket", "reducer": reducer}
 
 
 def digest(ranks: int, fields: dict[str, Any]) -> str:

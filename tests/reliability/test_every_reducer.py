@@ -35,6 +35,10 @@ REDUCERS: dict[str, dict[str, Any]] = {
     "clip": {"clip": 2.5, "reducer": "two_shot"},
     "per parameter": {"scale_per": "parameter", "reducer": "two_shot"},
     "global": {"scale": "global", "codec": "linear", "reducer": "gather"},
+    "per bucket": {"scale_per": "bucket", "reducer": "two_shot"},
+    "l2 over ranks": {"norm_over_ranks": "l2", "reducer": "sum", "bits": 8},
+    "l1 over ranks": {"norm_over_ranks": "l1", "norm": "l2", "scale": "global", "codec": "linear", "reducer": "gather"},
+    "one scale": {"scale_per": "bucket", "norm_over_ranks": "l2", "reducer": "tree", "codec": "exponential"},
     "nearest": {"dither": "nearest", "memory": "none", "reducer": "gather"},
     "memory": {"codec": "linear", "memory": "diana", "memory_down": "ef21", "reducer": "two_shot"},
     "float": {"codec": "float"},
@@ -155,7 +159,7 @@ def test_the_average_of_steps_is_near_the_mean_and_those_of_mistakes_are_not(nam
 PREDICTED = [
     name
     for name in REDUCERS
-    if name not in ("sign", "top_k", "clip", "nearest", "memory", "ef", "shared", "tree", "eden")
+    if name not in ("sign", "top_k", "clip", "nearest", "memory", "ef", "shared", "tree", "eden", "one scale")
 ]
 
 

@@ -36,7 +36,7 @@ FIELDS: dict[str, list[Any]] = {
     "norm": ["max", "max", "l2", "power_of_two"],
     "clip": [0.0, 0.0, 0.0, 1e-6, 1.0, 2.5, 1e6],
     "scale": ["auto", "auto", "global", "local"],
-    "scale_per": ["block", "block", "parameter"],
+    "scale_per": ["block", "block", "parameter", "bucket"],
     "dither": ["adaptive", "adaptive", "subtractive", "stochastic", "nearest"],
     "rotation": [False, False, True],
     "coder": ["fixed", "fixed", "elias"],
@@ -45,6 +45,7 @@ FIELDS: dict[str, list[Any]] = {
     "memory": ["auto", "none", "ef", "ecq", "diana", "ef21", {"alpha": 0.2, "beta": 0.9, "rho": 0.0}],
     "memory_down": ["auto", "auto", "none", "ef", "ecq", "diana", "ef21"],
     "seed": [0, 1, 2**63 - 1],
+    "norm_over_ranks": ["max", "l2", "l1"],
 }
 KINDS = [
     "normal",
@@ -117,15 +118,23 @@ def predicted_error(config: GQSGDConfig, ranks: int, d: int, size: Tensor) -> fl
     if largest == 0:
         return 0.0
     if config.norm == "l2" or config.rotation or config.codec == "eden":
-        scale = largest * float((size / largest).norm(dim=1).max())
-        scale /= math.sqrt(d) if config.codec == "eden" else 1.0  # in units of the root mean square
+        norms = (size / largest).norm(dim=1)
+        norms /= math.sqrt(d) if config.codec == "eden" else 1.0  # in units of the root mean square
     else:
-        scale = largest * (2 if config.norm == "power_of_two" else 1)
+        norms = (size / largest).abs().amax(dim=1) * (2 if config.norm == "power_of_two" else 1)
+    scale = largest * float(norms.norm(p=P_OVER_RANKS[config.norm_over_ranks]))
     return math.sqrt(d * variance) * scale
 
 
-def check_distance(mean: Tensor, exact: Tensor, predicted: float | None, size: Tensor, dtype: torch.dtype) -> None:
-    """A block's mean is about as near to the exact one as theory says, or else within the block's size."""
+#: p of each norm over ranks.
+P_OVER_RANKS = {"max": math.inf, "l2": 2, "l1": 1}
+
+
+def check_distance(
+    mean: Tensor, exact: Tensor, predicted: float | None, size: Tensor, dtype: torch.dtype, p: float = math.inf
+) -> None:
+    """A block's mean is about as near to the exact one as theory says, or else within the block's size; ``p``: of the
+    norm over ranks."""
     least = 2.0**-1010 if dtype == torch.float64 else 2.0**-115
     largest = max(float(size.abs().max()), least)
     away = largest * float(((mean - exact) / largest).norm())
@@ -133,7 +142,7 @@ def check_distance(mean: Tensor, exact: Tensor, predicted: float | None, size: T
     rounding = math.sqrt(len(mean)) * (4 * info.eps * largest + len(size) * info.smallest_normal * info.eps + least)
     if predicted is not None:
         assert away <= MOST_DEVIATIONS * predicted + rounding, "farther from the mean than theory says"
-    bound = 4 * largest * float((size / largest).norm(dim=1).max()) + least
+    bound = 4 * largest * float((size / largest).norm(dim=1).norm(p=p)) + least
     assert (mean - exact).abs().max() <= 1.01 * bound, "far from the mean"
 
 
@@ -146,6 +155,9 @@ def check_means(
         assert torch.equal(first.view(torch.uint8), other.view(torch.uint8)), "ranks differ"
     exact = torch.stack([gradient.double() / ranks for gradient in gradients]).sum(0)
     start = 0
+    numels = [segment.numel for segment in segments]
+    of_segments = zip(segments, torch.stack([one.double() for one in gradients]).split(numels, dim=1), strict=True)
+    together = torch.cat([part for segment, part in of_segments if not segment.raw] or [torch.empty(ranks, 0)], dim=1)
     for segment in segments:
         is_raw = segment.raw or config.reducer == "native"
         every = torch.stack([gradient[start : start + segment.numel].double() for gradient in gradients])
@@ -157,15 +169,17 @@ def check_means(
                 continue
             if kind in NEAR_OVERFLOW and may_overflow(config, first.dtype, is_raw):
                 continue
-            shares_scale = not is_raw and config.scale_per == "parameter"
-            if shares_scale and not every.isfinite().all():
+            shares_scale = not is_raw and config.scale_per != "block"
+            sharing = together if config.scale_per == "bucket" else every
+            if shares_scale and not sharing.isfinite().all():
                 continue
             assert mean.isfinite().all(), "what is finite became NaN or infinite"
             if not config.remembers and here.numel():
-                size = every if shares_scale else here
+                size = sharing if shares_scale else here
                 is_exact = segment.raw and config.codec != "float"
                 predicted = 0.0 if is_exact else predicted_error(config, ranks, here.shape[1], size)
-                check_distance(mean, exact[start : start + segment.numel][part], predicted, size, first.dtype)
+                p = P_OVER_RANKS[config.norm_over_ranks]
+                check_distance(mean, exact[start : start + segment.numel][part], predicted, size, first.dtype, p)
         start += segment.numel
 
 

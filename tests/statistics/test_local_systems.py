@@ -7,7 +7,6 @@ to give the same relations, and orders of magnitude.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,12 +17,10 @@ from lightning_gqsgd.local_steps.fragments import Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.rules import MeanOf
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
+from lightning_gqsgd.research.experiments.local import QSGD, Uneven, uploads
 from lightning_gqsgd.research.simulation import VirtualRanks, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Quadratic
 from lightning_gqsgd.research.simulation.record import Record
-
-#: QSGD's codes with s levels and one l2 norm, which FedPAQ has.
-QSGD: dict[str, Any] = {"norm": "l2", "dither": "stochastic", "block_size": 104, "reducer": "gather"}
 
 
 @pytest.mark.slow
@@ -58,55 +55,16 @@ def test_fedpaq() -> None:
     assert coarse[0] > 4 * ten[0]
 
 
-@dataclass
-class Uneven(LeastSquares):
-    """Least squares whose workers differ in smoothness: rows of worker i have a largest eigenvalue of L_i."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.features *= torch.logspace(0, -0.7, self.dimension).double()
-        of_row = torch.arange(self.rows) * self.parts // self.rows
-        for worker in range(self.parts):
-            own = self.features[of_row == worker]
-            largest = float(torch.linalg.eigvalsh(own.T @ own / len(own))[-1])
-            self.features[of_row == worker] = own * math.sqrt((1.3**worker + 1) ** 2 / largest)
-        generator = torch.Generator().manual_seed(1)
-        self.targets = self.features @ self.truth + self.noise * torch.randn(self.rows, generator=generator).double()
-        hessian = self.features.T @ self.features / self.rows
-        self.optimum = torch.linalg.solve(hessian, self.features.T @ self.targets / self.rows)
-        self.smoothness = float(torch.linalg.eigvalsh(hessian)[-1])
-
-
 @pytest.mark.slow
 def test_chb() -> None:
     """Least squares, d = 50, 9 workers, L_i = (1.3^i + 1)², i = 0..8, until f - f* = 1e-7: censored heavy ball needs
     about as many steps as heavy ball, with at most half of the uploads. Found before: heavy ball 227 steps and 2043
     uploads, censored 211 and 500; gradient descent 389 and 3501, censored 372 and 734."""
     problem = Uneven(dimension=50, rows=900, parts=9, noise=0.1, dtype=torch.float64)
-    workers, numel, lr = 9, 50, 1 / problem.smoothness
-
-    def run(threshold: float | None, outer: str) -> tuple[int, int]:
-        """Steps and uploads until the target."""
-        rule = {} if threshold is None else {"rule": {"name": "censored", "threshold": threshold}}
-        given: dict[str, Any] = {"outer": outer, "bits": 32, "record_every": 1, "progress": False, **rule}
-        record = simulate(
-            "gqsgd_chb" if rule else "gqsgd_fedpaq",
-            problem,
-            workers=workers,
-            steps=400,
-            lr=lr,
-            **{"local_steps": 1, **given},
-        )
-        steps = int(record.step[record.metrics["excess"] <= 1e-7][0])
-        if threshold is None:
-            return steps, steps * workers
-        whole = record.bytes_sent[record.step == steps][0] * workers
-        return steps, round((whole - steps * workers * (workers - 1)) / ((workers - 1) * numel * 8))
-
-    plain, censored = run(None, "heavy_ball"), run(0.1, "heavy_ball")
+    plain, censored = uploads(problem, None, "heavy_ball"), uploads(problem, 0.1, "heavy_ball")
     assert censored[0] < 1.15 * plain[0]
     assert censored[1] < plain[1] / 2
-    slow, slow_censored = run(None, "sgd"), run(0.1, "sgd")
+    slow, slow_censored = uploads(problem, None, "sgd"), uploads(problem, 0.1, "sgd")
     assert slow[0] > 1.4 * plain[0]
     assert slow_censored[0] < 1.15 * slow[0]
     assert slow_censored[1] < slow[1] / 2

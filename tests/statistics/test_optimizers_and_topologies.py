@@ -11,50 +11,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
+from lightning_gqsgd.research.experiments import optimizing, voting
+from lightning_gqsgd.research.experiments.optimizing import PENALTY, SIGN, Rates, sparse_problem
+from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad
 from lightning_gqsgd.research.simulation import average, simulate
 from lightning_gqsgd.research.simulation.gossip import DPSVRG, DSPG, Penalised
 from lightning_gqsgd.research.simulation.graph import Graph
-from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
+from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares
 from lightning_gqsgd.research.simulation.shifted import DGDDEF
 from lightning_gqsgd.research.simulation.votes import FedVote
 from lightning_gqsgd.research.systems import SYSTEMS
 
 # --- optimizers that make models sparse -------------------------------------------------------------------------------
 
-PENALTY = 1e-2
-
-
-class SparseLogistic(LogisticRegression):
-    """Logistic regression of which 5 % of the true weights are not zero."""
-
-    def _targets(self, scores: Tensor, noise: Tensor) -> Tensor:
-        self.truth = 2 * torch.where(torch.arange(self.dimension) % 20 == 0, self.truth, 0.0)
-        return super()._targets((self.features * self.truth).sum(1), noise)
-
 
 @pytest.fixture(scope="module")
 def sparse_run() -> Callable[..., tuple[float, float, float]]:
     """Zeros, objective and accuracy after 200 steps of 4 workers with batches of 32; d = 500."""
-    problem = SparseLogistic(dimension=500, rows=2000, batch=32, noise=0.5, regularisation=0.0)
+    problem = sparse_problem()
 
     def run(kind: Any, preset: str, lr: float = 0.05, l1: float = PENALTY, **fields: Any) -> tuple[float, float, float]:
-        record = simulate(
-            preset,
-            problem,
-            workers=4,
-            steps=200,
-            optimizer=lambda parameters: kind(parameters, lr=lr, l1=l1, eps=1e-2),
-            record_every=200,
-            progress=False,
-            **fields,
+        return optimizing.sparse_run(
+            problem, lambda parameters: kind(parameters, lr=lr, l1=l1, eps=1e-2), preset, 200, **fields
         )
-        x = torch.from_numpy(record.parameters)
-        objective = record.last() + PENALTY * float(x.abs().sum())
-        return sparsity([x]), objective, record.last("accuracy")
 
     return run
 
@@ -89,31 +70,6 @@ def test_dual_averaging_keeps_zeros_under_any_code(sparse_run: Callable[..., Any
 
 
 # --- error feedback at the shifted point ------------------------------------------------------------------------------
-
-
-class Rates:
-    """Factors per step by which the distance to the optimum shrinks in 50 steps; d = 116, one worker."""
-
-    def __init__(self) -> None:
-        self._problem = LeastSquares(dimension=116, rows=400, noise=0.0, dtype=torch.float64)
-        hessian = self._problem.features.T @ self._problem.features / self._problem.rows
-        smallest, largest = torch.linalg.eigvalsh(hessian)[[0, -1]].tolist()
-        self._lr = 2 / (largest + smallest)
-
-    def exact(self) -> float:
-        """Of gradient descent."""
-        x = self._problem.start()
-        for step in range(50):
-            x = x - self._lr * self._problem.gradients(x, step, 1)[0]
-        return float(((x - self._problem.truth).norm() / self._problem.truth.norm()) ** (1 / 50))
-
-    def of(self, shifted: bool = True, **fields: Any) -> float:
-        """Of DGD-DEF."""
-        record = DGDDEF(1, self._lr, shifted).run(self._problem, 50, **{**SYSTEMS["dgd_def"].fields, **fields})
-        return float((record.metrics["distance"][-1] / record.metrics["distance"][0]) ** (1 / 50))
-
-
-SIGN = {"codec": "sign", "bits": 1, "dither": "adaptive"}
 
 
 def test_shifted_error_feedback_has_the_rate_of_gradient_descent_at_one_and_two_bits() -> None:
@@ -276,18 +232,8 @@ def test_graphs_that_cannot_work_are_refused(ranks: int, edges: Any, message: st
 
 @pytest.fixture(scope="module")
 def lasso() -> tuple[Penalised, float, float]:
-    """Logistic regression with an L1 penalty, d = 40, 8 workers with a truth of their own each; its least objective and
-    its smoothness."""
-    fields: dict[str, Any] = {"dimension": 40, "rows": 1600, "parts": 8, "spread": 0.5, "regularisation": 0.0}
-    fields |= {"dtype": torch.float64}
-    whole = LogisticRegression(**fields)
-    problem = Penalised(LogisticRegression(batch=20, **fields), whole, l1=0.01, batch_share=0.1)
-    smoothness = float(torch.linalg.eigvalsh(whole.features.T @ whole.features / 1600)[-1]) / 4
-    x, momentum = whole.start(), whole.start()
-    for step in range(400):  # FISTA
-        moved = soft_threshold(momentum - whole.gradients(momentum, 0, 1)[0] / smoothness, 0.01 / smoothness)
-        momentum, x = moved + step / (step + 3) * (moved - x), moved
-    return problem, problem.objective(x), smoothness
+    """The problem, its least objective and its smoothness."""
+    return voting.lasso()
 
 
 def test_variance_reduction_over_a_ring(lasso: tuple[Penalised, float, float]) -> None:

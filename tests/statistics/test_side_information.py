@@ -15,28 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
-
-#: A reference that is the latest reduced gradient.
-LATEST = {"shared": True, "rho": 1.0, "beta": 0.0}
-
-
-def walk(distance: float, numel: int, steps: int) -> list[Tensor]:
-    """Vectors of norm sqrt(numel), each of which is so far, relative to the norm, from the one before."""
-    generator = torch.Generator().manual_seed(0)
-    vectors = [torch.randn(numel, generator=generator)]
-    for _ in range(steps):
-        moved = vectors[-1] + distance * torch.randn(numel, generator=generator)
-        vectors.append(moved * math.sqrt(numel) / moved.norm())
-    return vectors
-
-
-def squared_error(vectors: list[Tensor], **fields: Any) -> float:
-    """Mean relative squared error of one rank's messages, after a reference has had three steps to begin."""
-    fields = {"bits": 3, "codec": "linear", "reducer": "gather", "block_size": 256, **fields}
-    rank = VirtualRanks(1, [Segment(0, vectors[0].numel(), raw=False)], **fields)
-    errors = [relative_error(rank.mean([vector], step), [vector]) ** 2 for step, vector in enumerate(vectors)]
-    return sum(errors[3:]) / len(errors[3:])
+from lightning_gqsgd.research.experiments.convex import LATEST, squared_error, walk
+from lightning_gqsgd.research.simulation import VirtualRanks
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")  # of the worst gradient

@@ -14,33 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.research import theory
-from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error, simulate
+from lightning_gqsgd.research.experiments.rows import message, normal, virtual
+from lightning_gqsgd.research.simulation import average, relative_error, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
 from lightning_gqsgd.research.simulation.record import Record
-
-
-def normal(seed: int, numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def virtual(ranks: int, numel: int, preset: str | None = None, **fields: Any) -> VirtualRanks:
-    return VirtualRanks(ranks, [Segment(0, numel, raw=False)], torch.float32, preset, **fields)
-
-
-def measured(x: Tensor, preset: str, repeats: int = 40, **fields: Any) -> tuple[float, float, float]:
-    """E|Q(x) - x|²/|x|², non-zero coordinates, and bits of the message, on average over the dither."""
-    rank = virtual(1, x.numel(), preset, **fields)
-    errors, nonzeros, bits = [], [], []
-    for step in range(repeats):
-        found = rank.mean([x], step)
-        errors.append(relative_error(found, [x]) ** 2)
-        nonzeros.append(int(found.count_nonzero()))
-        bits.append(rank.wire_bits * x.numel())
-    return sum(errors) / repeats, sum(nonzeros) / repeats, sum(bits) / repeats
-
 
 # --- codecs -----------------------------------------------------------------------------------------------------------
 
@@ -52,7 +31,7 @@ def test_qsgd(levels: int, bits: int, expected: float) -> None:
     below 2.8. (The scale takes 2 bytes here, not 4; up to 14 bytes more align it.)"""
     d = 4096
     preset = {"levels": levels, "bits": bits, "block_size": d}
-    omega, nonzeros, total = measured(normal(0, d) ** 3, "qsgd_elias", **preset)
+    omega, nonzeros, total = message(normal(0, d) ** 3, "qsgd_elias", **preset)
     assert omega < theory.omega_linear(d, levels) <= min(d / levels**2, math.sqrt(d) / levels)
     assert omega == pytest.approx(expected, rel=0.25)
     assert nonzeros < levels * (levels + math.sqrt(d))
@@ -66,7 +45,7 @@ def test_natural_compression_has_an_eighth_at_most() -> None:
     """C_nat of randn exp(2 randn), d = 10⁴: found .070 before for other numbers of that kind, 1/8 at most. None of the
     127 powers below a block's largest is missed: each |x| goes to the power of two below or above it."""
     x = normal(1, 10_000) * torch.exp(2 * normal(2, 10_000))
-    omega, _, _ = measured(x, "natural_compression", reducer="gather")
+    omega, _, _ = message(x, "natural_compression", reducer="gather")
     assert 0.05 < omega < 1 / 8
     found = average([x], preset="natural_compression", reducer="gather")[0]
     below = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
@@ -81,7 +60,7 @@ def test_natural_dithering_against_uniform_levels() -> None:
     x = normal(1, d) * torch.exp(2 * normal(2, d))
 
     def of(preset: str, levels: int) -> float:
-        return measured(x, preset, norm="l2", bits=5, levels=levels, block_size=d)[0]
+        return message(x, preset, norm="l2", bits=5, levels=levels, block_size=d)[0]
 
     natural = of("natural_dithering", 8)
     assert natural < 0.15
@@ -96,7 +75,7 @@ def test_dq_psgd_turns_large_coordinates_into_many_small_ones(magnitude_bits: in
     """randn³, d = 1024, b bits of magnitude and a sign: errors as parametrised were found before."""
     fields = {"bits": magnitude_bits + 1, "levels": 2**magnitude_bits - 1, "block_size": 1024, "reducer": "gather"}
     with_rotation, without = (
-        measured(normal(0, 1024) ** 3, "dq_psgd", rotation=rotation, **fields)[0] for rotation in (True, False)
+        message(normal(0, 1024) ** 3, "dq_psgd", rotation=rotation, **fields)[0] for rotation in (True, False)
     )
     assert with_rotation == pytest.approx(turned, rel=0.15)
     assert without == pytest.approx(plain, rel=0.6)  # depends on the largest of 1024 cubes
@@ -150,11 +129,11 @@ def test_theta_and_nonzeros_under_one_norm_of_all_ranks() -> None:
     sqrt(nd)/n = 50, and for n = 64 795 non-zeros in total against QSGD's 6399, sqrt(n) as many."""
     ranks, d = 4, 10_000
     together = torch.ones(ranks * d)
-    omega, nonzeros, _ = measured(together, "qsgd", 100, bits=2, levels=1, norm="l2", block_size=ranks * d)
+    omega, nonzeros, _ = message(together, "qsgd", 100, bits=2, levels=1, norm="l2", block_size=ranks * d)
     assert omega / ranks == pytest.approx(theory.theta_linear(d, ranks, 1) - 1 / ranks, rel=0.03)
     assert nonzeros == pytest.approx(math.sqrt(ranks * d), rel=0.03)
     assert nonzeros < 1.02 * theory.expected_nonzeros(d, ranks, 1, shared=True)  # its mean is; chance adds a little
-    own = ranks * measured(torch.ones(d), "qsgd", 100, bits=2, levels=1, norm="l2", block_size=d)[1]
+    own = ranks * message(torch.ones(d), "qsgd", 100, bits=2, levels=1, norm="l2", block_size=d)[1]
     assert own < 1.02 * theory.expected_nonzeros(d, ranks, 1, shared=False)
     assert own / nonzeros == pytest.approx(math.sqrt(ranks), rel=0.05)
 

@@ -32,6 +32,8 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"bits": 8, "codec": "linear", "scale": "global"},
     {"bits": 4, "memory": "ef"},
     {"bits": 4, "scale_per": "parameter"},
+    {"bits": 4, "scale_per": "bucket"},
+    {"bits": 8, "scale": "global", "codec": "linear", "norm_over_ranks": "l2"},
 )
 
 

@@ -8,19 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.reducers import Setting, StepKeys
-from lightning_gqsgd.reducers.base import run_virtual
+from lightning_gqsgd.research.experiments.tables import dense, exact_mean, gathered, sketched, some_rows
 from lightning_gqsgd.sparse import row_numbers
-from lightning_gqsgd.sparse.gathering import gathered_lengths, gathered_mean
 from lightning_gqsgd.sparse.missing import empty_gradient
-from lightning_gqsgd.sparse.rows import rows_for
-from lightning_gqsgd.sparse.sketching import PARTS, places_of, rows_of, sketch_of, sketched_mean
+from lightning_gqsgd.sparse.sketching import PARTS, places_of, rows_of, sketch_of
 from lightning_gqsgd.sparse.tables import Table, Touched, gradient_of, touched_rows
-from lightning_gqsgd.wire.telemetry import BucketCounters
 
 # --- row numbers -----------------------------------------------------------------------------------------------------
 
@@ -93,49 +87,15 @@ def test_streams_that_were_changed_or_cut_raise_or_stay_in_the_table(kind: str) 
 
 def _mean(touched: Sequence[Touched], height: int, step: int = 0, number: int = 3, **fields: Any) -> Touched:
     """The mean of virtual ranks, which all of them have."""
-    ranks, dtype = len(touched), touched[0].values.dtype
-    config = resolve(GQSGDConfig(**{"min_numel": 0, "sparse": "gather", **fields}), ranks)
-    table = Table(number, height, touched[0].values.shape[1], False)
-    keys = StepKeys.of(config, step, ranks)
-    results: dict[int, Touched] = {}
-
-    def steps(rank: int):  # type: ignore[no-untyped-def]
-        rows = rows_for(table, Setting(config, ranks, dtype), keys, compressed=True)
-        numbers = row_numbers.write(touched[rank].rows.numpy())
-        mine = Touched(touched[rank].rows, touched[rank].values.clone())
-        lengths = yield from gathered_lengths(len(mine.rows), len(numbers), ranks)
-        results[rank] = yield from gathered_mean(table, mine, numbers, lengths, rows, rank, BucketCounters())
-        return 0
-
-    run_virtual([steps(rank) for rank in range(ranks)])
-    return _same_on_all_ranks(results, ranks)
+    return _same_on_all_ranks(gathered(touched, height, step, number, **fields))
 
 
-def _same_on_all_ranks(results: dict[int, Touched], ranks: int) -> Touched:
+def _same_on_all_ranks(results: Sequence[Touched]) -> Touched:
     """What the first rank has ended with, after a check that all others have the same."""
-    for rank in range(1, ranks):
-        assert torch.equal(results[rank].rows, results[0].rows)
-        assert torch.equal(results[rank].values.nan_to_num(7), results[0].values.nan_to_num(7))
+    for other in results[1:]:
+        assert torch.equal(other.rows, results[0].rows)
+        assert torch.equal(other.values.nan_to_num(7), results[0].values.nan_to_num(7))
     return results[0]
-
-
-def _touched(seed: int, count: int = 30, height: int = 100, width: int = 10, dtype: Any = torch.float32) -> Touched:
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(height, generator=generator)[:count].sort().values
-    return Touched(rows, torch.randn(count, width, generator=generator).to(dtype))
-
-
-def _exact(touched: Sequence[Touched], height: int) -> Tensor:
-    total = torch.zeros(height, touched[0].values.shape[1], dtype=torch.float64)
-    for rows, values in touched:
-        total[rows] += values.double() / len(touched)
-    return total
-
-
-def _dense(mean: Touched, height: int) -> Tensor:
-    total = torch.zeros(height, mean.values.shape[1], dtype=torch.float64)
-    total[mean.rows] = mean.values.double()
-    return total
 
 
 @pytest.mark.parametrize(
@@ -154,9 +114,9 @@ def _dense(mean: Touched, height: int) -> Tensor:
 )
 @pytest.mark.parametrize("width", [1, 10, 300])
 def test_every_codec_gives_all_ranks_the_same_mean(fields: dict[str, Any], error: float, width: int) -> None:
-    touched = [_touched(rank, width=width) for rank in range(3)]
-    exact, mean = _exact(touched, 100), _mean(touched, 100, **fields)
-    assert (_dense(mean, 100) - exact).norm() <= error * exact.norm()
+    touched = [some_rows(rank, width=width) for rank in range(3)]
+    exact, mean = exact_mean(touched, 100), _mean(touched, 100, **fields)
+    assert (dense(mean, 100) - exact).norm() <= error * exact.norm()
     assert torch.equal(mean.rows, torch.cat([rows for rows, _ in touched]).unique())
 
 
@@ -164,9 +124,9 @@ def test_every_codec_gives_all_ranks_the_same_mean(fields: dict[str, Any], error
     ("bits", "steps"), [(8, 100), *(pytest.param(b, 1000, marks=pytest.mark.slow) for b in (8, 4))]
 )
 def test_codes_of_rows_are_unbiased(bits: int, steps: int) -> None:
-    touched = [_touched(rank, count=20, height=30, width=9) for rank in range(2)]
-    exact = _exact(touched, 30)
-    errors = torch.stack([_dense(_mean(touched, 30, step, bits=bits), 30) - exact for step in range(steps)])
+    touched = [some_rows(rank, count=20, height=30, width=9) for rank in range(2)]
+    exact = exact_mean(touched, 30)
+    errors = torch.stack([dense(_mean(touched, 30, step, bits=bits), 30) - exact for step in range(steps)])
     used = errors.std(0) > 0
     z = errors.mean(0)[used] / (errors.std(0)[used] / steps**0.5)
     assert used.sum() > 200
@@ -176,7 +136,7 @@ def test_codes_of_rows_are_unbiased(bits: int, steps: int) -> None:
 
 @pytest.mark.parametrize("fields", [{"bits": 4}, {"bits": 16}, {"sparse": "logarithmic", "bits": 8}], ids=str)
 def test_a_row_does_not_depend_on_which_other_rows_are_touched(fields: dict[str, Any]) -> None:
-    many = [_touched(rank, count=60, width=200) for rank in range(2)]
+    many = [some_rows(rank, count=60, width=200) for rank in range(2)]
     few = [Touched(rows[10:20], values[10:20]) for rows, values in many]
     whole, part = (_mean(touched, 100, **fields) for touched in (many, few))
     pairs = list(zip(many, few, strict=True))
@@ -199,7 +159,7 @@ def test_parameters_and_steps_and_rows_have_dither_of_their_own() -> None:
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_in_its_row_and_reaches_all_ranks(fields: dict[str, Any], bad: float) -> None:
-    touched = [_touched(rank, count=50) for rank in range(2)]
+    touched = [some_rows(rank, count=50) for rank in range(2)]
     touched[1].values[7, 3] = bad
     mean = _mean(touched, 100, **fields)
     is_bad = ~mean.values.isfinite().all(dim=1)
@@ -213,16 +173,16 @@ def test_large_numbers_stay_finite() -> None:
 
 
 def test_ranks_without_rows_take_part() -> None:
-    some, none = _touched(0), _touched(1, count=0)
+    some, none = some_rows(0), some_rows(1, count=0)
     mean = _mean([none, some, none], 100)
     assert torch.equal(mean.rows, some.rows)
     assert (mean.values - some.values / 3).norm() < 0.01 * some.values.norm()
 
 
 def test_fp64_rows_keep_their_precision() -> None:
-    touched = [_touched(rank, dtype=torch.float64) for rank in range(2)]
-    exact = _exact(touched, 100)
-    assert (_dense(_mean(touched, 100, reducer="native"), 100) - exact).norm() < 1e-15 * exact.norm()
+    touched = [some_rows(rank, dtype=torch.float64) for rank in range(2)]
+    exact = exact_mean(touched, 100)
+    assert (dense(_mean(touched, 100, reducer="native"), 100) - exact).norm() < 1e-15 * exact.norm()
 
 
 # --- logarithmic rows ------------------------------------------------------------------------------------------------
@@ -248,30 +208,20 @@ def test_logarithmic_rows_have_the_error_that_the_formula_says() -> None:
 
 def _sketched(touched: Sequence[Touched], height: int, step: int = 0) -> Touched:
     """The mean of virtual ranks by sketches, which all of them have."""
-    ranks, table = len(touched), Table(3, height, touched[0].values.shape[1], False)
-    key = StepKeys.of(resolve(GQSGDConfig(sparse="sketch"), ranks), step, ranks).rotation
-    results: dict[int, Touched] = {}
-    bad = sum(int((~values.isfinite()).any(dim=1).sum()) for _, values in touched)
-
-    def steps(rank: int):  # type: ignore[no-untyped-def]
-        results[rank] = yield from sketched_mean(table, touched[rank], bad, key, ranks, BucketCounters())
-        return 0
-
-    run_virtual([steps(rank) for rank in range(ranks)])
-    return _same_on_all_ranks(results, ranks)
+    return _same_on_all_ranks(sketched(touched, height, step))
 
 
 @pytest.mark.parametrize("width", [1, 10])
 def test_sums_of_sketches_are_the_mean_to_rounding(width: int) -> None:
-    touched = [_touched(rank, count=200, height=1000, width=width) for rank in range(3)]
-    exact, mean = _exact(touched, 1000), _sketched(touched, 1000)
-    assert (_dense(mean, 1000) - exact).norm() <= 1e-5 * exact.norm()
+    touched = [some_rows(rank, count=200, height=1000, width=width) for rank in range(3)]
+    exact, mean = exact_mean(touched, 1000), _sketched(touched, 1000)
+    assert (dense(mean, 1000) - exact).norm() <= 1e-5 * exact.norm()
     assert torch.equal(mean.rows, torch.cat([rows for rows, _ in touched]).unique())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_row_of_a_sketch(bad: float) -> None:
-    touched = [_touched(rank, count=50) for rank in range(2)]
+    touched = [some_rows(rank, count=50) for rank in range(2)]
     touched[1].values[7, 3] = bad
     mean = _sketched(touched, 100)
     is_bad = ~mean.values.isfinite().all(dim=1)

@@ -1,0 +1,86 @@
+"""``gqsgd systems check``: what systems of the literature claim, beside what their smallest experiments measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from lightning_gqsgd.research.experiments import EXPERIMENTS, Row, source_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment gave.
+
+    Attributes:
+        system: its name.
+        source: its paper.
+        rows: claims and measurements.
+        seconds: that it took.
+    """
+
+    system: str
+    source: str
+    rows: tuple[Row, ...]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Returns whether all claims hold."""
+        return all(row.holds for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {**asdict(self), "holds": self.holds}
+
+
+def checked(names: Sequence[str], say: Callable[[str], None]) -> list[Outcome]:
+    """Returns what the experiments of systems give, each once, in the order of the names.
+
+    Args:
+        names: names of `EXPERIMENTS`, or "all".
+        say: is told what is under way.
+    """
+    wanted = EXPERIMENTS if "all" in names else dict.fromkeys(names)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the experiments are so small that more threads are not faster
+    try:
+        return [_outcome(name, say) for name in wanted]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _outcome(name: str, say: Callable[[str], None]) -> Outcome:
+    say(f"checking {name}")
+    begun = time.perf_counter()
+    rows = tuple(EXPERIMENTS[name]())
+    return Outcome(name, source_of(name), rows, round(time.perf_counter() - begun, 2))
+
+
+def table(made: Sequence[Outcome]) -> Table:
+    """Returns the table for a terminal: a row for each claim, with its verdict."""
+    shown = Table(title="Claims of the literature", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("system", "claim", "measured", "holds", "source"):
+        shown.add_column(heading, overflow="fold", no_wrap=heading in ("system", "holds"))
+    for outcome in made:
+        for number, row in enumerate(outcome.rows):
+            first = (outcome.system, outcome.source) if number == 0 else ("", "")
+            verdict = "yes" if row.holds else "NO"
+            shown.add_row(first[0], row.claim, row.measured, verdict, first[1], style=None if row.holds else "bold red")
+    return shown
+
+
+def summary(made: Sequence[Outcome]) -> str:
+    """Returns how many claims hold, and which systems have others."""
+    rows = [row for outcome in made for row in outcome.rows]
+    holding = sum(row.holds for row in rows)
+    failing = [outcome.system for outcome in made if not outcome.holds]
+    seconds = sum(outcome.seconds for outcome in made)
+    said = f"{holding} of {len(rows)} claims hold, after {seconds:.0f} s"
+    return f"{said}; not all of: {', '.join(failing)}" if failing else said

@@ -1,0 +1,162 @@
+"""The smallest experiments of memories: what they take away on convex problems, and on a network."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.reducers.memory import StabilityWarning
+from lightning_gqsgd.research.experiments.rows import Row, Rows, virtual
+from lightning_gqsgd.research.simulation import relative_error, simulate
+from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression
+
+#: A reference that is the latest reduced gradient.
+LATEST = {"shared": True, "rho": 1.0, "beta": 0.0}
+
+
+def ecq_sgd() -> Rows:
+    """ECQ-SGD against QSGD and no compression."""
+    problem = LeastSquares(dimension=256, rows=10_000, batch=64, noise=0.1, scale=0.25)
+
+    def error(preset: str, **fields: Any) -> float:
+        run = simulate(preset, problem, workers=4, steps=1200, lr=0.16, record_every=20, progress=False, **fields)
+        return float((run.metrics["distance"][-15:] ** 2).mean())
+
+    exact = error("ddp")
+    fed_back = error("ecq_sgd")
+    without = error("ecq_sgd", memory="none")
+    measured = f"|w - w*|²: {fed_back:.3g}, without compression {exact:.3g}"
+    yield Row("about as good as no compression", measured, fed_back < 1.2 * exact)
+    yield Row("better than QSGD with the same codes", f"{fed_back:.3g}, QSGD {without:.3g}", without > 1.15 * fed_back)
+
+
+@cache
+def _excess(preset: str, memory: str = "") -> float:
+    """Loss above the least one after 350 steps of 10 workers with a truth of their own each, full gradients."""
+    problem = LeastSquares(dimension=20, rows=1000, parts=10, spread=1.0, noise=0.0, dtype=torch.float64)
+    lr = 1 / 7 / problem.smoothness  # ω <= 24/4 in a block of 24, and a block is the least that d fits in
+    fields = {"memory": memory} if memory else {}
+    given: dict[str, Any] = {"record_every": 5, "progress": False, "block_size": 24, **fields}
+    return float(simulate(preset, problem, workers=10, steps=350, lr=lr, **given).metrics["excess"][-20:].mean())
+
+
+def differences(name: str) -> Rows:
+    """DIANA, Artemis and DORE where workers differ."""
+    found = _excess(name)
+    without = _excess("diana" if name == "diana" else "artemis", "none")
+    yield Row("linear convergence where workers differ: the loss goes to 0", f"{found:.2g}", found < 1e-9)
+    yield Row("the same codes without memory stall", f"{without:.2g}", without > 0.02)
+
+
+def _amsgrad(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.002, betas=(0.9, 0.99), amsgrad=True)
+
+
+@cache
+def _slopes(preset: str, memory: str = "") -> tuple[float, float]:
+    """|∇f| after 1000 and after 2000 steps of AMSGrad, 5 workers with a truth of their own each."""
+    problem = LogisticRegression(
+        dimension=100, rows=500, parts=5, spread=1.0, scale=0.3, regularisation=0.1, dtype=torch.float64
+    )
+    fields: dict[str, Any] = {"memory": memory} if memory else {}
+    given: dict[str, Any] = {"block_size": 104, "record_every": 20, "progress": False, **fields}
+    run = simulate(preset, problem, workers=5, steps=2000, optimizer=_amsgrad, **given)
+    norms = run.metrics["gradient_norm"]
+    return float(norms[run.step == 1000][0]), float(norms[-10:].mean())
+
+
+def cd_adam() -> Rows:
+    """CD-Adam's linear convergence."""
+    middle, end = _slopes("cd_adam")
+    others = _slopes("comp_ams")
+    words = f"{middle:.2g} after 1000 steps, {end:.2g} after 2000"
+    yield Row("converges to a stationary point at one bit: |∇f| goes on falling", words, end < middle / 5)
+    words = f"{others[0]:.2g} and {others[1]:.2g}"
+    yield Row("error feedback (COMP-AMS) stands still, well above", words, others[1] > max(10 * end, others[0] / 2))
+
+
+def comp_ams() -> Rows:
+    """COMP-AMS against signs without memory."""
+    found = _slopes("comp_ams")[1]
+    naive = _slopes("comp_ams", "none")[1]
+    yield Row("error feedback is needed: |∇f| a tenth of that without", f"{found:.2g}, {naive:.2g}", found < naive / 10)
+    yield Row("at one bit, |∇f| comes within 0.01", f"{found:.2g}", found < 0.01)
+
+
+@cache
+def _digits(preset: str, fields: tuple[tuple[str, Any], ...] = ()) -> tuple[float, float]:
+    """Loss and accuracy on the digits after 300 steps of 4 workers with batches of 32."""
+    run = simulate(preset, DigitsMLP(), workers=4, steps=300, lr=0.2, progress=False, **dict(fields))
+    return run.last(), run.last("accuracy")
+
+
+def trained(name: str, points: float) -> Rows:
+    """A system on the digits, against no compression.
+
+    Args:
+        name: of its preset.
+        points: how far its accuracy may be behind.
+    """
+    exact = _digits("ddp")
+    found = _digits(name)
+    yield Row(
+        f"digits: accuracy within {100 * points:.0f} points of no compression",
+        f"{found[1]:.3f}, {exact[1]:.3f}",
+        found[1] > exact[1] - points,
+    )
+
+
+def fed_back(name: str) -> Rows:
+    """Error feedback on the digits."""
+    yield from trained(name, 0.03)
+    without: Sequence[tuple[str, Any]] = (("memory", "none"),)
+    without = (*without, ("memory_down", "none")) if name == "signsgd_ef" else without
+    loss = _digits(name)[0]
+    lost = _digits(name, tuple(without))[0]
+    yield Row("without its memory, the loss is larger", f"{loss:.3g}, {lost:.3g}", lost > 1.3 * loss)
+
+
+def walk(distance: float, numel: int, steps: int) -> list[Tensor]:
+    """Returns vectors of norm sqrt(numel), each of which is so far, relative to the norm, from the one before."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(numel, generator=generator)]
+    for _ in range(steps):
+        moved = vectors[-1] + distance * torch.randn(numel, generator=generator)
+        vectors.append(moved * math.sqrt(numel) / moved.norm())
+    return vectors
+
+
+def squared_error(vectors: list[Tensor], **fields: Any) -> float:
+    """Returns the mean relative squared error of one rank's messages, after a reference has had three steps to
+    begin."""
+    fields = {"bits": 3, "codec": "linear", "reducer": "gather", "block_size": 256, **fields}
+    rank = virtual(1, vectors[0].numel(), **fields)
+    errors = [relative_error(rank.mean([vector], step), [vector]) ** 2 for step, vector in enumerate(vectors)]
+    return sum(errors[3:]) / len(errors[3:])
+
+
+def wyner_ziv() -> Rows:
+    """Differences to a shared reference."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StabilityWarning)  # of the worst gradient
+        errors = {distance: squared_error(walk(distance, 4096, 8), memory=LATEST) for distance in (0.1, 0.3)}
+    plain = squared_error(walk(0.1, 4096, 8))
+    ratio = errors[0.3] / errors[0.1]
+    yield Row(
+        "the error follows the squared distance to the reference: 9 times from .1 to .3", f"{ratio:.3g}", 6 < ratio < 12
+    )
+    yield Row("and not the gradient's size", f"{errors[0.1]:.3g}, plain codes {plain:.3g}", errors[0.1] < 0.05 * plain)
+
+
+def terngrad() -> Rows:
+    """TernGrad on the digits."""
+    from lightning_gqsgd.research.experiments import codecs
+
+    yield from codecs.terngrad()
+    yield from trained("terngrad", 0.03)

@@ -1,0 +1,82 @@
+"""A row of an experiment: what is claimed, what was measured, and whether that holds; and what several experiments
+measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.research.simulation import VirtualRanks, relative_error
+
+
+@dataclass(frozen=True)
+class Row:
+    """A claim about a system, and its measurement.
+
+    Attributes:
+        claim: what is claimed, with its numbers.
+        measured: what was measured, with its numbers.
+        holds: whether the measurement agrees with the claim.
+    """
+
+    claim: str
+    measured: str
+    holds: bool
+
+
+#: The rows of a system's smallest experiment.
+Rows = Iterator[Row]
+
+
+def normal(seed: int, numel: int) -> Tensor:
+    """Returns independent normal numbers of a seed, [numel]."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def virtual(ranks: int, numel: int, preset: str | None = None, **fields: Any) -> VirtualRanks:
+    """Returns virtual ranks that average one compressed parameter of ``numel`` coordinates."""
+    return VirtualRanks(ranks, [Segment(0, numel, raw=False)], torch.float32, preset, **fields)
+
+
+def message(x: Tensor, preset: str, repeats: int = 40, **fields: Any) -> tuple[float, float, float]:
+    """Returns E|Q(x) - x|²/|x|², the number of non-zero coordinates, and the bits of the message of one rank, on
+    average over the dither."""
+    rank = virtual(1, x.numel(), preset, **fields)
+    error = 0.0
+    nonzeros = 0.0
+    bits = 0.0
+    for step in range(repeats):
+        found = rank.mean([x], step)
+        error += relative_error(found, [x]) ** 2 / repeats
+        nonzeros += int(found.count_nonzero()) / repeats
+        bits += rank.wire_bits * x.numel() / repeats
+    return error, nonzeros, bits
+
+
+def bias(preset: str, ranks: int = 3, numel: int = 4096, steps: int = 100, **fields: Any) -> Row:
+    """Returns the row of an unbiased preset: the errors of steps, on the same normal gradients, average out.
+
+    With independent errors of mean zero, the squared error of the mean over N steps is 1/N of that of one step.
+    """
+    ranks_of = virtual(ranks, numel, preset, **fields)
+    gradients = [normal(rank, numel) for rank in range(ranks)]
+    exact = torch.stack(gradients).double().mean(0)
+    total = torch.zeros(numel, dtype=torch.float64)
+    squares = 0.0
+    for step in range(steps):
+        mean = ranks_of.mean(gradients, step).double()
+        total += mean
+        squares += float((mean - exact).square().sum()) / steps
+    left = float((total / steps - exact).square().sum()) / (squares / steps)
+    # A mean of numel squares has a standard deviation of sqrt(2 / numel), and a little more where blocks are turned.
+    return Row(
+        f"unbiased: the mean of {steps} steps has 1/{steps} of the squared error of one",
+        f"{left:.2f}/{steps}",
+        abs(left - 1) < 8 * math.sqrt(2 / numel) + 0.05,
+    )
