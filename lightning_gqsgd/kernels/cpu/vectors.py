@@ -52,7 +52,7 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, vector, ir.VectorType(number, vector.lanes))
 
 
-def lanes_of(dtype: types.Type) -> int:
+def lanes_of(dtype: Any) -> int:
     """Returns the number of coordinates of a dtype in one vector."""
     return VECTOR_BYTES * 8 // dtype.bitwidth
 
