@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from lightning_gqsgd.codecs.eden.codec import EdenQuantiser
 
 _SHORTEST_EXPONENT = SHORTEST.bit_length() - 1
+#: Places of the signs of D2 and of D1 in a coordinate's half of a hash, as seen from the highest bit, see
+#: `codecs.eden.codec.signs`.
+_FIRST = 0
+_SECOND = 1
 #: Coordinates that `_has_few` counts before it looks whether they are more than few.
 _COUNTED = 64
 _smallness = inlined(smallness)
@@ -125,7 +129,7 @@ def _write(values, given, blocks, k, number, key, c, s, wire):
         hashes(key, blocks[k + i], part(words, i * size // 2, size // 2))
     whole = values
     if length < size:
-        # The values may lie where the terms are going to be, and are still there.
+        # There is no space for zeros behind the values.
         for i in range(number):
             _copy_with_zeros(part(values, i * length, length), part(z, i * size, size))
         whole = z
@@ -239,12 +243,6 @@ def _read(wire, at, blocks, k, number, key, c, s, add, out):
         _turn_second_back(z, z, size, c.roots[exponent], (z, words, scales, limit, False))
         for i in range(number):
             _add(part(z, i * size, length), add, part(out, i * length, length))
-
-
-#: Places of the signs of D2 and of D1 in a coordinate's half of a hash, as seen from the highest bit, see
-#: `codecs.eden.codec.signs`.
-_FIRST = 0
-_SECOND = 1
 
 
 @loop
