@@ -92,7 +92,8 @@ class GQSGDConfig(Fields):
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
             ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
-            (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
+            (no compression), ``"bf16"`` (the reducer of 16 bits), ``"lossless"`` (every gradient as it is, with
+            entropy-coded exponents, on the CPU) or ``"auto"`` (least predicted error).
         node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: found from LOCAL_WORLD_SIZE,
             which torchrun sets, and from the ranks of the process group.
         memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, ``"shared"``, a `Memory`
@@ -190,6 +191,7 @@ class GQSGDConfig(Fields):
         bits, what = codec_of(self).describe()
         what += ["rotated"] if self.rotation else []
         what += ["Elias codes"] if self.coder == "elias" else []
+        what += ["exponents entropy-coded"] if self.reducer == "lossless" else []
         if self.codec != "float":
             what.append(f"blocks of {self.block_size}" if self.scale_per == "block" else "one scale per parameter")
         for way, memory in (("", self.up), (" on the way back", self.down)):
@@ -343,7 +345,7 @@ class GQSGDConfig(Fields):
         name = "auto=True" if self.auto else f"max_slowdown={self.max_slowdown:g}"
         if len(allow) < 2:
             raise ConfigError(f"allow={allow} leaves {name} nothing to choose; allow at least two, e.g. {ALLOW}")
-        if self.reducer in REDUCER_OF_BITS.values():
+        if self._averages_floats:
             raise ConfigError(f"reducer={self.reducer!r} leaves {name} nothing to choose; leave reducer out")
         bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
         if self.bits not in (None, "auto", bits):
@@ -412,9 +414,14 @@ class GQSGDConfig(Fields):
 
     def _automatic_codec(self) -> str:
         """Returns the name of the codec that "auto" stands for."""
-        if self.bits in REDUCER_OF_BITS or (self.bits is None and self.reducer in REDUCER_OF_BITS.values()):
+        if self.bits in REDUCER_OF_BITS or (self.bits is None and self._averages_floats):
             return "float"
         return "linear" if self._needs_linear_codes() else "companded"
+
+    @property
+    def _averages_floats(self) -> bool:
+        """Returns whether the reducer is one of floating-point numbers, and of no codes."""
+        return self.reducer != "auto" and bool(REDUCERS[self.reducer].float_bits)
 
     def _needs_linear_codes(self) -> bool:
         """Returns whether a field asks for what companded codes do not have, and linear ones do."""
