@@ -95,11 +95,11 @@ def measure(options: argparse.Namespace) -> Report:
         },
         notes=(
             'bits: of one coordinate in a message of `reducer="lossless"`. Huffman: bits of an exponent in it, beside '
-            "the entropy, and Elias omega codes of its distance from the most frequent exponent with a sign. zlib of all "
-            "bytes: what `zlib.compress` makes of the gradient at once, in percent of its bytes. coded, decoded: bytes "
-            "of the gradient in a second of one thread, of copies of it to 16 MiB.",
-            f"One worker's gradients, of a batch of 4 windows of 64 characters (WikiText-2, or Python's help), and of 32 "
-            f"digits. Later gradients: after {STEPS} steps of Adam.",
+            "the entropy, and Elias omega codes of its distance from the most frequent exponent, with a sign. zlib of "
+            "all bytes: what `zlib.compress` makes of the gradient at once, in percent of its bytes. coded, decoded: "
+            "bytes of the gradient in a second of one thread, of copies of it to 16 MiB.",
+            "One worker's gradients, of a batch of 4 windows of 64 characters (WikiText-2, or Python's help), and of "
+            f"32 digits. Later gradients: after {STEPS} steps of Adam.",
         ),
     )
     for name, gradient in gradients():

@@ -20,48 +20,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.report import Report, present
-from benchmarks.virtual_characters import BATCH, LENGTH, VirtualCharacters
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.optim import MuonAdamW
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
 #: Optimizers of `inner`, and the learning rates that are tried with each.
-RATES: dict[str, tuple[float, ...]] = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
+RATES: dict[str, tuple[float, ...]] = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (2e-3, 4e-3, 8e-3)}
 #: Steps between averages of the local ways.
 EVERY = 30
 #: First steps, whose averages leave the outer optimizer out: as large a share as the default is of 1,024 steps.
 OUTER_SHARE = 0.25
-WARMUP = 16
 
 #: Ways of averaging: name of a preset, and its fields.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "every step, 32 bits": ("ddp", {}),
     "30 local steps, 32 bits": ("gqsgd_diloco", {"local_steps": EVERY, "bits": 32}),
     "30 local steps, 4 bits": ("gqsgd_diloco", {"local_steps": EVERY}),
-    "30 local steps, 2 bits": ("gqsgd_diloco", {"local_steps": EVERY, "codec": "eden", "bits": 2}),
     "30 local steps, 2 bits, errors fed back": ("gqsgd_muloco", {"local_steps": EVERY}),
 }
-
-
-class Scheduled(Optimizer):
-    """An optimizer whose learning rate warms up, and then falls to a tenth like a cosine."""
-
-    def __init__(self, inner: Optimizer, steps: int) -> None:
-        super().__init__([torch.zeros(1)], {})
-        self._inner = inner
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _schedule(step, steps))
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Make a step."""
-        self._inner.step()
-        self._scheduler.step()
-
-
-def _schedule(step: int, steps: int) -> float:
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
 
 
 def inner(name: str, rate: float, steps: int, hidden: list[bool]) -> Callable[[list[nn.Parameter]], Optimizer]:

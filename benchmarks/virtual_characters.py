@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation.problems import MIN_NUMEL
@@ -13,6 +18,8 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 
 #: Windows of a worker's batch, characters of a window, and windows of which the loss is taken.
 BATCH, LENGTH, VALIDATION = 4, 64, 128
+#: Steps in which learning rates warm up.
+WARMUP = 16
 
 
 class VirtualCharacters:
@@ -75,3 +82,23 @@ class VirtualCharacters:
         parts = x.split([shape.numel() for shape in self.shapes])
         parameters = {name: part.view(shape) for name, part, shape in zip(self._names, parts, self.shapes, strict=True)}
         return F.cross_entropy(functional_call(self._network, parameters, (inputs,)).flatten(0, 1), targets.flatten())
+
+
+class Scheduled(Optimizer):
+    """An optimizer whose learning rate warms up, and then falls to a tenth like a cosine."""
+
+    def __init__(self, inner: Optimizer, steps: int) -> None:
+        super().__init__([torch.zeros(1)], {})
+        self._inner = inner
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _schedule(step, steps))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Make a step."""
+        self._inner.step()
+        self._scheduler.step()
+
+
+def _schedule(step: int, steps: int) -> float:
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
