@@ -85,16 +85,16 @@ class VirtualCharacters:
 
 
 class Scheduled(Optimizer):
-    """An optimizer whose learning rate warms up, and then falls to a tenth like a cosine."""
+    """An optimizer, ``inner``, whose learning rate warms up, and then falls to a tenth like a cosine."""
 
     def __init__(self, inner: Optimizer, steps: int) -> None:
         super().__init__([torch.zeros(1)], {})
-        self._inner = inner
+        self.inner = inner
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _schedule(step, steps))
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make a step."""
-        self._inner.step()
+        self.inner.step()
         self._scheduler.step()
 
 

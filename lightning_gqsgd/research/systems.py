@@ -178,4 +178,15 @@ SYSTEMS: dict[str, System] = {
         guarantees="the bits of all weights, by SHA-256 at both ends",
         where="training",
     ),
+    "dion": System(
+        {"bits": 32},
+        "Ahn et al. 2025, arXiv 2504.05295",
+        "orthonormal steps of low rank, of which ranks average the factors",
+        "lightning_gqsgd.research.optim.Dion",
+        needs="matrices, a model outside of DistributedDataParallel, and the optimizer",
+        sends="(m + n) r numbers of a matrix of m n, both ways, 32 bits or fewer; gradients of all others",
+        keeps="1, the momentum, and n r of each matrix",
+        guarantees="the step of the mean gradient, up to rounding",
+        where="training",
+    ),
 }
