@@ -26,7 +26,7 @@ from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.systems import SYSTEMS
 
 #: Learning rates that are tried with AdamW, and with optimizers of signs.
-ADAMW, SIGNS = (2e-3, 4e-3, 8e-3), (2.5e-4, 5e-4, 1e-3, 2e-3)
+ADAMW, SIGNS = (2e-3, 4e-3, 8e-3), (5e-4, 1e-3, 2e-3)
 
 _DEMO = dict(SYSTEMS["demo"].fields)
 
@@ -67,7 +67,6 @@ WAYS: dict[str, Way] = {
     "signs of a momentum, 32 bits": ("ddp", {}, _signs_of_momentum, SIGNS),
     "DeMo, 1/128": ("gqsgd", _DEMO, _signs, SIGNS),
     "the same without the transform": ("gqsgd", {**_DEMO, "codec": "top_k", "block_size": 4096}, _signs, SIGNS),
-    "DeMo, 1/32": ("gqsgd", {**_DEMO, "density": 1 / 32}, _signs, SIGNS),
 }
 
 

@@ -27,7 +27,7 @@ from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.shapes import Shaped
 
 #: Optimizers of `inner`, and the learning rates that are tried with each.
-RATES: dict[str, tuple[float, ...]] = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (2e-3, 4e-3, 8e-3)}
+RATES: dict[str, tuple[float, ...]] = {"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
 #: Steps between averages of the local ways.
 EVERY = 30
 #: First steps, whose averages leave the outer optimizer out: as large a share as the default is of 1,024 steps.

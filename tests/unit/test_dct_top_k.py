@@ -30,9 +30,24 @@ def by_runs(transform: Any, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 256, 300])
 def test_the_transform_is_that_of_the_literature_and_turns_back(length: int) -> None:
     x = normal(length, length)
-    there = transformed(x)
-    assert there.numpy() == pytest.approx(by_runs(dct, x.double().numpy()), abs=1e-6)
-    assert turned_back(there, torch.arange(length), length).numpy() == pytest.approx(x.double().numpy(), abs=1e-6)
+    there = transformed(torch.stack([x, 2 * x]))
+    assert there[0].numpy() == pytest.approx(by_runs(dct, x.double().numpy()), abs=1e-6)
+    places = torch.arange(length).expand(2, -1)
+    assert turned_back(there, places, length)[1].numpy() == pytest.approx(2 * x.double().numpy(), abs=1e-6)
+
+
+@pytest.mark.parametrize("length", [65, 256])
+def test_what_is_turned_back_does_not_depend_on_other_blocks(length: int) -> None:
+    values = normal(1, 3 * 10).double().view(3, 10)
+    places = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(k))[:10] for k in range(3)])
+    places = places.sort().values
+    together = turned_back(values, places, length)
+    for block in range(3):
+        alone = turned_back(values[block : block + 1], places[block : block + 1], length)[0]
+        assert torch.equal(alone, together[block])
+        dense = torch.zeros(length, dtype=torch.float64)
+        dense[places[block]] = values[block]
+        assert alone.numpy() == pytest.approx(by_runs(idct, dense.numpy()), abs=1e-6)
 
 
 def demo(gradients: list[list[np.ndarray]], decay: float, kept: int) -> list[np.ndarray]:

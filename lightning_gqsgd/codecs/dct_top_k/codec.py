@@ -51,35 +51,47 @@ def basis(length: int) -> Tensor:
 
 
 def transformed(x: Tensor) -> Tensor:
-    """Returns the cosine transform of a block's runs, fp64 [length].
+    """Returns the cosine transform of blocks' runs, fp64 [blocks, length].
 
     Args:
-        x: coordinates of a block, [length].
+        x: coordinates of blocks of one length, [blocks, length].
     """
     x = x.double()
-    whole = len(x) - len(x) % RUN
-    runs = x[:whole].view(-1, RUN) @ basis(RUN).T.to(x.device)
-    if whole == len(x):
-        return runs.flatten()
-    return torch.cat([runs.flatten(), basis(len(x) - whole).to(x.device) @ x[whole:]])
+    whole = x.shape[1] - x.shape[1] % RUN
+    parts = [(x[:, :whole].unflatten(1, (-1, RUN)) @ basis(RUN).T.to(x.device)).flatten(1)] if whole else []
+    if whole < x.shape[1]:
+        parts.append(x[:, whole:] @ basis(x.shape[1] - whole).T.to(x.device))
+    return torch.cat(parts, dim=1)
 
 
 def turned_back(values: Tensor, places: Tensor, length: int) -> Tensor:
-    """Returns the coordinates of a block, fp64 [length], some of whose transform's coordinates are not zero.
+    """Returns the coordinates of blocks, fp64 [blocks, length], some of whose transforms' coordinates are not zero.
 
-    These are added one after the other, in their order, so that the sum has the same bits on every processor.
+    The waves of a run are added one after the other, so that the sum has the same bits on every processor.
 
     Args:
-        values: the transform's coordinates, fp64 [count].
-        places: where they are, int64 [count], below ``length``.
-        length: number of coordinates.
+        values: coordinates of the transforms, fp64 [blocks, count].
+        places: where they are in the block, int64 [blocks, count], ascending, below ``length``.
+        length: number of coordinates of a block.
     """
-    x = torch.zeros(length, dtype=torch.float64, device=values.device)
-    for value, place in zip(values, places.tolist(), strict=True):
-        start = place - place % RUN
-        run = x[start : start + RUN]
-        run += value * basis(len(run))[place - start].to(values.device)
-    return x
+    blocks, count = places.shape
+    runs = -(-length // RUN)
+    x = torch.zeros(blocks * runs, RUN, dtype=torch.float64, device=values.device)
+    run = (places // RUN + runs * torch.arange(blocks, device=places.device)[:, None]).flatten()
+    # The number of a wave among those of its run.
+    numbers = torch.arange(blocks * count, device=places.device)
+    number = numbers - torch.searchsorted(run, run)
+    waves = basis(RUN).to(values.device)[places % RUN]
+    last = length % RUN
+    if last:  # the last run of a block is shorter
+        is_last = places >= length - last
+        waves[is_last] = 0
+        waves[..., :last][is_last] = basis(last).to(values.device)[places[is_last] % RUN]
+    waves = (values[..., None] * waves).flatten(0, 1)
+    for k in range(int(number.max()) + 1 if len(number) else 0):
+        chosen = number == k
+        x[run[chosen]] += waves[chosen]
+    return x.view(blocks, runs * RUN)[:, :length]
 
 
 @dataclass(frozen=True)
@@ -92,9 +104,11 @@ class DctTopKQuantiser(TopKQuantiser):
         """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`."""
         most = torch.finfo(values.dtype).max
         turned = torch.zeros_like(values)
-        for row, x, length in zip(turned, values, blocks[:, LENGTH].tolist(), strict=True):
+        for length in blocks[:, LENGTH].unique().tolist():
+            alike = blocks[:, LENGTH] == length
             # A transform may be larger than the largest number, as all coordinates may; what is finite stays finite.
-            row[:length] = transformed(x[:length] / RUN).clamp(-most / RUN, most / RUN).mul_(RUN)
+            small = transformed(values[alike, :length] / RUN).clamp(-most / RUN, most / RUN)
+            turned[alike, :length] = (small * RUN).to(values.dtype)
         super().write(turned, blocks, wire, key)
 
     def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
@@ -104,14 +118,15 @@ class DctTopKQuantiser(TopKQuantiser):
         """
         most = torch.finfo(dtype).max * factor
         result = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
-        for row, block in zip(result, blocks, strict=True):
-            length = int(block[LENGTH])
-            kept, places = self.record(wire, int(block[CODES]), length, dtype)
-            if kept.isfinite().all() and (places < length).all():
-                x = turned_back(kept.double() * (factor / RUN), places, length)
-                row[:length] = x.clamp(-most / RUN, most / RUN).mul_(RUN)
-            else:
-                row[:] = torch.nan
+        for length in blocks[:, LENGTH].unique().tolist():
+            alike = blocks[:, LENGTH] == length
+            records = [self.record(wire, at, length, dtype) for at in blocks[alike, CODES].tolist()]
+            kept = torch.stack([kept for kept, _ in records])
+            places = torch.stack([places for _, places in records])
+            good = (kept.isfinite() & (places < length)).all(dim=1)
+            x = turned_back(kept.double() * (factor / RUN), places.where(good[:, None], 0), length)
+            x = (x.clamp(-most / RUN, most / RUN) * RUN).to(dtype)
+            result[alike, :length] = x.where(good[:, None], torch.nan)
         return result
 
 
