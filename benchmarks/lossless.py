@@ -11,6 +11,7 @@ import argparse
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -121,10 +122,8 @@ def measure(options: argparse.Namespace) -> Report:
                     bits - (width - 8),
                     elias_bits(exponents(x)),
                     100 * len(zlib.compress(x.view(torch.uint8).numpy().tobytes())) / x.nbytes,
-                    megabytes_per_second(lambda many=many: pack(many), many.nbytes),
-                    megabytes_per_second(
-                        lambda coded=coded, many=many: unpack(coded, len(many), many.dtype), many.nbytes
-                    ),
+                    megabytes_per_second(partial(pack, many), many.nbytes),
+                    megabytes_per_second(partial(unpack, coded, len(many), many.dtype), many.nbytes),
                 ]
             )
     return report

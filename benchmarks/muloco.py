@@ -104,7 +104,16 @@ def measure(options: argparse.Namespace) -> Report:
             best = min(tried, key=lambda rate: tried[rate][0])
             losses = [tried[best][0]] + [outcome(way, name, best, seed, options)[0] for seed in range(1, options.seeds)]
             plain = fmean(losses) if WAYS[way][0] == "ddp" else plain
-            row = [name, way, best, tried[best][1], fmean(losses), fmean(losses) - plain, min(losses), max(losses)]
+            row: list[str | float | None] = [
+                name,
+                way,
+                best,
+                tried[best][1],
+                fmean(losses),
+                fmean(losses) - plain,
+                min(losses),
+                max(losses),
+            ]
             print(f"muloco: {row}; tried {tried}", file=sys.stderr, flush=True)
             report.rows.append(row)
     problem = VirtualCharacters()

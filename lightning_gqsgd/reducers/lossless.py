@@ -154,7 +154,7 @@ def pack(values: Tensor) -> bytes:
     bits = _turned(_bits_of(values), 1)
     planes = bits.view(np.uint8).reshape(-1, width)
     coder = zlib.compressobj(1, zlib.DEFLATED, _WINDOW, 9, zlib.Z_HUFFMAN_ONLY)
-    code = coder.compress(np.ascontiguousarray(planes[:, width - 1])) + coder.flush()
+    code = coder.compress(planes[:, width - 1].tobytes()) + coder.flush()
     if len(code) >= len(bits):
         return _AS_THEY_ARE + _bits_of(values).tobytes()
     return _CODED + np.ascontiguousarray(planes[:, : width - 1]).tobytes() + code

@@ -133,7 +133,7 @@ class Receiver:
 
 def digest(weights: Tensor) -> bytes:
     """Returns the SHA-256 of the bits of weights on the CPU, [numel]."""
-    return hashlib.sha256(_bits(weights).numpy()).digest()
+    return hashlib.sha256(_bits(weights).numpy().tobytes()).digest()
 
 
 def broadcast(end: Sender | Receiver, source: int = 0, group: dist.ProcessGroup | None = None) -> int:
