@@ -57,6 +57,7 @@ class LocalPreset:
         what: the system in a few words.
         fields: the fields of `GQSGDConfig` that are not those of ``preset``.
         left_out: what of its paper is left out, and why; empty: nothing that changes what it is.
+        optimizer: what its paper makes local steps with, if it matters; the preset does not set it.
     """
 
     options: Mapping[str, Any]
@@ -65,6 +66,7 @@ class LocalPreset:
     what: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     left_out: str = ""
+    optimizer: str = "any"
 
     @property
     def compression(self) -> Preset:
@@ -252,6 +254,14 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "Sarfi et al. 2025, arXiv 2508.15706",
         "the largest 1.6 % of changes of 30 steps at 2 bits, 0.95 of the errors fed back",
         {"bits": 2, "density": 1 / 64, "memory": {"alpha": 0.95, "beta": 0.95, "rho": 0}},
+    ),
+    "gqsgd_muloco": LocalPreset(
+        {"every": 30, "outer": "nesterov"},
+        "gqsgd_2bit",
+        "Thérien et al. 2025, arXiv 2505.23725",
+        "changes of 30 steps of Muon at 2 bits, errors fed back, Nesterov momentum outside",
+        {"memory": "ef", "memory_down": "ef"},
+        optimizer="lightning_gqsgd.research.optim.MuonAdamW",
     ),
     "gqsgd_chb": LocalPreset(
         {"every": 1, "outer": "heavy_ball", "rule": "censored"},

@@ -43,6 +43,7 @@ COLOURS = {
     "gqsgd_fedpaq": "#6a994e",
     "gqsgd_genqsgd": "#386641",
     "gqsgd_sparseloco": "#bc6c25",
+    "gqsgd_muloco": "#f4a259",
     "gqsgd_chb": "#9d4edd",
     "gqsgd_neolithic": "#a4161a",
     "gqsgd_mcm": "#1d7874",

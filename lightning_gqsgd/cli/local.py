@@ -23,6 +23,7 @@ def to_dict(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "what": preset.what,
+        "optimizer": preset.optimizer,
         "paper": preset.paper,
         "local_steps": dict(preset.options),
         "config": preset.compression.config.describe(),

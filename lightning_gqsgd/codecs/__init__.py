@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.companded.codec import CompandedCodec
+from lightning_gqsgd.codecs.dct_top_k.codec import DctTopKCodec
 from lightning_gqsgd.codecs.eden.codec import EdenCodec
 from lightning_gqsgd.codecs.exponential.codec import ExponentialCodec
 from lightning_gqsgd.codecs.floats.codec import FloatCodec
@@ -25,6 +26,7 @@ __all__ = [
     "CODECS",
     "Codec",
     "CompandedCodec",
+    "DctTopKCodec",
     "EdenCodec",
     "ExponentialCodec",
     "FloatCodec",
@@ -41,6 +43,7 @@ _ALL: tuple[type[Codec], ...] = (
     ExponentialCodec,
     SignCodec,
     TopKCodec,
+    DctTopKCodec,
     FloatCodec,
 )
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in _ALL}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_gqsgd.codecs import Codec, codec_of
-from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.scales import NORMS, NORMS_OVER_RANKS, SCALE_PER
 from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
 from lightning_gqsgd.reducers import REDUCERS
@@ -65,14 +64,14 @@ def _check_norm_over_ranks(config: Fields) -> None:
 
 
 def check_floats(config: Fields) -> None:
-    """Check that numbers of 16 or 32 bits are added up by the backend, and that all of 16 bits are rounded.
+    """Check that numbers of 16 or 32 bits have a reducer for them, and that all of 16 bits are rounded.
 
     Raises:
         ConfigError: another reducer, or parameters that are to be left as they are.
     """
     if config.codec != "float":
         return
-    if config.reducer != REDUCER_OF_BITS[config.num_bits]:
+    if config.num_bits not in REDUCERS[config.reducer].float_bits:
         raise ConfigError(
             f"bits={config.num_bits} is averaged by the backend's own all-reduce, not by "
             f"reducer={config.reducer!r}; leave reducer out, or take at most 8 bits"

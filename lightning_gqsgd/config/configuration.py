@@ -34,7 +34,7 @@ CODE_BITS = tuple(range(1, 9))
 #: The share of further steps that rounding may cost with ``bits="auto"`` if it is not told.
 MAX_SLOWDOWN = 0.05
 #: The codecs whose error is a bias and no variance.
-BIASED_CODECS = ("sign", "top_k")
+BIASED_CODECS = ("sign", "top_k", "dct_top_k")
 #: The reducers whose sums of codes are rounded in ways that `adaptive.noise` does not predict.
 ADDING_REDUCERS = ("sum", "tree")
 _LARGEST = 2**63 - 1
@@ -53,10 +53,11 @@ class GQSGDConfig(Fields):
             (EDEN, arXiv 2108.08842; at 1 bit DRIVE, arXiv 2105.08339): the smallest error at 1 to 3 bits, unbiased over
             its random rotations; ``"exponential"``, powers of two with ``mantissa`` bits in between (natural
             compression, arXiv 1905.10988); ``"sign"``, one bit and the block's mean magnitude; ``"top_k"``, the largest
-            coordinates of each block. The last two are biased, so they need a memory. ``"auto"``: companded, or linear
-            where another field asks for what only linear codes have: sums of codes, global scales, Elias codes, a
-            dither that is not taken off, ``levels``, or one bit; and ``"float"``, for 16 or 32 bits: floating-point
-            numbers that the backend's own all-reduce adds up. The field itself holds the name of the codec.
+            coordinates of each block; ``"dct_top_k"``, those of its cosine transform (DeMo, arXiv 2411.19870). The last
+            three are biased, so they need a memory. ``"auto"``: companded, or linear where another field asks for what
+            only linear codes have: sums of codes, global scales, Elias codes, a dither that is not taken off,
+            ``levels``, or one bit; and ``"float"``, for 16 or 32 bits: floating-point numbers that the backend's own
+            all-reduce adds up. The field itself holds the name of the codec.
         bits: bits per coordinate on the wire, whatever the number of ranks: 1 to 8 of a linear code, 2 to 8 of a
             companded or an exponential one, 1 to 4 of eden. 16: bf16 numbers, rounded at random. 32: the gradient as it
             is, in its own dtype (the reducer ``"native"``). None: the codec's own number, which is 8 for the first
@@ -71,10 +72,10 @@ class GQSGDConfig(Fields):
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
             many as fit.
         mantissa: bits between two powers of two of an exponential code, 0 to 3.
-        density: share of coordinates that top_k keeps, of each block rounded up.
+        density: share of coordinates that top_k and dct_top_k keep, of each block rounded up.
         block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536, and for eden a
-            power of two from 128 on. 0: the codec's own number, which is 128 for companded and 256 for all others; the
-            field itself holds the number.
+            power of two from 128 on. 0: the codec's own number, which is 128 for companded, 4096 for dct_top_k and 256
+            for all others; the field itself holds the number.
         norm: what the scale is: ``"max"``, the largest magnitude; ``"l2"``; ``"power_of_two"``, the largest magnitude
             rounded up to one.
         clip: the scale is at most this many root mean squares, and larger coordinates are clipped (TernGrad, arXiv
@@ -98,7 +99,8 @@ class GQSGDConfig(Fields):
         coder: ``"fixed"`` width, or ``"elias"``: Elias omega codes (QSGD), for the reducer ``"gather"`` on the CPU.
         reducer: ``"sum"``, ``"two_shot"``, ``"gather"``, ``"tree"`` (exponential codes are added in pairs),
             ``"hierarchical"`` (native inside each node; between nodes, what "auto" is for that number), ``"native"``
-            (no compression), ``"bf16"`` (the reducer of 16 bits) or ``"auto"`` (least predicted error).
+            (no compression), ``"bf16"`` (the reducer of 16 bits), ``"lossless"`` (every gradient as it is, with
+            entropy-coded exponents, on the CPU) or ``"auto"`` (least predicted error).
         node_size: consecutive ranks on each node, for the reducer ``"hierarchical"``; 0: found from LOCAL_WORLD_SIZE,
             which torchrun sets, and from the ranks of the process group.
         memory: of what a rank sends: ``"none"``, ``"ef"``, ``"ecq"``, ``"diana"``, ``"ef21"``, ``"shared"``, a `Memory`
@@ -196,6 +198,7 @@ class GQSGDConfig(Fields):
         bits, what = codec_of(self).describe()
         what += ["rotated"] if self.rotation else []
         what += ["Elias codes"] if self.coder == "elias" else []
+        what += ["exponents entropy-coded"] if self.reducer == "lossless" else []
         if self.codec != "float":
             per_block = self.scale_per == "block"
             what.append(f"blocks of {self.block_size}" if per_block else f"one scale per {self.scale_per}")
@@ -351,7 +354,7 @@ class GQSGDConfig(Fields):
         name = "auto=True" if self.auto else f"max_slowdown={self.max_slowdown:g}"
         if len(allow) < 2:
             raise ConfigError(f"allow={allow} leaves {name} nothing to choose; allow at least two, e.g. {ALLOW}")
-        if self.reducer in REDUCER_OF_BITS.values():
+        if self._averages_floats:
             raise ConfigError(f"reducer={self.reducer!r} leaves {name} nothing to choose; leave reducer out")
         bits = max((bits for bits in allow if bits not in REDUCER_OF_BITS), default=allow[-1])
         if self.bits not in (None, "auto", bits):
@@ -420,9 +423,14 @@ class GQSGDConfig(Fields):
 
     def _automatic_codec(self) -> str:
         """Returns the name of the codec that "auto" stands for."""
-        if self.bits in REDUCER_OF_BITS or (self.bits is None and self.reducer in REDUCER_OF_BITS.values()):
+        if self.bits in REDUCER_OF_BITS or (self.bits is None and self._averages_floats):
             return "float"
         return "linear" if self._needs_linear_codes() else "companded"
+
+    @property
+    def _averages_floats(self) -> bool:
+        """Returns whether the reducer is one of floating-point numbers, and of no codes."""
+        return self.reducer != "auto" and bool(REDUCERS[self.reducer].float_bits)
 
     def _needs_linear_codes(self) -> bool:
         """Returns whether a field asks for what companded codes do not have, and linear ones do."""

@@ -111,10 +111,14 @@ def bucket_profiles(
         piece_size: how many coordinates a piece has.
 
     Raises:
-        ConfigError: the length of messages depends on the gradients (Elias codes).
+        ConfigError: the length of messages depends on the gradients (Elias codes, and the reducer ``"lossless"``).
     """
     if config.coder == "elias":
         raise ConfigError("coder='elias' has messages whose length depends on the gradients; predict coder='fixed'")
+    if REDUCERS[config.reducer].lengths_vary:
+        raise ConfigError(
+            f"reducer={config.reducer!r} has messages whose length depends on the gradients; predict reducer='native'"
+        )
     setting = Setting(replace(config, sample_every=0), ranks, dtype, piece_size)
     if config.remembers or config.scale_per != "block":
         return _profiles_of_plan(segments, setting)

@@ -197,6 +197,8 @@ class Reducer(ABC):
         owns_shards: whether a rank averages the messages of its own shard only, and remembers what belongs to that.
         divides_parameters: whether the coordinates of one parameter are encoded by several ranks.
         compresses: whether it quantises at all.
+        float_bits: the numbers of bits, 16 or 32, of floating-point numbers that it averages; none: it averages codes.
+        lengths_vary: whether the lengths of its messages depend on the gradients, so that they cannot be predicted.
         stays_when_uncompressed: whether what travels uncompressed takes this reducer's way, too; if not, it takes that
             of `two_shot`.
         needs_copy: whether `steps` changes its input in the compute dtype, so that it needs a copy of it.
@@ -212,6 +214,8 @@ class Reducer(ABC):
     owns_shards: ClassVar[bool] = False
     divides_parameters: ClassVar[bool] = False
     compresses: ClassVar[bool] = True
+    float_bits: ClassVar[tuple[int, ...]] = ()
+    lengths_vary: ClassVar[bool] = False
     stays_when_uncompressed: ClassVar[bool] = False
     needs_copy: bool
     sent_bytes: int

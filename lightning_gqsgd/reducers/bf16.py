@@ -31,6 +31,7 @@ class Bf16(Reducer):
     """
 
     scales: ClassVar[tuple[str, ...]] = ()
+    float_bits: ClassVar[tuple[int, ...]] = (16,)
     needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:

@@ -9,6 +9,7 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.reducers.base import Reducer
 from lightning_gqsgd.reducers.bf16 import Bf16
 from lightning_gqsgd.reducers.gather import Gather
+from lightning_gqsgd.reducers.lossless import Lossless
 from lightning_gqsgd.reducers.native import Native
 from lightning_gqsgd.reducers.sum import Sum
 from lightning_gqsgd.reducers.tree import Tree
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 FLAT: dict[str, type[Reducer]] = {
     "native": Native,
     "bf16": Bf16,
+    "lossless": Lossless,
     "sum": Sum,
     "two_shot": TwoShot,
     "gather": Gather,

@@ -25,6 +25,7 @@ class Native(Reducer):
 
     scales: ClassVar[tuple[str, ...]] = ()
     compresses: ClassVar[bool] = False
+    float_bits: ClassVar[tuple[int, ...]] = (32,)
     stays_when_uncompressed: ClassVar[bool] = True
     needs_copy = False
 

@@ -25,6 +25,7 @@ STEPS = 7
 SYSTEMS: dict[str, dict[str, Any]] = {
     "gqsgd_genqsgd": {"every": 3},
     "gqsgd_sparseloco": {"every": 2},
+    "gqsgd_muloco": {"every": 3},
     "gqsgd_chb": {},
     "gqsgd_neolithic": {},
     "gqsgd_mcm": {},

@@ -12,7 +12,13 @@ from typer.testing import CliRunner
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.sparse import row_numbers
-from tests.docs import test_figures, test_figures_of_choosing, test_figures_of_pages, test_further_figures
+from tests.docs import (
+    test_figures,
+    test_figures_of_choosing,
+    test_figures_of_further_systems,
+    test_figures_of_pages,
+    test_further_figures,
+)
 from tests.docs.checks import spaced
 from tests.docs.pages import PAGES, ROOT, figures, tables, text_of
 
@@ -162,9 +168,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 def left(page: str, text: str) -> list[str]:
     """The figures of a page that nothing accounts for."""
     sentences = list(test_figures.SENTENCES)
-    for module in (test_further_figures, test_figures_of_choosing, test_figures_of_pages):
+    with_tables = (test_figures_of_choosing, test_figures_of_pages, test_figures_of_further_systems)
+    for module in (test_further_figures, *with_tables):
         sentences += [pattern for name, pattern in module.SENTENCES if name == page]
-    for checked in (*test_figures_of_choosing.TABLES, *test_figures_of_pages.TABLES):
+    for checked in (checked for module in with_tables for checked in module.TABLES):
         if checked.page == page:
             text = text.replace(checked.table.source, "\n")
     for table in tables(page):

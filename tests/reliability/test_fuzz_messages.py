@@ -39,6 +39,7 @@ CODECS: dict[str, dict[str, object]] = {
     "sign": {"codec": "sign", "memory": "ef"},
     "top_k": {"codec": "top_k", "memory": "ef", "density": 0.05},
     **{f"top_k {bits}": {"codec": "top_k", "memory": "ef", "density": 0.05, "bits": bits} for bits in (2, 3, 4)},
+    "dct_top_k": {"codec": "dct_top_k", "memory": "ef", "density": 0.05, "block_size": 256},
     "top_k all": {"codec": "top_k", "memory": "ef", "density": 1.0},
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ BIASED: dict[str, dict[str, Any]] = {
     "sign": {"codec": "sign", "memory": "ef"},
     "top_k": {"codec": "top_k", "memory": "ef", "density": 0.05},
     "top_k at 2 bits": {"codec": "top_k", "memory": "ef", "density": 0.05, "bits": 2},
+    "dct_top_k": {"codec": "dct_top_k", "memory": "ef", "density": 0.05, "block_size": 256},
     "nearest": {"codec": "linear", "dither": "nearest", "bits": 4, "memory": "ef"},
 }
 

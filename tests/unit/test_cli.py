@@ -79,6 +79,11 @@ LITERATURE = {
     "MCM": ["gqsgd_mcm"],
     "NEOLITHIC": ["gqsgd_neolithic"],
     "DPSVRG": ["dpsvrg"],
+    "MuLoCo": ["gqsgd_muloco"],
+    "DeMo": ["demo"],
+    "lossless averages": ["lossless"],
+    "PULSE": ["pulse"],
+    "Dion": ["dion"],
 }
 
 

@@ -75,18 +75,28 @@ class TopKQuantiser:
         A block is NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
         """
         values = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
-        lengths = blocks[:, LENGTH]
-        for k, (length, count) in enumerate(zip(lengths.tolist(), self.kept_of(lengths).tolist(), strict=True)):
-            at = int(blocks[k, CODES])
-            middle = at + count * dtype.itemsize
-            places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
-            kept = wire[at:middle].clone().view(dtype)
+        for k, length in enumerate(blocks[:, LENGTH].tolist()):
+            kept, places = self.record(wire, int(blocks[k, CODES]), length, dtype)
             # The places come from the network; one beyond the block must not be written to.
             if kept.isfinite().all() and (places < length).all():
                 values[k, places] = kept * factor
             else:
                 values[k] = torch.nan
         return values
+
+    def record(self, wire: Tensor, at: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns what the record of a block keeps: coordinates, [count], and places, int64 [count], perhaps beyond it.
+
+        Args:
+            wire: the message, uint8 [bytes].
+            at: where the record starts.
+            length: number of coordinates of the block.
+            dtype: the compute dtype.
+        """
+        count = self.kept_of(length)
+        middle = at + count * dtype.itemsize
+        places = wire[middle : middle + PLACE_BYTES * count].clone().view(torch.int16).long() & 0xFFFF
+        return wire[at:middle].clone().view(dtype), places
 
 
 @dataclass(frozen=True)

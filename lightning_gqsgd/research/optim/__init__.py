@@ -1,6 +1,9 @@
-"""Optimizers that torch lacks: Adagrad with an L1 penalty, for models most of whose coordinates are exactly zero."""
+"""Optimizers that torch lacks: Adagrad with an L1 penalty, for models most of whose coordinates are exactly zero; Muon
+beside AdamW, for local steps; and Dion, which averages factors of low rank by itself."""
 
 from lightning_gqsgd.research.optim.adagrad import CMDAdagrad, RDAAdagrad
+from lightning_gqsgd.research.optim.dion import Dion
+from lightning_gqsgd.research.optim.muon import MuonAdamW, matrices_of
 from lightning_gqsgd.research.optim.proximal import soft_threshold, sparsity
 
-__all__ = ["CMDAdagrad", "RDAAdagrad", "soft_threshold", "sparsity"]
+__all__ = ["CMDAdagrad", "Dion", "MuonAdamW", "RDAAdagrad", "matrices_of", "soft_threshold", "sparsity"]

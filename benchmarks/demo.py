@@ -1,0 +1,135 @@
+"""DeMo on four virtual workers: bytes and loss beside AdamW in every step, and what the cosine transform adds.
+
+    GQSGD_DATA=FOLDER python -m benchmarks.demo --save
+
+Without a folder with WikiText-2, the text is that of Python's ``help``. All ways start from the same network, and see
+the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from benchmarks.report import Report, present
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters
+from lightning_gqsgd.errors import counted
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.systems import SYSTEMS
+
+#: Learning rates that are tried with AdamW, and with optimizers of signs.
+ADAMW, SIGNS = (4e-3, 8e-3, 1.6e-2), (5e-4, 1e-3, 2e-3)
+
+_DEMO = dict(SYSTEMS["demo"].fields)
+
+
+def _adamw(parameters: list[Tensor], lr: float) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
+
+
+def _signs(parameters: list[Tensor], lr: float) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1, betas=(0.0, 0.0), eps=1e-12)
+
+
+def _signs_of_momentum(parameters: list[Tensor], lr: float) -> Optimizer:
+    return SignOfMomentum(parameters, lr)
+
+
+class SignOfMomentum(torch.optim.SGD):
+    """SGD whose steps are the signs of a momentum of 0.95: what the uncompressed momentum of DeMo would be used for."""
+
+    def __init__(self, parameters: list[Tensor], lr: float) -> None:
+        super().__init__(parameters, lr=lr, weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Make a step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.95).add_(parameter.grad)
+                parameter.mul_(1 - group["lr"] * 0.1)
+                parameter.sub_(momentum.sign(), alpha=group["lr"])
+
+
+#: Ways: the preset, its fields, what makes the optimizer, and the learning rates that are tried.
+Way = tuple[str, dict[str, Any], Callable[[list[Tensor], float], Optimizer], tuple[float, ...]]
+WAYS: dict[str, Way] = {
+    "AdamW, 32 bits": ("ddp", {}, _adamw, ADAMW),
+    "signs of a momentum, 32 bits": ("ddp", {}, _signs_of_momentum, SIGNS),
+    "DeMo, 1/128": ("gqsgd", _DEMO, _signs, SIGNS),
+    "the same without the transform": ("gqsgd", {**_DEMO, "codec": "top_k", "block_size": 4096}, _signs, SIGNS),
+}
+
+
+def outcome(way: str, rate: float, seed: int, options: argparse.Namespace) -> tuple[float, float]:
+    """Returns the loss at the end, and the megabytes that a worker has sent."""
+    preset, fields, make, _ = WAYS[way]
+    record = simulate(
+        preset,
+        VirtualCharacters(seed),
+        workers=options.workers,
+        steps=options.steps,
+        optimizer=lambda parameters: Scheduled(make(parameters, rate), options.steps),
+        seed=seed,
+        record_every=options.steps,
+        progress=False,
+        **fields,
+    )
+    loss = math.inf if record.diverged_at is not None else record.last()
+    return loss, float(record.bytes_sent[-1]) / 1e6
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Tune the learning rate of every way with the first seed, and train with all seeds."""
+    report = Report(
+        "demo",
+        f"DeMo: {options.steps} steps of a character transformer, {options.workers} virtual workers",
+        {
+            "way": "",
+            "learning rate": "g",
+            "sent (MB)": ".2f",
+            "loss at the end": ".3f",
+        },
+    )
+    for way, (*_, rates) in WAYS.items():
+        tried = {rate: outcome(way, rate, 0, options) for rate in rates}
+        best = min(tried, key=lambda rate: tried[rate][0])
+        losses = [tried[best][0]] + [outcome(way, best, seed, options)[0] for seed in range(1, options.seeds)]
+        row: list[str | float | None] = [way, best, tried[best][1], fmean(losses)]
+        print(f"demo: {row}; tried {tried}", file=sys.stderr, flush=True)
+        report.rows.append(row)
+    problem = VirtualCharacters()
+    numel = sum(segment.numel for segment in problem.segments)
+    report.notes = (
+        f"{problem.text}; {numel:,} parameters, {BATCH} windows of {LENGTH} bytes per worker and step, "
+        f"{counted(options.seeds, 'seed')}. Loss: nats per byte of the validation text. Sent: bytes of each worker, to "
+        "all others.",
+        "DeMo and its variants: momentum 0.999, of which the largest coordinates of each block of 4,096 are sent, 6 "
+        "bytes each; steps along the signs of the mean. The other momentum is 0.95. Learning rates that were tried "
+        f"with the first seed: {', '.join(f'{rate:g}' for rate in ADAMW)} with AdamW, and "
+        f"{', '.join(f'{rate:g}' for rate in SIGNS)} with signs, each with warm-up and a cosine down to a tenth.",
+    )
+    return report
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=1)
+    torch.set_num_threads(1)
+    present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

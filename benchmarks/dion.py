@@ -1,0 +1,128 @@
+"""Dion on four virtual workers: bytes and loss where factors of low rank are averaged, beside AdamW and Muon.
+
+    GQSGD_DATA=FOLDER python -m benchmarks.dion --save
+
+Without a folder with WikiText-2, the text is that of Python's ``help``. Dion makes its steps of the mean gradient here:
+between processes it makes the same ones of averaged factors (tests/distributed/test_matrix_optimizers.py), whose bytes
+the table has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.report import Report, present
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters
+from lightning_gqsgd.errors import counted
+from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.research.optim import Dion, MuonAdamW
+from lightning_gqsgd.research.simulation import simulate
+from lightning_gqsgd.research.simulation.shapes import Shaped
+
+#: Learning rate of the parameters that are no matrices, beside Dion.
+OTHERS_RATE = 4e-3
+#: Ways: the rank of Dion's factors over the smaller side, or another optimizer, and the learning rates that are tried.
+WAYS: dict[str, tuple[float | None, tuple[float, ...]]] = {
+    "AdamW, gradients averaged": (None, (4e-3, 8e-3, 1.6e-2)),
+    "Muon, gradients averaged": (None, (8e-3, 1.6e-2, 3.2e-2)),
+    "Dion, rank 1/4": (1 / 4, (1e-2, 2e-2, 4e-2)),
+    "Dion, rank 1/16": (1 / 16, (2e-2, 4e-2, 8e-2)),
+}
+
+
+def maker(way: str, rate: float, hidden: list[bool]) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """Returns what makes the optimizer of the parameters."""
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        matrices = [parameter for parameter, is_hidden in zip(parameters, hidden, strict=True) if is_hidden]
+        others = [parameter for parameter, is_hidden in zip(parameters, hidden, strict=True) if not is_hidden]
+        rank, _ = WAYS[way]
+        if rank is not None:
+            return Dion(matrices, others, lr=rate, rank_fraction=rank, others_lr=OTHERS_RATE, betas=(0.9, 0.999))
+        if way.startswith("Muon"):
+            return MuonAdamW(matrices, others, lr=rate, betas=(0.9, 0.999))
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1)
+
+    return make
+
+
+def outcome(way: str, rate: float, seed: int, options: argparse.Namespace) -> tuple[float, float]:
+    """Returns the loss at the end, and the megabytes that a worker would send."""
+    problem = VirtualCharacters(seed)
+    make = maker(way, rate, problem.hidden)
+    made: list[Shaped] = []
+
+    def shaped(flat: list[Tensor]) -> Optimizer:
+        made.append(Shaped(flat, problem.shapes, lambda parts: Scheduled(make(parts), options.steps)))
+        return made[-1]
+
+    record = simulate(
+        "ddp",
+        problem,
+        workers=options.workers,
+        steps=options.steps,
+        optimizer=shaped,
+        record_every=options.steps,
+        progress=False,
+    )
+    sent = float(record.bytes_sent[-1])
+    (scheduled,) = made[0].optimizers
+    if isinstance(scheduled, Scheduled) and isinstance(scheduled.inner, Dion):
+        sent = options.steps * ring_bytes(4 * scheduled.inner.averaged_numel, options.workers)
+    return math.inf if record.diverged_at is not None else record.last(), sent / 1e6
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Tune the learning rate of every way with the first seed, and train with all seeds."""
+    report = Report(
+        "dion",
+        f"Dion: {options.steps} steps of a character transformer, {options.workers} virtual workers",
+        {
+            "way": "",
+            "learning rate": "g",
+            "sent (MB)": ".2f",
+            "loss at the end": ".3f",
+        },
+    )
+    for way, (_, rates) in WAYS.items():
+        tried = {rate: outcome(way, rate, 0, options) for rate in rates}
+        best = min(tried, key=lambda rate: tried[rate][0])
+        losses = [tried[best][0]] + [outcome(way, best, seed, options)[0] for seed in range(1, options.seeds)]
+        row: list[str | float | None] = [way, best, tried[best][1], fmean(losses)]
+        print(f"dion: {row}; tried {tried}", file=sys.stderr, flush=True)
+        report.rows.append(row)
+    problem = VirtualCharacters()
+    sizes = [segment.numel for segment in problem.segments]
+    hidden = sum(size for size, is_hidden in zip(sizes, problem.hidden, strict=True) if is_hidden)
+    report.notes = (
+        f"{problem.text}; {sum(sizes):,} parameters, of which {hidden:,} are in matrices of hidden layers; {BATCH} "
+        f"windows of {LENGTH} bytes per worker and step, {counted(options.seeds, 'seed')}. Loss: nats per "
+        "byte of the validation text. Sent: bytes of each worker in a ring, in fp32; of Dion, those of the factors and "
+        "of the gradients of all other parameters.",
+        "Learning rates that were tried with the first seed, each with warm-up and a cosine down to a tenth: "
+        + "; ".join(f"{way}: {', '.join(f'{rate:g}' for rate in rates)}" for way, (_, rates) in WAYS.items())
+        + f". Beside Dion, all other parameters have AdamW with {OTHERS_RATE:g}.",
+    )
+    return report
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dion", description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=1)
+    torch.set_num_threads(1)
+    present(parser, measure)
+
+
+if __name__ == "__main__":
+    main()

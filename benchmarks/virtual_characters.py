@@ -1,0 +1,104 @@
+"""A character transformer as a problem of `simulate`: virtual workers with batches of their own, in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from lightning_gqsgd.kernels.layout import Segment
+from lightning_gqsgd.research.simulation.problems import MIN_NUMEL
+from workloads.characters import CharacterTransformer, load_texts, windows
+
+#: Windows of a worker's batch, characters of a window, and windows of which the loss is taken.
+BATCH, LENGTH, VALIDATION = 4, 64, 128
+#: Steps in which learning rates warm up.
+WARMUP = 16
+
+
+class VirtualCharacters:
+    """Next-character prediction by a `CharacterTransformer`; the loss is that of the validation text, in nats.
+
+    Args:
+        seed: of the start and of all batches.
+        layers: blocks of the transformer.
+        width: length of a character's vector.
+
+    Attributes:
+        text: name of the text.
+        shapes: shape of each parameter, in order.
+        hidden: whether each parameter is a matrix of a hidden layer, for which Muon and Dion are.
+    """
+
+    def __init__(self, seed: int = 0, layers: int = 2, width: int = 64) -> None:
+        self._seed = seed
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self._network = CharacterTransformer(LENGTH, layers, width)
+        texts = load_texts()
+        self.text = texts.name
+        self._train = texts.train
+        self._validation = windows(texts.valid, VALIDATION, LENGTH, torch.Generator().manual_seed(1))
+        named = dict(self._network.named_parameters())
+        self._names = list(named)
+        self.shapes = [parameter.shape for parameter in named.values()]
+        self.hidden = [name.startswith("blocks") and parameter.ndim == 2 for name, parameter in named.items()]
+        sizes = [shape.numel() for shape in self.shapes]
+        self.segments = [Segment(number, size, raw=size < MIN_NUMEL) for number, size in enumerate(sizes)]
+
+    def start(self) -> Tensor:
+        """Returns the parameters at the start, [d]."""
+        return torch.cat([parameter.detach().flatten() for parameter in self._network.parameters()])
+
+    def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
+        """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + step)
+        inputs, targets = windows(self._train, workers * BATCH, LENGTH, generator)
+        batches = zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
+        rows = []
+        for point, batch in zip(x.expand(workers, -1), batches, strict=True):
+            leaf = point.detach().clone().requires_grad_()
+            gradient = torch.autograd.grad(self._loss(leaf, *batch), leaf)[0]
+            # Clipped by each worker, as in training.
+            rows.append(gradient * min(1.0, 1.0 / float(gradient.norm())))
+        return torch.stack(rows)
+
+    @torch.no_grad()
+    def loss(self, x: Tensor) -> float:
+        """Returns the loss on the validation text, in nats per character."""
+        return float(self._loss(x, *self._validation))
+
+    def metrics(self, x: Tensor) -> dict[str, float]:
+        """Returns no further metrics."""
+        return {}
+
+    def _loss(self, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+        parts = x.split([shape.numel() for shape in self.shapes])
+        parameters = {name: part.view(shape) for name, part, shape in zip(self._names, parts, self.shapes, strict=True)}
+        return F.cross_entropy(functional_call(self._network, parameters, (inputs,)).flatten(0, 1), targets.flatten())
+
+
+class Scheduled(Optimizer):
+    """An optimizer, ``inner``, whose learning rate warms up, and then falls to a tenth like a cosine."""
+
+    def __init__(self, inner: Optimizer, steps: int) -> None:
+        super().__init__([torch.zeros(1)], {})
+        self.inner = inner
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: _schedule(step, steps))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Make a step."""
+        self.inner.step()
+        self._scheduler.step()
+
+
+def _schedule(step: int, steps: int) -> float:
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))

@@ -1,0 +1,1 @@
+"""The largest coordinates of a block's cosine transform: DeMo's code."""

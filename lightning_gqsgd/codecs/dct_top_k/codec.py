@@ -1,0 +1,172 @@
+"""The largest coordinates of each block's cosine transform (DeMo, Peng, Quesnelle, Kingma 2024, arXiv 2411.19870).
+
+A block of n coordinates is cut into runs of 64, of which the last one may be shorter. Each run x of length m becomes
+D x, by the orthonormal cosine transform
+
+    D_kj = √((2 - [k = 0]) / m) cos(π (2j + 1) k / (2m)),   k, j = 0 .. m-1,
+
+and the block keeps the k largest coordinates of all runs, as `codecs.top_k` does, whose record this is. The receiver
+turns them back by Dᵀ. D is orthonormal, so |C(x) - x|² <= (1 - k/n) |x|² here as well.
+
+DeMo is this code with an error memory that fades: with ``memory={"alpha": β, "beta": β, "rho": 0}``, what is remembered
+of the gradients g is DeMo's momentum m,
+
+    u = β m + g,   q = C(u),   m <- u - q,   and an optimizer takes the signs of the mean of all ranks' q.
+
+So a rank's momentum is never sent as a whole: what is large leaves it, and all else stays until it is large. The paper
+transforms tiles of 64 × 64 coordinates of a matrix, and divides a coordinate's sum by the number of ranks that sent it.
+Here, runs are coordinates in a row, and the mean is over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs.top_k.codec import TopKCodec, TopKQuantiser
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import CODES, LENGTH
+from lightning_gqsgd.kernels.protocol import Kind
+from lightning_gqsgd.kernels.wire import Key
+
+#: Coordinates that are transformed together.
+RUN = 64
+
+
+@lru_cache
+def basis(length: int) -> Tensor:
+    """Returns D for runs of a length, fp64 [length, length].
+
+    Its numbers are those of fp32: cosines of different libraries differ in their last bits, and ranks must not.
+    """
+    k = torch.arange(length, dtype=torch.float64, device="cpu")
+    cosines = torch.cos(math.pi / (2 * length) * torch.outer(k, 2 * k + 1))
+    cosines[1:] *= math.sqrt(2.0)
+    return (cosines / math.sqrt(length)).float().double()
+
+
+def transformed(x: Tensor) -> Tensor:
+    """Returns the cosine transform of blocks' runs, fp64 [blocks, length].
+
+    Args:
+        x: coordinates of blocks of one length, [blocks, length].
+    """
+    x = x.double()
+    whole = x.shape[1] - x.shape[1] % RUN
+    parts = [(x[:, :whole].unflatten(1, (-1, RUN)) @ basis(RUN).T.to(x.device)).flatten(1)] if whole else []
+    if whole < x.shape[1]:
+        parts.append(x[:, whole:] @ basis(x.shape[1] - whole).T.to(x.device))
+    return torch.cat(parts, dim=1)
+
+
+def turned_back(values: Tensor, places: Tensor, length: int) -> Tensor:
+    """Returns the coordinates of blocks, fp64 [blocks, length], some of whose transforms' coordinates are not zero.
+
+    The waves of a run are added one after the other, so that the sum has the same bits on every processor.
+
+    Args:
+        values: coordinates of the transforms, fp64 [blocks, count].
+        places: where they are in the block, int64 [blocks, count], ascending, below ``length``.
+        length: number of coordinates of a block.
+    """
+    blocks, count = places.shape
+    runs = -(-length // RUN)
+    x = torch.zeros(blocks * runs, RUN, dtype=torch.float64, device=values.device)
+    run = (places // RUN + runs * torch.arange(blocks, device=places.device)[:, None]).flatten()
+    # The number of a wave among those of its run.
+    numbers = torch.arange(blocks * count, device=places.device)
+    number = numbers - torch.searchsorted(run, run)
+    waves = basis(RUN).to(values.device)[places % RUN]
+    last = length % RUN
+    if last:  # the last run of a block is shorter
+        is_last = places >= length - last
+        waves[is_last] = 0
+        waves[..., :last][is_last] = basis(last).to(values.device)[places[is_last] % RUN]
+    waves = (values[..., None] * waves).flatten(0, 1)
+    for k in range(int(number.max()) + 1 if len(number) else 0):
+        chosen = number == k
+        x[run[chosen]] += waves[chosen]
+    return x.view(blocks, runs * RUN)[:, :length]
+
+
+@dataclass(frozen=True)
+class DctTopKQuantiser(TopKQuantiser):
+    """`TopKQuantiser` of the transform; see the module."""
+
+    kind: ClassVar[Kind] = Kind("dct_top_k")
+
+    def write(self, values: Tensor, blocks: Tensor, wire: Tensor, key: Key) -> None:
+        """Write the records of blocks; see `kernels.protocol.WholeQuantiser.write`."""
+        most = torch.finfo(values.dtype).max
+        turned = torch.zeros_like(values)
+        for length in blocks[:, LENGTH].unique().tolist():
+            alike = blocks[:, LENGTH] == length
+            # A transform may be larger than the largest number, as all coordinates may; what is finite stays finite.
+            small = transformed(values[alike, :length] / RUN).clamp(-most / RUN, most / RUN)
+            turned[alike, :length] = (small * RUN).to(values.dtype)
+        super().write(turned, blocks, wire, key)
+
+    def read(self, wire: Tensor, blocks: Tensor, dtype: torch.dtype, key: Key, factor: float) -> Tensor:
+        """Returns the coordinates of blocks, read from a message; see `kernels.protocol.WholeQuantiser.read`.
+
+        A block is NaN everywhere if a kept coordinate is not finite, or its place is not in the block.
+        """
+        most = torch.finfo(dtype).max * factor
+        result = torch.zeros(len(blocks), self.block_size, dtype=dtype, device=wire.device)
+        for length in blocks[:, LENGTH].unique().tolist():
+            alike = blocks[:, LENGTH] == length
+            records = [self.record(wire, at, length, dtype) for at in blocks[alike, CODES].tolist()]
+            kept = torch.stack([kept for kept, _ in records])
+            places = torch.stack([places for _, places in records])
+            good = (kept.isfinite() & (places < length)).all(dim=1)
+            x = turned_back(kept.double() * (factor / RUN), places.where(good[:, None], 0), length)
+            x = (x.clamp(-most / RUN, most / RUN) * RUN).to(dtype)
+            result[alike, :length] = x.where(good[:, None], torch.nan)
+        return result
+
+
+@dataclass(frozen=True)
+class DctTopKCodec(TopKCodec):
+    """The ``density`` largest share of every block's cosine transform, as they are; see the module."""
+
+    name: ClassVar[str] = "dct_top_k"
+    default_block_size: ClassVar[int] = 4096
+
+    @classmethod
+    def of(cls, bits: int, *, density: float = 0.01) -> DctTopKCodec:
+        """Returns the codec that keeps a share of all coordinates.
+
+        Args:
+            bits: 32.
+            density: the share.
+
+        Raises:
+            ConfigError: another number of bits, or a share of nothing.
+        """
+        if bits != 32:
+            raise ConfigError(
+                f"codec='dct_top_k' sends whole what it keeps, which is bits=32, not bits={bits}; leave bits out, or "
+                "take codec='top_k'"
+            )
+        if not density:
+            raise ConfigError("density=0 keeps nothing; take e.g. density=0.01")
+        return cls(density, bits)
+
+    @property
+    def biased_by(self) -> str:
+        """The setting that makes the codec biased, if any; see `Codec.biased_by`."""
+        return "codec='dct_top_k'"
+
+    def describe(self) -> tuple[str, list[str]]:
+        """Returns the bits per coordinate as text, and words that say what they are."""
+        bits, _ = super().describe()
+        return bits, [f"dct_top_k, {self.density:.3g} of all coordinates of a cosine transform"]
+
+    def quantiser(self, block_size: int, summed: int | None = None) -> DctTopKQuantiser:
+        """Returns the quantiser: the codec at one block size, as kernels see it."""
+        return DctTopKQuantiser(block_size, max(1, int(self.density * 65536)))

@@ -1,0 +1,215 @@
+"""Two shots without any loss: every gradient arrives as it is, and its exponents travel in an entropy code.
+
+Coordinates of a gradient differ by orders of magnitude, but few exponents are frequent: the exponents of normal numbers
+have an entropy of 2.54 bits, where bf16 and fp32 spend 8 (ZipCCL, arXiv 2604.27844). Signs and mantissas are noise, and
+travel as they are. So bf16 numbers take about 10.6 bits, and fp32 numbers 26.6.
+
+A number of w bits is turned left by one, so that its sign becomes the last bit and its exponent the first bits. The
+first byte of all numbers is then one stream, which zlib writes in Huffman codes alone (RFC 1951, by the strategy
+Z_HUFFMAN_ONLY). For bf16 and fp32 this byte is the exponent. For fp16 it has three bits of the mantissa, too, and for
+fp64 it lacks three bits of the exponent. A message is a byte that is 1, all other bytes of the numbers as they are, and
+the stream. Where the code saves nothing, it is a byte that is 0, and all numbers as they are.
+
+The owner of a shard adds the ranks' numbers in rank order in fp64, each divided by the number of ranks, and rounds the
+mean once, to the gradient's dtype. All ranks decode the owner's message, so all ranks hold the same bits. Equal parts
+of each piece have their owners, and no result depends on that. Wire: 2 (n-1)/n messages, whose lengths go before them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Hashable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.kernels.layout import LENGTH, BlockRun
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
+from lightning_gqsgd.reducers.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from lightning_gqsgd.spec.fields import Fields
+
+#: What a message begins with.
+_CODED, _AS_THEY_ARE = b"\1", b"\0"
+#: Window of zlib, negative: without header and checksum.
+_WINDOW = -15
+#: The integers that have the bits of numbers of so many bytes.
+_INTEGERS = {2: (torch.int16, "<u2"), 4: (torch.int32, "<u4"), 8: (torch.int64, "<u8")}
+
+
+class Lossless(Reducer):
+    """Averages each shard on its owner, from whole gradients whose exponents are entropy-coded.
+
+    See `reducers.base.Reducer` for the arguments.
+    """
+
+    scales: ClassVar[tuple[str, ...]] = ()
+    float_bits: ClassVar[tuple[int, ...]] = (32,)
+    compresses: ClassVar[bool] = False
+    stays_when_uncompressed: ClassVar[bool] = True
+    lengths_vary: ClassVar[bool] = True
+    needs_copy = False
+
+    def __init__(self, table: np.ndarray, setting: Setting) -> None:
+        self.ranks = setting.ranks
+        numel = int(table[:, LENGTH].sum())
+        self._bounds = [numel * rank // self.ranks for rank in range(self.ranks + 1)]
+        self.message_bytes = numel * setting.dtype.itemsize
+        self.sent_bytes = 0
+
+    @staticmethod
+    def check(codec: Codec) -> None:
+        """Raise ConfigError for a codec whose codes the reducer cannot work with; see `reducers.base.Reducer.check`."""
+        if codec.name != "float":
+            raise ConfigError(
+                f"reducer='lossless' is for bits=32, which keeps every gradient as it is, not bits={codec.bits}; "
+                "leave bits out, or reducer"
+            )
+
+    @staticmethod
+    def check_device(config: Fields, device: torch.device) -> None:
+        """Raise ConfigError for a device that the configuration is not for; see `reducers.base.Reducer.check_device`.
+        The codes have no fixed length, so a GPU cannot write them."""
+        if device.type != "cpu":
+            raise ConfigError(
+                f"reducer='lossless' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
+                "reducer='native'"
+            )
+
+    @staticmethod
+    def stages(config: Fields, ranks: int) -> int:
+        """Returns the number of stages; see `reducers.base.Reducer.stages`."""
+        return 4
+
+    @classmethod
+    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
+        """Returns the number of coordinates; see `reducers.base.Reducer.alike`."""
+        return sum(run.numel for run in block_runs)
+
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """Returns 0: nothing is quantised. See `reducers.base.Reducer.mean_error`."""
+        return 0.0
+
+    def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
+        """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
+        shards = [x[low:high] for low, high in zip(self._bounds[:-1], self._bounds[1:], strict=True)]
+        messages = [b"" if owner == rank else pack(shard) for owner, shard in enumerate(shards)]
+        received = yield from self._to_owners(messages)
+
+        mean = torch.zeros(len(shards[rank]), dtype=torch.float64)
+        for sender, message in enumerate(received):
+            values = shards[rank] if sender == rank else unpack(message, len(mean), x.dtype)
+            mean.add_(values.double(), alpha=1 / self.ranks)  # divided before, because sums of fp64 may overflow
+        message = pack(mean.to(x.dtype))
+        means = yield from self._gathered(message)
+
+        for shard, message in zip(shards, means, strict=True):
+            shard.copy_(unpack(message, len(shard), x.dtype))
+        self._count(sum(map(len, messages)) + (self.ranks - 1) * max(map(len, means)), x.nbytes)
+        return 0
+
+    def _to_owners(self, messages: Sequence[bytes]) -> Generator[Sequence[Exchange], None, list[bytes]]:
+        """Send a message to each rank; returns those that came, by rank."""
+        lengths = torch.tensor([len(message) for message in messages], device="cpu")
+        coming = torch.empty_like(lengths)
+        yield (Exchange("all_to_all", coming, lengths),)
+        into = coming.tolist()
+        received = torch.empty(sum(into), dtype=torch.uint8, device="cpu")
+        sent = _tensor(b"".join(messages))
+        yield (Exchange("all_to_all", received, sent, (into, lengths.tolist())),)
+        return [part.numpy().tobytes() for part in received.split(into)]
+
+    def _gathered(self, message: bytes) -> Generator[Sequence[Exchange], None, list[bytes]]:
+        """Send all ranks one message; returns those of all ranks, by rank."""
+        lengths = torch.empty(self.ranks, 1, dtype=torch.int64, device="cpu")
+        yield (Exchange("all_gather", lengths, torch.tensor([len(message)], device="cpu")),)
+        # An all-gather needs messages of equal length. The lengths were gathered first, so that each rank can cut off
+        # the padding of the others.
+        longest = int(lengths.max())
+        everyone = torch.empty(self.ranks, longest, dtype=torch.uint8, device="cpu")
+        yield (Exchange("all_gather", everyone, _tensor(message.ljust(longest, b"\0"))),)
+        rows = zip(everyone.numpy(), lengths[:, 0].tolist(), strict=True)
+        return [row[:length].tobytes() for row, length in rows]
+
+    def _count(self, sent_bytes: int, nbytes: int) -> None:
+        others = self.ranks - 1
+        # Lengths, 8 bytes each, count as well: they go to all others twice.
+        self.sent_bytes = sent_bytes + 16 * others if others else 0
+        self.message_bytes = self.sent_bytes * self.ranks // (2 * others) if others else nbytes
+
+
+def pack(values: Tensor) -> bytes:
+    """Returns the message of some numbers.
+
+    Args:
+        values: floating-point numbers on the CPU, [numel].
+    """
+    width = values.dtype.itemsize
+    bits = _turned(_bits_of(values), 1)
+    planes = bits.view(np.uint8).reshape(-1, width)
+    coder = zlib.compressobj(1, zlib.DEFLATED, _WINDOW, 9, zlib.Z_HUFFMAN_ONLY)
+    code = coder.compress(planes[:, width - 1].tobytes()) + coder.flush()
+    if len(code) >= len(bits):
+        return _AS_THEY_ARE + _bits_of(values).tobytes()
+    return _CODED + np.ascontiguousarray(planes[:, : width - 1]).tobytes() + code
+
+
+def unpack(message: bytes, numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of a message, [numel], with all their bits. Nothing in the message is trusted.
+
+    Args:
+        message: what `pack` has made of as many numbers of this dtype.
+        numel: number of coordinates.
+        dtype: of the numbers.
+
+    Raises:
+        ValueError: the message is none of so many numbers.
+    """
+    width = dtype.itemsize
+    _, name = _INTEGERS[width]
+    kind = message[:1]
+    rest = numel * (width - 1)
+    planes = np.empty((numel, width), np.uint8)
+    if kind == _AS_THEY_ARE and len(message) == 1 + numel * width:
+        planes[:] = np.frombuffer(message, np.uint8, offset=1).reshape(numel, width)
+        return _floats(planes.view(name)[:, 0] if numel else np.empty(0, name), dtype)
+    decoder = zlib.decompressobj(_WINDOW)
+    try:
+        # At most one byte more than there should be, however long a message says that it is.
+        first = decoder.decompress(message[1 + rest :], numel + 1) if kind == _CODED else b""
+    except zlib.error as error:
+        raise ValueError(f"corrupt message: {error}") from error
+    if len(first) != numel or not decoder.eof or decoder.unused_data:
+        raise ValueError(f"corrupt message: {len(message):,} bytes are no message of {numel:,} numbers of {dtype}")
+    planes[:, : width - 1] = np.frombuffer(message, np.uint8, rest, 1).reshape(numel, width - 1)
+    planes[:, width - 1] = np.frombuffer(first, np.uint8)
+    return _floats(_turned(planes.view(name)[:, 0], 8 * width - 1), dtype)
+
+
+def _bits_of(values: Tensor) -> np.ndarray:
+    """Returns the bits of numbers as unsigned integers."""
+    integer, name = _INTEGERS[values.dtype.itemsize]
+    return values.detach().contiguous().view(integer).numpy().view(name)
+
+
+def _floats(bits: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers that have these bits."""
+    integer, name = _INTEGERS[dtype.itemsize]
+    return torch.from_numpy(np.ascontiguousarray(bits).view(name.replace("u", "i"))).view(dtype)
+
+
+def _turned(bits: np.ndarray, left: int) -> np.ndarray:
+    """Returns integers whose bits are turned to the left by so many places."""
+    width = 8 * bits.itemsize
+    return (bits << bits.dtype.type(left)) | (bits >> bits.dtype.type(width - left))
+
+
+def _tensor(message: bytes) -> Tensor:
+    """Returns a message as a tensor, uint8 [bytes]."""
+    return torch.from_numpy(np.frombuffer(message, np.uint8).copy())

@@ -1,0 +1,48 @@
+"""PULSE between processes: one rank trains in fp32, the others have its weights in bf16 after every step."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from lightning_gqsgd.research.patches import Receiver, Sender, broadcast
+from tests.distributed.models import batch, mlp
+from tests.distributed.ranks import run
+
+STEPS = 6
+
+
+def _hash(model: torch.nn.Module) -> str:
+    flat = torch.cat([parameter.detach().bfloat16().flatten() for parameter in model.parameters()])
+    return hashlib.sha256(flat.view(torch.int16).numpy()).hexdigest()
+
+
+def _followed(rank: int, lr: float) -> tuple[list[str], list[int]]:
+    """The hash of the weights after each step, and the bytes of each message."""
+    model = mlp()
+    if rank:
+        torch.nn.init.zeros_(model[0].weight)
+        model = model.bfloat16()
+    end = Receiver(model.parameters()) if rank else Sender(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    hashes, sent = [], []
+    for step in range(STEPS):
+        if not rank:
+            x, y = batch(0, step)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        sent.append(broadcast(end))
+        hashes.append(_hash(model))
+    return hashes, sent
+
+
+def test_all_ranks_have_the_same_hash_after_every_step_and_patches_are_small(tmp_path: Path) -> None:
+    first, *others = run(_followed, 3, tmp_path, 1e-6)
+    hashes, sent = first
+    assert all(other == first for other in others)
+    assert len(set(hashes)) == STEPS
+    whole, *patches = sent
+    assert max(patches) < whole / 10

@@ -1,0 +1,120 @@
+"""Figures of MuLoCo, lossless averages, DeMo, Dion and PULSE on pages are those of benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.docs.checks import Checked, Sentences, compare_sentence
+from tests.docs.tables import RESULTS, cell, rows_of
+
+LOCAL, SYSTEMS = "docs/local_systems.md", "docs/systems.md"
+
+
+def muloco_row(row: tuple[str, ...]) -> list[str | None]:
+    columns = ("learning rate", "sent (MB)", "loss at the end", "less every step's")
+    return [None, None, *(cell("muloco", column, inner=row[0], averages=row[1]) for column in columns)]
+
+
+def lossless_row(row: tuple[str, ...]) -> list[str | None]:
+    half, single = (
+        cell("lossless", "bits", gradient=row[0], dtype="bfloat16"),
+        cell("lossless", "bits", gradient=row[0], dtype="float32"),
+    )
+    exponents = [cell("lossless", column, gradient=row[0], dtype="bfloat16") for column in ("Huffman", "Elias")]
+    return [None, half, single, *exponents]
+
+
+def rates() -> list[float]:
+    """Megabytes of a second in which one thread codes."""
+    return [float(row["coded (MB/s)"]) for row in rows_of(RESULTS / "lossless.md")]
+
+
+def way_row(page: str, row: tuple[str, ...]) -> list[str | None]:
+    return [None, *(cell(page, column, way=row[0]) for column in ("learning rate", "sent (MB)", "loss at the end"))]
+
+
+def pulse_row(row: tuple[str, ...]) -> list[str | None]:
+    columns = ("bf16 weights that change (%)", "patch (kB)", "all bf16 weights / patch")
+    return [None, *(cell("pulse", column, **{"learning rate": row[0]}) for column in columns)]
+
+
+FEW, EVERY = "30 local steps, 2 bits, errors fed back", "every step, 32 bits"
+
+
+def exact(column: str, inner: str, averages: str) -> float:
+    """A figure of MuLoCo's table, as it was before the table rounded it."""
+    saved = json.loads((RESULTS / "muloco.json").read_text())
+    (row,) = (row for row in saved["rows"] if row[:2] == [inner, averages])
+    return float(row[saved["columns"].index(column)])
+
+
+def loss(inner: str, averages: str) -> float:
+    return exact("loss at the end", inner, averages)
+
+
+def bits_cost(inner: str) -> float:
+    return loss(inner, FEW) - loss(inner, "30 local steps, 32 bits")
+
+
+def steps_cost(inner: str) -> float:
+    return loss(inner, "30 local steps, 32 bits") - loss(inner, EVERY)
+
+
+def of_way(page: str, way: str, column: str = "loss at the end") -> float:
+    """A figure of a table with a row for each way, as it was before the table rounded it."""
+    saved = json.loads((RESULTS / f"{page}.json").read_text())
+    (row,) = (row for row in saved["rows"] if row[0] == way)
+    return float(row[saved["columns"].index(column)])
+
+
+DEMO, SIGNS = "DeMo, 1/128", "signs of a momentum, 32 bits"
+SENTENCES: Sentences = {
+    (SYSTEMS, r"and ([\d.]+) above Muon, which averages whole"): [
+        lambda: of_way("dion", "Dion, rank 1/4") - of_way("dion", "Muon, gradients averaged"),
+    ],
+    (SYSTEMS, r"the same bytes end ([\d.]+) nats higher\. DeMo ends ([\d.]+) above .*? with (\d+) times fewer bytes"): [
+        lambda: of_way("demo", "the same without the transform") - of_way("demo", DEMO),
+        lambda: of_way("demo", DEMO) - of_way("demo", SIGNS),
+        lambda: of_way("demo", SIGNS, "sent (MB)") / of_way("demo", DEMO, "sent (MB)"),
+    ],
+    (SYSTEMS, r"AdamW here, which ends ([\d.]+) below DeMo"): [
+        lambda: of_way("demo", DEMO) - of_way("demo", "AdamW, 32 bits"),
+    ],
+    (
+        LOCAL,
+        r"Muon inside ends ([\d.]+) nats below AdamW inside\*\* at 2 bits, and ([\d.]+) below AdamW whose gradients "
+        r"are averaged in every step, with (\d+) times fewer bytes",
+    ): [
+        lambda: loss("AdamW", FEW) - loss("Muon", FEW),
+        lambda: loss("AdamW", EVERY) - loss("Muon", FEW),
+        lambda: exact("sent (MB)", "AdamW", EVERY) / exact("sent (MB)", "Muon", FEW),
+    ],
+    (LOCAL, r"more than AdamW: ([\d.]+) against ([\d.]+) nats at 32 bits"): [
+        lambda: steps_cost("Muon"),
+        lambda: steps_cost("AdamW"),
+    ],
+    (LOCAL, r"2 bits cost ([\d.]+) nats of 32 bits with Muon, and ([\d.]+) with AdamW"): [
+        lambda: bits_cost("Muon"),
+        lambda: bits_cost("AdamW"),
+    ],
+    (SYSTEMS, r"codes a gradient at (\d+) to (\d+) MB/s"): [lambda: min(rates()), lambda: max(rates())],
+}
+TABLES = [
+    Checked(LOCAL, "Muon inside", ("inside",), muloco_row),
+    Checked(SYSTEMS, "Gradients without loss", ("gradient",), lossless_row),
+    Checked(SYSTEMS, "DeMo", ("way",), lambda row: way_row("demo", row)),
+    Checked(SYSTEMS, "Dion", ("way",), lambda row: way_row("dion", row)),
+    Checked(SYSTEMS, "PULSE", ("learning rate",), pulse_row),
+]
+
+
+@pytest.mark.parametrize(("page", "pattern"), SENTENCES)
+def test_sentences_say_what_the_tables_say(page: str, pattern: str) -> None:
+    compare_sentence(page, pattern, SENTENCES[page, pattern])
+
+
+@pytest.mark.parametrize("checked", TABLES, ids=lambda checked: f"{checked.page} {checked.heading}")
+def test_tables_are_those_of_the_results(checked: Checked) -> None:
+    checked.compare()
