@@ -18,11 +18,9 @@ from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.rules import MeanOf
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
 from lightning_gqsgd.research.experiments.local import QSGD, Uneven, uploads
-from lightning_gqsgd.research.optim import MuonAdamW
 from lightning_gqsgd.research.simulation import VirtualRanks, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Quadratic
 from lightning_gqsgd.research.simulation.record import Record
-from lightning_gqsgd.research.simulation.shapes import Shaped
 
 
 @pytest.mark.slow
@@ -55,33 +53,6 @@ def test_fedpaq() -> None:
     assert ten[0] == pytest.approx(plain[0], rel=0.4)
     assert seldom[0] < 0.06
     assert coarse[0] > 4 * ten[0]
-
-
-@pytest.mark.slow
-def test_muloco() -> None:
-    """Digits, 4 workers, 90 steps, Muon for the hidden matrix and AdamW for the rest, three rounds: 2 bits with errors
-    fed back end where 32 bits do, and a worker sends less than a tenth. `benchmarks.muloco` has Muon beside AdamW."""
-    problem = DigitsMLP(hidden=64)
-    problem.segments = [segment._replace(raw=False) for segment in problem.segments]
-    shapes = [(64, 64), (64,), (64, 10), (10,)]
-
-    def run(**fields: Any) -> Record:
-        return simulate(
-            "gqsgd_muloco",
-            problem,
-            workers=4,
-            steps=90,
-            optimizer=lambda flat: Shaped(flat, shapes, lambda parts: MuonAdamW(parts[:1], parts[1:], 0.01, 0.0)),
-            record_every=90,
-            progress=False,
-            outer_after=0,
-            **fields,
-        )
-
-    few, whole = run(), run(bits=32, codec="auto", memory="none", memory_down="none")
-    assert few.last() < 1.1 * whole.last()
-    assert few.last("accuracy") > whole.last("accuracy") - 0.02
-    assert few.bytes_sent[-1] < whole.bytes_sent[-1] / 10
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lightning_gqsgd.presets import LOCAL_PRESETS, PRESETS
-from lightning_gqsgd.research.experiments import codecs, convex, local, optimizing, tables, voting
+from lightning_gqsgd.research.experiments import codecs, convex, local, optimizing, recent, tables, voting
 from lightning_gqsgd.research.experiments.rows import Row, Rows
 from lightning_gqsgd.research.systems import SYSTEMS
 
@@ -49,6 +49,11 @@ EXPERIMENTS: dict[str, Callable[[], Rows]] = {
     "dpsvrg": voting.dpsvrg,
     "fastsgd": tables.fastsgd,
     "s2_reducer": tables.s2_reducer,
+    "demo": recent.demo,
+    "lossless": recent.lossless,
+    "pulse": recent.pulse,
+    "dion": recent.dion,
+    "gqsgd_muloco": recent.muloco,
 }
 
 
