@@ -33,7 +33,7 @@ from workloads.characters import CharacterTransformer, load_texts, windows
 BATCH, LENGTH = 4, 32
 #: Steps between two averages, and between two checkpoints of DDP.
 EVERY = 16
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=10)
 
 
 class Rank:
@@ -232,11 +232,18 @@ WAYS: dict[str, Callable[[Rank], None]] = {
 
 def serve(way: str, folder: Path) -> None:
     """Fork a rank whenever there is none, and the file ``startH`` of this host is there."""
-    from lightning_gqsgd.config import GQSGDConfig
+    import torchft.local_sgd
+
+    import lightning_gqsgd.local_steps.optimizer
+    import lightning_gqsgd.membership.manager
     from lightning_gqsgd.config.resolving import resolve
+    from lightning_gqsgd.local_steps.choosing import make_local
     from lightning_gqsgd.wire.compiling import compile_kernels
 
-    compile_kernels(resolve(GQSGDConfig(bits=4), 2), torch.float32, torch.device("cpu"), 2)
+    imported = [torchft.local_sgd, lightning_gqsgd.local_steps.optimizer, lightning_gqsgd.membership.manager]
+    assert all(imported)
+    _, config = make_local("gqsgd_diloco", {}, {})
+    compile_kernels(resolve(config, 2), torch.float32, torch.device("cpu"), 2)
     start = folder / f"start{os.environ['NETLAB_HOST']}"
     (folder / f"warm{os.environ['NETLAB_HOST']}").touch()
     child = 0

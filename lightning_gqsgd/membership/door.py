@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,9 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 #: Seconds without a sign of life after which a member is taken for gone.
 _ALIVE_S = 5.0
+
+#: Seconds for which a member waits for a lighthouse that is started at the same time.
+_PATIENCE_S = 30.0
 
 #: How the lighthouse's page lists members.
 _SEEN = re.compile(r"^\s*(\S.*?): seen ([\d.]+)(ns|µs|us|ms|s) ago\s*$", re.MULTILINE)
@@ -76,6 +80,8 @@ def name_for(facts: Mapping[str, Any]) -> str:
 def check_others(lighthouse: str, name: str, timeout_s: float) -> None:
     """Check that the members that a lighthouse knows have the same name.
 
+    A lighthouse that does not answer may be starting, as the members are. So this asks again for up to 30 seconds.
+
     Args:
         lighthouse: its address.
         name: of this member, see `name_for`.
@@ -84,7 +90,16 @@ def check_others(lighthouse: str, name: str, timeout_s: float) -> None:
     Raises:
         ConfigError: no lighthouse answers there, or members train something else.
     """
-    for member in members_at(lighthouse, timeout_s):
+    deadline = time.monotonic() + min(timeout_s, _PATIENCE_S)
+    while True:
+        try:
+            members = members_at(lighthouse, timeout_s)
+            break
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    for member in members:
         other = member.partition(":")[0]
         if other != name:
             raise ConfigError(f"the lighthouse {lighthouse} has members that do not fit: {_difference(other, name)}")

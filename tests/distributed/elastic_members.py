@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 
 from lightning_gqsgd import ConfigError, LocalSteps
 from tests.distributed.test_merges import bits_of, network, train_step
+
+SECOND = timedelta(seconds=1)
 
 
 def member(rank: int, lighthouse: str, **fields: Any) -> tuple[nn.Module, LocalSteps]:
@@ -114,5 +117,14 @@ def unreachable(rank: int, address: str | None) -> str:
         os.environ["TORCHFT_LIGHTHOUSE"] = address
     model = network(rank)
     with pytest.raises(ConfigError) as caught:
-        LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every="1s", bits=4, elastic=True)
+        LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every="1s", bits=4, elastic=True, timeout=SECOND)
     return str(caught.value)
+
+
+def early(rank: int, address: str, folder: Path) -> int:
+    """Joins although the lighthouse starts a few seconds later."""
+    (folder / "waits").touch()
+    _, optimizer = member(rank, address)
+    merges = optimizer.averages.averages
+    optimizer.close()
+    return merges

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +103,26 @@ def test_a_process_group_is_refused(tmp_path: Path) -> None:
     model = network(0)
     with pytest.raises(ConfigError, match="leave group out"):
         LocalSteps(model, torch.optim.SGD(model.parameters(), 0.1), every="1s", elastic=True, group=object())  # type: ignore[arg-type]
+
+
+def test_members_may_start_before_their_lighthouse(tmp_path: Path) -> None:
+    from torchft.coordination import LighthouseServer
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    servers: list[LighthouseServer] = []
+
+    def start() -> None:
+        members.wait_for((tmp_path / "waits").exists)
+        time.sleep(2)
+        servers.append(LighthouseServer(bind=address, min_replicas=1))
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    try:
+        assert run(members.early, 1, tmp_path, address, tmp_path, initialise=False, torchrun=False) == [1]
+    finally:
+        starter.join()
+        for server in servers:
+            server.shutdown()
