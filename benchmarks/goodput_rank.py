@@ -91,17 +91,24 @@ class Rank:
 
     def resume(self, **parts: Any) -> int:
         """Load the latest checkpoint that all ranks have; returns its number, 0 where there is none."""
-        file = self.folder / f"checkpoint{self.host}.pt"
-        saved = torch.load(file, weights_only=False) if file.exists() else {"number": 0}
-        numbers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(numbers, saved["number"])
+        saved = self._saved(self.host)
+        mine = torch.tensor([saved["number"], self.host])
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine)
         # A rank may have been killed before it could save: all take the weights of one with the least number.
-        chosen = [saved]
-        dist.broadcast_object_list(chosen, numbers.index(min(numbers)))
+        number, host = min(tuple(row.tolist()) for row in rows)
+        chosen = self._saved(host) if number else {}
         for name, part in parts.items():
-            if name in chosen[0]:
-                part.load_state_dict(chosen[0][name])
-        return int(chosen[0]["number"])
+            if name in chosen:
+                part.load_state_dict(chosen[name])
+        dist.barrier()  # before anybody saves again
+        return int(number)
+
+    def _saved(self, host: int) -> dict[str, Any]:
+        """Returns the checkpoint of a host, which all hosts of a lab see."""
+        file = self.folder / f"checkpoint{host}.pt"
+        saved: dict[str, Any] = torch.load(file, weights_only=True) if file.exists() else {"number": 0}
+        return saved
 
 
 def alone(rank: Rank) -> None:

@@ -189,7 +189,7 @@ class VirtualWorld:
     PATIENCE_S = 1.0
 
     #: Seconds without faults at the end.
-    CLEAN_S = 4.0
+    CLEAN_S = 7.0
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

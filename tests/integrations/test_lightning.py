@@ -370,6 +370,7 @@ def test_every_field_is_an_argument() -> None:
         "norm": "l2",
         "clip": 2.5,
         "scale": "local",
+        "norm_over_ranks": "max",
         "scale_per": "parameter",
         "dither": "stochastic",
         "rotation": True,

@@ -1,11 +1,11 @@
 """Operations on vectors of the CPU's kernels, where processors with and without some instructions have other ones."""
 
+import numba
 import numpy as np
 import pytest
 from llvmlite import binding
 
 from lightning_gqsgd.kernels.cpu import vectors
-from lightning_gqsgd.kernels.cpu.jit import called
 from lightning_gqsgd.kernels.cpu.vectors import VECTOR_BYTES, load, load_like, one_of_eight, store
 
 
@@ -16,7 +16,7 @@ def test_a_table_is_looked_up_alike_with_all_instructions(instructions: str, dty
         pytest.skip(f"this processor has no {instructions}")
     monkeypatch.setattr(vectors, "features_of", lambda context: [f"+{instructions}"])
 
-    @called
+    @numba.njit
     def look_up(places, table, out):
         numbers = load(table, 0)
         store(out, 0, one_of_eight(load_like(places, 0, numbers), numbers))

@@ -21,6 +21,9 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "bits": (3, 4, 8),
     "levels": (2, 3),
     "mantissa": (1, 2),
+    "dither": ("stochastic", "subtractive"),
+    "reducer": ("two_shot", "gather"),
+    "scale_per": ("block",),
 }
 FIXED_FIELDS = [(name, field) for name, preset in PRESETS.items() for field in preset.fixed]
 
