@@ -32,21 +32,19 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
-from lightning_gqsgd.local_steps.fragments import fragments_of
+from lightning_gqsgd.local_steps.fragments import kept
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.schedule import Rounds
 from lightning_gqsgd.local_steps.starting import (
+    ROUNDING,
     IntegerBuffers,
     OwnBuffers,
-    check_module,
-    check_optimizers,
-    numbered,
     own_facts,
     take_from_first_rank,
-    trained_parameters,
+    trained_by,
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
@@ -55,7 +53,6 @@ from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
-from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card, Stamp, digest_of
 from lightning_gqsgd.wire.communicator import parent_group, patience_of
 from lightning_gqsgd.wire.engine import Messages, Request
@@ -72,11 +69,6 @@ _MESSAGES = Messages(
     "Ranks have made different numbers of optimizer steps, or a state was loaded on some ranks only: give every rank "
     "the same number of steps, and load the same state on every rank",
 )
-
-
-#: The change of weights before the first step, relative to their norm, that is taken for rounding: what is left where
-#: weights were moved and moved back in fp32. An error of the codec is a fraction of the change, and so smaller still.
-_ROUNDING = 1e-5
 
 
 @dataclass(eq=False)
@@ -169,22 +161,20 @@ class LocalAverages(AveragingLoop[Average]):
         self.group = parent_group(group)
         self.requested = config
         with meeting or open_meeting(model, self.group, timeout) as start:
-            check_optimizers(optimizers)
-            trained = trained_parameters(check_module(model), optimizers)
-            self.device = next(iter(trained.values())).device
-            refuse_for(config, "local steps, which average whole models")
+            model, trained = trained_by(model, optimizers, options, config)
+            parameters = trained.parameters
+            self.device = trained.device
             (layout,) = layouts(start, self.device)
-            weights = list(trained.values())
-            fit = fitted(config, layout, sum(p.numel() for p in weights), weights[0].dtype)
+            first = parameters[0].tensor
+            fit = fitted(config, layout, sum(entry.segment.numel for entry in parameters), first.dtype)
             self._note = fit.note
             self.config = resolve(fit.config, len(layout.nodes))
             options.averaging.check(self.config)
-            self._facts, parameters, buffers = numbered(model, trained, config)
-            super().__init__(options, fragments_of(parameters, buffers, options))
-            anchors = [anchor for part in self.fragments for entry, anchor in part.entries() if not entry.is_buffer]
-            self.outer = make_outer(options.outer, anchors)
-            dtype = COMPUTE_DTYPES[next(iter(trained.values())).dtype]
-            facts = facts_of(self.config, own_facts(options, self.outer, parameters, buffers))
+            super().__init__(options, trained.fragments)
+            self._facts = trained.facts
+            self.outer = trained.outer
+            dtype = COMPUTE_DTYPES[first.dtype]
+            facts = facts_of(self.config, own_facts(options, self.outer, parameters, trained.buffers))
             side = Side(self.group, facts, [self.config])
             with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=[dtype]) as (
                 self._engine,
@@ -274,10 +264,10 @@ class LocalAverages(AveragingLoop[Average]):
         self._watched.check()
         self._buffers.take_back()
         numbers = list(range(len(self.fragments)))
-        if any(self._leaves_anchor(numbers, buffers=False, tolerance=_ROUNDING)):
+        if any(self._leaves_anchor(numbers, buffers=False, tolerance=ROUNDING)):
             raise ConfigError(
                 "the model's weights were changed after local steps began and before the first step(), by more than "
-                f"{_ROUNDING:g} of their norm, and would travel quantised, as if they had been learnt. If weights were "
+                f"{ROUNDING:g} of their norm, and would travel quantised, as if they had been learnt. If weights were "
                 "loaded since: load weights before LocalSteps is made (Fabric: by fabric.load; Trainer: before fit). "
                 "If sharpness-aware minimisation has moved them (SAM by hand): move them back before step(), in fp32, "
                 "or give LocalSteps an optimizer that makes both passes in its own step(closure). If the inner "
@@ -310,15 +300,9 @@ class LocalAverages(AveragingLoop[Average]):
         Afterwards, the model has this rank's own values again.
         """
         self._buffers.take_back()
-        tensors = [entry.tensor for fragment in self.fragments for entry, _ in fragment.entries()]
-        own = [tensor.detach().clone() for tensor in tensors]
-        self.start_from_anchors()
-        try:
+        with kept(self.fragments):
+            self.start_from_anchors()
             yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(tensors, own, strict=True):
-                    tensor.copy_(value)
 
     def report(self) -> str:
         """Returns one line that says what is averaged how often, and how it is compressed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -66,6 +67,7 @@ class Bundle:
     def __init__(self, entries: Sequence[Entry], options: AnchorOptions) -> None:
         self.entries = tuple(entries)
         self.segments = tuple(entry.segment for entry in entries)
+        self._numel = sum(segment.numel for segment in self.segments)
         self._dtype = COMPUTE_DTYPES[entries[0].tensor.dtype]
         self._device = entries[0].tensor.device
         dtype = options.anchor_dtype or self._dtype
@@ -97,6 +99,10 @@ class Bundle:
         """The anchors as one flat tensor on the tensors' device, in the dtype to compute in: [numel]."""
         return torch.cat([anchor.flatten().to(self._device, self._dtype) for anchor in self.anchors])
 
+    def zeros(self) -> Tensor:
+        """Returns zeros for all tensors, in the dtype to compute in: [numel]."""
+        return torch.zeros(self._numel, dtype=self._dtype, device=self._device)
+
     def flat_starts(self) -> Tensor:
         """Returns what tensors are that start from the anchors, in the dtype to compute in: [numel].
 
@@ -119,7 +125,7 @@ class Bundle:
 
         A buffer may hold infinities, such as a mask of attention, whose difference to themselves is none.
         """
-        flat = torch.empty(sum(segment.numel for segment in self.segments), dtype=self._dtype, device=self._device)
+        flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         for (entry, anchor), part in zip(self._pairs(), self.split(flat), strict=True):
             start = _like(anchor, entry.tensor)
             torch.sub(start.to(self._dtype), entry.tensor.to(self._dtype), out=part)
@@ -220,6 +226,19 @@ class Fragment:
     def entries(self) -> Iterator[tuple[Entry, Tensor]]:
         """Each tensor with its anchor."""
         return ((entry, anchor) for bundle in self.bundles for entry, anchor in bundle._pairs())
+
+
+@contextmanager
+def kept(fragments: Iterable[Fragment]) -> Iterator[None]:
+    """A context after which the tensors of fragments have the values that they had before."""
+    tensors = [entry.tensor for fragment in fragments for entry, _ in fragment.entries()]
+    own = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.copy_(value)
 
 
 def fragments_of(parameters: Sequence[Entry], buffers: Sequence[Entry], options: AnchorOptions) -> list[Fragment]:

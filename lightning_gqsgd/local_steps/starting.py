@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,60 @@ from torch.optim import Optimizer
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.local_steps.fragments import Entry
+from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.outer import describe_outer
+from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
 from lightning_gqsgd.session.parameters import Parameter, digest, number_parameters
+from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.plan import check_parameters
 
 #: Rounds of a schedule that ranks compare when they start.
 _COMPARED_ROUNDS = 16
+
+#: The change of weights before the first step, relative to their norm, that is taken for rounding: what is left where
+#: weights were moved and moved back in fp32. An error of the codec is a fraction of the change, and so smaller still.
+ROUNDING = 1e-5
+
+
+class Trained(NamedTuple):
+    """What local steps train.
+
+    Attributes:
+        parameters: those that are averaged.
+        buffers: those that are averaged, uncompressed.
+        facts: the parameters as a configuration sees them.
+        fragments: parameters and buffers, with their anchors.
+        outer: the outer optimizer of the parameters' anchors.
+    """
+
+    parameters: list[Entry]
+    buffers: list[Entry]
+    facts: list[Parameter]
+    fragments: list[Fragment]
+    outer: Optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.parameters[0].tensor.device
+
+
+def trained_by(
+    model: object, optimizers: Sequence[Optimizer], options: LocalOptions, config: GQSGDConfig
+) -> tuple[nn.Module, Trained]:
+    """Returns the model, and what of it local steps train.
+
+    Raises:
+        ConfigError: a model, an optimizer or a configuration that cannot work.
+    """
+    check_optimizers(optimizers)
+    module = check_module(model)
+    trained = trained_parameters(module, optimizers)
+    refuse_for(config, "local steps, which average whole models")
+    facts, parameters, buffers = numbered(module, trained, config)
+    fragments = fragments_of(parameters, buffers, options)
+    anchors = [anchor for part in fragments for entry, anchor in part.entries() if not entry.is_buffer]
+    return module, Trained(parameters, buffers, facts, fragments, make_outer(options.outer, anchors))
 
 
 def check_module(model: object) -> nn.Module:

@@ -169,7 +169,7 @@ class TorchftMembers(Members):
         own = self._manager.participating_rank()
         if own is None:
             raise MergeFailed("this member does not take part")
-        return Quorum(self._manager.num_participants(), own, self._received)
+        return Quorum(own, self._received)
 
     def _gather(self, row: Tensor) -> Tensor:
         """Returns the rows of all members, as the sum of rows that are zero but for one."""

@@ -24,12 +24,10 @@ class Quorum(NamedTuple):
     """Those that take part in one merge.
 
     Attributes:
-        size: number of members.
-        own: this member's number among them.
+        own: this member's number among those that take part.
         state: what a member knows that has made more merges than this one; None if this one has made as many.
     """
 
-    size: int
     own: int
     state: Mapping[str, Any] | None = None
 

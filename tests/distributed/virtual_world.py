@@ -366,7 +366,7 @@ class VirtualWorld:
             state: Mapping[str, Any] | None = None
             if member.shared.merges < newest.shared.merges or (not newest.shared.merges and member is not newest):
                 state = newest.shared.state_dict()
-            self._answer(member, Quorum(len(asking), own, state))
+            self._answer(member, Quorum(own, state))
 
     def _complete(self, waiting: dict[str, tuple[VirtualMember, Request]]) -> None:
         """Everybody is there: give all of them the rows, or the sum, or lose some of the answers."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError, check_integer
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.local_steps.averages import open_meeting
-from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
+from lightning_gqsgd.local_steps.fragments import kept
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.merges.buffers import IntegerValues
 from lightning_gqsgd.local_steps.merges.contribution import Contribution
@@ -45,15 +45,14 @@ from lightning_gqsgd.local_steps.merges.rounds import rounds_of
 from lightning_gqsgd.local_steps.merges.shared import SharedState
 from lightning_gqsgd.local_steps.merges.thread import MergeThread
 from lightning_gqsgd.local_steps.options import LocalOptions
-from lightning_gqsgd.local_steps.outer import describe_outer, make_outer
+from lightning_gqsgd.local_steps.outer import describe_outer
 from lightning_gqsgd.local_steps.starting import (
+    ROUNDING,
     OwnBuffers,
-    check_module,
-    check_optimizers,
-    numbered,
+    Trained,
     own_facts,
     take_from_first_rank,
-    trained_parameters,
+    trained_by,
 )
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
@@ -62,9 +61,7 @@ from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, facts_of, open_engines
-from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.session.report import report
-from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.communicator import parent_group
 from lightning_gqsgd.wire.engine import Messages
 from lightning_gqsgd.wire.meeting import Meeting
@@ -75,21 +72,8 @@ logger = logging.getLogger(__name__)
 
 _MESSAGES = Messages("LocalSteps", "make a new LocalSteps")
 
-#: The change of weights before the first step, relative to their norm, that is taken for rounding.
-_ROUNDING = 1e-5
-
 #: Entries of every state, beside those of all states.
 _ENTRIES: dict[str, type] = {"merged": Mapping}
-
-
-class _Parts(NamedTuple):
-    """What is trained, as merges see it."""
-
-    parameters: list[Entry]
-    buffers: list[Entry]
-    facts: list[Parameter]
-    fragment: Fragment
-    outer: Optimizer
 
 
 class MergedAverages:
@@ -137,15 +121,15 @@ class MergedAverages:
         self._optimizers = list(optimizers)
         self._rounds = rounds_of(options)
         member = Member(secrets.randbits(62), f"{socket.gethostname()}:{os.getpid()}")
+        self._note = ""
         if options.elastic:
-            parts = self._parts(model)
-            members = self._meet_elastic(model, parts, timeout)
+            trained = self._train(model)
+            members = self._meet_elastic(trained, timeout)
         else:
-            members, parts = self._meet_fixed(model, parent_group(group), timeout, meeting)
-        self._fragment = parts.fragment
-        self._facts = parts.facts
-        self.outer = parts.outer
-        self._watched = WatchedModel(model, optimizers, parts.parameters)
+            members, trained = self._meet_fixed(model, parent_group(group), timeout, meeting)
+        self._facts = trained.facts
+        self.outer = trained.outer
+        self._watched = WatchedModel(model, optimizers, trained.parameters)
         self._weights_in_state = WeightsInState(optimizers)
         self._inner = InnerState(optimizers)
         self._buffers = OwnBuffers(model)
@@ -172,37 +156,33 @@ class MergedAverages:
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
-    def _parts(self, model: nn.Module) -> _Parts:
-        """Returns what is trained.
+    def _train(self, model: nn.Module) -> Trained:
+        """Take the model, and return what of it is trained.
 
         Raises:
             ConfigError: a model or an optimizer that cannot work.
         """
-        check_optimizers(self._optimizers)
-        trained = trained_parameters(check_module(model), self._optimizers)
-        self.device = next(iter(trained.values())).device
-        refuse_for(self.requested, "local steps, which average whole models")
-        facts, parameters, buffers = numbered(model, trained, self.requested)
-        (fragment,) = fragments_of(parameters, buffers, self.options)
-        anchors = [anchor for entry, anchor in fragment.entries() if not entry.is_buffer]
-        outer = make_outer(self.options.outer, anchors)
+        model, trained = trained_by(model, self._optimizers, self.options, self.requested)
+        self.device = trained.device
+        (self._fragment,) = trained.fragments
         self._integers = IntegerValues(model)
-        self._shared = SharedState(fragment, outer, self.options, self._integers.read())
-        return _Parts(parameters, buffers, facts, fragment, outer)
+        self._shared = SharedState(self._fragment, trained.outer, self.options, self._integers.read())
+        return trained
 
     def _meet_fixed(
         self, model: nn.Module, group: dist.ProcessGroup, timeout: timedelta | None, meeting: Meeting | None
-    ) -> tuple[Members, _Parts]:
+    ) -> tuple[Members, Trained]:
         """Returns the ranks of a process group, with the first rank's parameters and buffers. A collective."""
         with meeting or open_meeting(model, group, timeout) as start:
-            parts = self._parts(model)
+            trained = self._train(model)
             (layout,) = layouts(start, self.device)
-            numel = sum(entry.segment.numel for entry in parts.parameters)
-            fit = fitted(self.requested, layout, numel, parts.parameters[0].tensor.dtype)
+            numel = sum(entry.segment.numel for entry in trained.parameters)
+            fit = fitted(self.requested, layout, numel, trained.parameters[0].tensor.dtype)
+            self._note = fit.note
             config = resolve(fit.config, len(layout.nodes))
             refuse_memory(config)
-            facts = facts_of(config, own_facts(self.options, parts.outer, parts.parameters, parts.buffers))
-            dtypes = list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in parts.parameters))
+            facts = facts_of(config, own_facts(self.options, trained.outer, trained.parameters, trained.buffers))
+            dtypes = list(dict.fromkeys(COMPUTE_DTYPES[entry.tensor.dtype] for entry in trained.parameters))
             side = Side(group, facts, [config])
             with open_engines(start, [side], self.device, timeout=timeout, messages=_MESSAGES, dtypes=dtypes) as (
                 engine,
@@ -213,9 +193,9 @@ class MergedAverages:
                 self._shared.integers = self._integers.read()
         self._telemetry: Callable[[], Telemetry] = lambda: engine.telemetry
         self._configs: Callable[[], GQSGDConfig] = lambda: config
-        return FixedMembers(engine, config), parts
+        return FixedMembers(engine, config), trained
 
-    def _meet_elastic(self, model: nn.Module, parts: _Parts, timeout: timedelta | None) -> Members:
+    def _meet_elastic(self, trained: Trained, timeout: timedelta | None) -> Members:
         """Returns those that the lighthouse knows."""
         try:
             from lightning_gqsgd.membership.manager import TorchftMembers
@@ -232,7 +212,7 @@ class MergedAverages:
                 "leave or join; start each process by itself, with the lighthouse's address"
             )
         refuse_memory(resolve(self.requested, 2))
-        facts = facts_of(self.requested, own_facts(self.options, parts.outer, parts.parameters, parts.buffers))
+        facts = facts_of(self.requested, own_facts(self.options, trained.outer, trained.parameters, trained.buffers))
         members = TorchftMembers(
             self.requested,
             facts,
@@ -394,7 +374,7 @@ class MergedAverages:
         with self._shared.lock:
             # After a merge that came before this member's first step, the anchors are no longer what it started from.
             is_comparable = self._shared.version == self._known_version
-            if is_comparable and any(bundle.has_changed(False, _ROUNDING) for bundle in self._fragment.bundles):
+            if is_comparable and any(bundle.has_changed(False, ROUNDING) for bundle in self._fragment.bundles):
                 raise ConfigError(
                     "the model's weights were changed after local steps began and before the first step(); load "
                     "weights before LocalSteps is made (Trainer: before fit), or load what state_dict() has given"
@@ -418,25 +398,22 @@ class MergedAverages:
         Afterwards, the model has this member's own values again.
         """
         self._buffers.take_back()
-        own = [bundle.flat_tensors() for bundle in self._fragment.bundles]
-        with torch.no_grad(), self._shared.lock:
-            self._fragment.set_tensors()
-        try:
+        with kept([self._fragment]):
+            with torch.no_grad(), self._shared.lock:
+                self._fragment.set_tensors()
             yield
-        finally:
-            with torch.no_grad():
-                for bundle, values in zip(self._fragment.bundles, own, strict=True):
-                    bundle.put(values)
 
     def report(self) -> str:
         """Returns one line that says what is merged how often, and how it is compressed."""
-        text = report(self.requested, [self._configs()], self._facts, self.world_size, self.averages, "value")
+        if self.options.elastic and self.world_size == 1:
+            text = "gqsgd: one member so far, nothing to reduce yet"
+        else:
+            text = report(self.requested, [self._configs()], self._facts, self.world_size, self.averages, "value")
         text += f"; changes are merged every {self.options.every_in_words()}, weighted by samples"
         if self.options.elastic:
-            text = text.replace("one process, nothing to reduce", "one member so far, nothing to reduce yet")
             text += ", by the members that are there"
         after = f" after {self.options.outer_after} steps" if self.options.outer_after else ""
-        return f"{text}; outer {describe_outer(self.outer)}{after}"
+        return f"{text}; outer {describe_outer(self.outer)}{after}{self._note}"
 
     def check_open(self) -> None:
         """Raise what has ended the merges, if anything has."""

@@ -36,7 +36,7 @@ class FixedMembers(Members):
             CollectiveError: a collective failed, after which nothing can be merged any more.
         """
         if isinstance(request, Meet):
-            return Quorum(self._engine.world_size, self._engine.rank)
+            return Quorum(self._engine.rank)
         if isinstance(request, Gather):
             communicator = self._engine.communicator
             return communicator.gather(request.row.to(communicator.control_device)).cpu()

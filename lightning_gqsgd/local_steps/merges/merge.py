@@ -54,7 +54,6 @@ class Merge:
         is_used: whether the anchors moved.
         is_settled: whether this member's contribution needs not be sent again.
         is_left_out: whether this member's contribution was not used.
-        has_caught_up: whether this member took another one's state.
         gathered_at: time.monotonic() when the rows of all members were there.
     """
 
@@ -64,7 +63,6 @@ class Merge:
     is_used: bool
     is_settled: bool
     is_left_out: bool
-    has_caught_up: bool
     gathered_at: float
 
     @property
@@ -118,7 +116,7 @@ def merge(
         bundles = shared.fragment.bundles
         for place, bundle in enumerate(bundles):
             # Not 0 times the change, which may be NaN.
-            x = changes[place] * share if share else torch.zeros_like(bundle.flat_anchors())
+            x = changes[place] * share if share else bundle.zeros()
             mean: Tensor = yield Sum(x, bundle.segments, shared.merges * len(bundles) + place)
             means.append(mean)
     integers = shared.integers
@@ -137,7 +135,6 @@ def merge(
         is_used,
         is_settled=contribution is not None,
         is_left_out=is_left_out,
-        has_caught_up=quorum.state is not None,
         gathered_at=gathered_at,
     )
 
