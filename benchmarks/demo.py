@@ -9,9 +9,9 @@ the same batches.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, present
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters
+from benchmarks.report import Report
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, ended, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.systems import SYSTEMS
@@ -70,7 +70,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-def outcome(way: str, rate: float, seed: int, options: argparse.Namespace) -> tuple[float, float]:
+def outcome(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker has sent."""
     preset, fields, make, _ = WAYS[way]
     record = simulate(
@@ -84,8 +84,7 @@ def outcome(way: str, rate: float, seed: int, options: argparse.Namespace) -> tu
         progress=False,
         **fields,
     )
-    loss = math.inf if record.diverged_at is not None else record.last()
-    return loss, float(record.bytes_sent[-1]) / 1e6
+    return ended(record)
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -101,11 +100,9 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     for way, (*_, rates) in WAYS.items():
-        tried = {rate: outcome(way, rate, 0, options) for rate in rates}
-        best = min(tried, key=lambda rate: tried[rate][0])
-        losses = [tried[best][0]] + [outcome(way, best, seed, options)[0] for seed in range(1, options.seeds)]
-        row: list[str | float | None] = [way, best, tried[best][1], fmean(losses)]
-        print(f"demo: {row}; tried {tried}", file=sys.stderr, flush=True)
+        found = tuned(partial(outcome, options, way), rates, options.seeds)
+        row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
+        print(f"demo: {row}; tried {found.tried}", file=sys.stderr, flush=True)
         report.rows.append(row)
     problem = VirtualCharacters()
     numel = sum(segment.numel for segment in problem.segments)
@@ -123,12 +120,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seeds", type=int, default=1)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    run("demo", __doc__, measure, steps=120, seeds=1)
 
 
 if __name__ == "__main__":

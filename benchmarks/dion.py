@@ -10,17 +10,17 @@ the table has.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, present
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters
+from benchmarks.report import Report
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, ended, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.optim import Dion, MuonAdamW
@@ -54,7 +54,7 @@ def maker(way: str, rate: float, hidden: list[bool]) -> Callable[[list[nn.Parame
     return make
 
 
-def outcome(way: str, rate: float, seed: int, options: argparse.Namespace) -> tuple[float, float]:
+def outcome(options: argparse.Namespace, way: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker would send."""
     problem = VirtualCharacters(seed)
     make = maker(way, rate, problem.hidden)
@@ -73,11 +73,11 @@ def outcome(way: str, rate: float, seed: int, options: argparse.Namespace) -> tu
         record_every=options.steps,
         progress=False,
     )
-    sent = float(record.bytes_sent[-1])
+    loss, sent = ended(record)
     (scheduled,) = made[0].optimizers
     if isinstance(scheduled, Scheduled) and isinstance(scheduled.inner, Dion):
-        sent = options.steps * ring_bytes(4 * scheduled.inner.averaged_numel, options.workers)
-    return math.inf if record.diverged_at is not None else record.last(), sent / 1e6
+        sent = options.steps * ring_bytes(4 * scheduled.inner.averaged_numel, options.workers) / 1e6
+    return loss, sent
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -93,11 +93,9 @@ def measure(options: argparse.Namespace) -> Report:
         },
     )
     for way, (_, rates) in WAYS.items():
-        tried = {rate: outcome(way, rate, 0, options) for rate in rates}
-        best = min(tried, key=lambda rate: tried[rate][0])
-        losses = [tried[best][0]] + [outcome(way, best, seed, options)[0] for seed in range(1, options.seeds)]
-        row: list[str | float | None] = [way, best, tried[best][1], fmean(losses)]
-        print(f"dion: {row}; tried {tried}", file=sys.stderr, flush=True)
+        found = tuned(partial(outcome, options, way), rates, options.seeds)
+        row: list[str | float | None] = [way, found.rate, found.sent, fmean(found.losses)]
+        print(f"dion: {row}; tried {found.tried}", file=sys.stderr, flush=True)
         report.rows.append(row)
     problem = VirtualCharacters()
     sizes = [segment.numel for segment in problem.segments]
@@ -116,12 +114,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dion", description=__doc__.split("\n")[0])
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--seeds", type=int, default=1)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    run("dion", __doc__, measure, steps=120, seeds=1)
 
 
 if __name__ == "__main__":

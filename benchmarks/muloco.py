@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.report import Report, present
-from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters
+from benchmarks.report import Report
+from benchmarks.virtual_characters import BATCH, LENGTH, Scheduled, VirtualCharacters, ended, run, tuned
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.research.optim import MuonAdamW
 from lightning_gqsgd.research.simulation import simulate
@@ -55,7 +56,7 @@ def inner(name: str, rate: float, steps: int, hidden: list[bool]) -> Callable[[l
     return make
 
 
-def outcome(way: str, name: str, rate: float, seed: int, options: argparse.Namespace) -> tuple[float, float]:
+def outcome(options: argparse.Namespace, way: str, name: str, rate: float, seed: int) -> tuple[float, float]:
     """Returns the loss at the end, and the megabytes that a worker has sent."""
     preset, fields = WAYS[way]
     problem = VirtualCharacters(seed)
@@ -77,8 +78,7 @@ def outcome(way: str, name: str, rate: float, seed: int, options: argparse.Names
         **fields,
         **after,
     )
-    loss = math.inf if record.diverged_at is not None else record.last()
-    return loss, float(record.bytes_sent[-1]) / 1e6
+    return ended(record)
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -100,21 +100,20 @@ def measure(options: argparse.Namespace) -> Report:
     for name, rates in RATES.items():
         plain = math.nan
         for way in WAYS:
-            tried = {rate: outcome(way, name, rate, 0, options) for rate in rates}
-            best = min(tried, key=lambda rate: tried[rate][0])
-            losses = [tried[best][0]] + [outcome(way, name, best, seed, options)[0] for seed in range(1, options.seeds)]
+            found = tuned(partial(outcome, options, way, name), rates, options.seeds)
+            losses = found.losses
             plain = fmean(losses) if WAYS[way][0] == "ddp" else plain
             row: list[str | float | None] = [
                 name,
                 way,
-                best,
-                tried[best][1],
+                found.rate,
+                found.sent,
                 fmean(losses),
                 fmean(losses) - plain,
                 min(losses),
                 max(losses),
             ]
-            print(f"muloco: {row}; tried {tried}", file=sys.stderr, flush=True)
+            print(f"muloco: {row}; tried {found.tried}", file=sys.stderr, flush=True)
             report.rows.append(row)
     problem = VirtualCharacters()
     numel = sum(segment.numel for segment in problem.segments)
@@ -133,12 +132,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.muloco", description=__doc__.split("\n")[0])
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--seeds", type=int, default=3)
-    torch.set_num_threads(1)
-    present(parser, measure)
+    run("muloco", __doc__, measure, steps=480, seeds=3)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from benchmarks.report import Report, present
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.research.simulation.problems import MIN_NUMEL
+from lightning_gqsgd.research.simulation.record import Record
 from workloads.characters import CharacterTransformer, load_texts, windows
 
 #: Windows of a worker's batch, characters of a window, and windows of which the loss is taken.
@@ -102,3 +106,60 @@ def _schedule(step: int, steps: int) -> float:
     if step < WARMUP:
         return (step + 1) / WARMUP
     return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a way of training ends with, at the best of some learning rates.
+
+    Attributes:
+        rate: the best learning rate, by the loss of the first seed.
+        sent: megabytes that a worker has sent.
+        losses: at the end, of all seeds.
+        tried: loss and megabytes of the first seed at each learning rate.
+    """
+
+    rate: float
+    sent: float
+    losses: list[float]
+    tried: dict[float, tuple[float, float]]
+
+
+def tuned(outcome: Callable[[float, int], tuple[float, float]], rates: Sequence[float], seeds: int) -> Tuned:
+    """Tune a learning rate with the first seed, and train with all seeds.
+
+    Args:
+        outcome: trains with a learning rate and a seed, and returns loss and megabytes.
+        rates: learning rates to try.
+        seeds: number of seeds.
+    """
+    tried = {rate: outcome(rate, 0) for rate in rates}
+    best = min(tried, key=lambda rate: tried[rate][0])
+    losses = [tried[best][0]] + [outcome(best, seed)[0] for seed in range(1, seeds)]
+    return Tuned(best, tried[best][1], losses, tried)
+
+
+def ended(record: Record) -> tuple[float, float]:
+    """Returns the loss at the end, infinite after a divergence, and the megabytes that a worker has sent."""
+    loss = math.inf if record.diverged_at is not None else record.last()
+    return loss, float(record.bytes_sent[-1]) / 1e6
+
+
+def run(
+    name: str, description: str, measure: Callable[[argparse.Namespace], Report], *, steps: int, seeds: int
+) -> None:
+    """Run the command line of a benchmark on virtual workers, by default four.
+
+    Args:
+        name: of the benchmark's module.
+        description: what it does; the first line is shown.
+        measure: makes the report.
+        steps: of a training, by default.
+        seeds: number of seeds, by default.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description.split("\n")[0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seeds", type=int, default=seeds)
+    torch.set_num_threads(1)
+    present(parser, measure)
