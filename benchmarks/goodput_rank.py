@@ -12,6 +12,7 @@ merge, the samples of this rank that entered the merged model with it, a loss, a
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import socket
@@ -239,16 +240,12 @@ WAYS: dict[str, Callable[[Rank], None]] = {
 
 def serve(way: str, folder: Path) -> None:
     """Fork a rank whenever there is none, and the file ``startH`` of this host is there."""
-    import torchft.local_sgd
-
-    import lightning_gqsgd.local_steps.optimizer
-    import lightning_gqsgd.membership.manager
     from lightning_gqsgd.config.resolving import resolve
     from lightning_gqsgd.local_steps.choosing import make_local
     from lightning_gqsgd.wire.compiling import compile_kernels
 
-    imported = [torchft.local_sgd, lightning_gqsgd.local_steps.optimizer, lightning_gqsgd.membership.manager]
-    assert all(imported)
+    for module in ("torchft.local_sgd", "lightning_gqsgd.local_steps.optimizer", "lightning_gqsgd.membership.manager"):
+        importlib.import_module(module)
     _, config = make_local("gqsgd_diloco", {}, {})
     compile_kernels(resolve(config, 2), torch.float32, torch.device("cpu"), 2)
     start = folder / f"start{os.environ['NETLAB_HOST']}"

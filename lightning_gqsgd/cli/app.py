@@ -412,16 +412,10 @@ def lighthouse(
 ) -> None:
     """Run the place where the members of an elastic training meet, until an interrupt (docs/elastic.md)."""
     with _refusals_in_one_line():
-        from lightning_gqsgd.errors import ConfigError
+        from lightning_gqsgd.membership.requirement import torchft_for
 
-        try:
+        with torchft_for("a lighthouse"):
             from lightning_gqsgd.cli import lighthouse as place
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "torchft":
-                raise
-            raise ConfigError(
-                "a lighthouse needs torchft, which is not installed: pip install 'torchft>=0.2'"
-            ) from None
         place.serve(bind, min_replicas, join_timeout, heartbeat_timeout, lambda line: typer.echo(line))
 
 

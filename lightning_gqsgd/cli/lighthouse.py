@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-
-# torchft's log on standard error has a line for each question. It reads this when it is imported.
-os.environ.setdefault("RUST_LOG", "warn")
 
 from torchft.coordination import LighthouseServer
 

@@ -120,6 +120,8 @@ class LocalOptions:
         check_integer("min_replicas", self.min_replicas, 1, MOST_STEPS)
         if self.outlier is not None:
             check_real("outlier", self.outlier, 1, float("inf"))
+        if self.min_replicas > 1 and not self.elastic:
+            raise ConfigError(f"min_replicas={self.min_replicas} is for elastic=True; give both, or leave it out")
         if self.is_merged:
             self._check_merges()
         if self.every_s is None:

@@ -14,9 +14,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-# torchft's log on standard error has several lines for each merge. It reads this when it is imported.
-os.environ.setdefault("RUST_LOG", "warn")
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -137,12 +134,11 @@ class TorchftMembers(Members):
             if not request.is_good:
                 raise MergeFailed("members have different anchors")
             return bool(self._manager.should_commit())
-        except (MergeFailed, ConfigError):
-            self._fail()
+        except (MergeFailed, ConfigError) as error:
+            self._fail(error)
             raise
         except Exception as error:
-            self._manager.report_error(error)
-            self._fail()
+            self._fail(error)
             raise MergeFailed(f"{type(error).__name__}: {error}") from error
 
     def start_after(self, merges: int) -> None:
@@ -185,8 +181,8 @@ class TorchftMembers(Members):
     def _receive(self, state: Mapping[str, Any]) -> None:
         self._received = state
 
-    def _fail(self) -> None:
+    def _fail(self, error: Exception) -> None:
         """Tell the lighthouse that this member needs new connections."""
-        self._manager.report_error(RuntimeError("gqsgd: a merge came to nothing"))
+        self._manager.report_error(error)
         with suppress(Exception):  # it says the same as the error that is being raised
             self._manager.should_commit()

@@ -57,6 +57,7 @@ from lightning_gqsgd.local_steps.starting import (
 from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.membership.members import Members
+from lightning_gqsgd.membership.requirement import torchft_for
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.session.checkpoint import STATE_SCHEMA, check_state
 from lightning_gqsgd.session.nodes import layouts
@@ -197,14 +198,8 @@ class MergedAverages:
 
     def _meet_elastic(self, trained: Trained, timeout: timedelta | None) -> Members:
         """Returns those that the lighthouse knows."""
-        try:
+        with torchft_for("elastic=True"):
             from lightning_gqsgd.membership.manager import TorchftMembers
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "torchft":
-                raise
-            raise ConfigError(
-                "elastic=True needs torchft, which is not installed: pip install 'torchft>=0.2'"
-            ) from error
 
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
