@@ -6,7 +6,6 @@ to give the same relations, and orders of magnitude.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from lightning_gqsgd.local_steps.fragments import Entry, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.rules import MeanOf
 from lightning_gqsgd.local_steps.rules.multi_step import MultiStep
-from lightning_gqsgd.research.experiments.local import QSGD, Uneven, uploads
+from lightning_gqsgd.research.experiments.local import QSGD, Uneven, plateau, predictive_run, uploads
 from lightning_gqsgd.research.simulation import VirtualRanks, simulate
 from lightning_gqsgd.research.simulation.problems import DigitsMLP, LeastSquares, LogisticRegression, Quadratic
 from lightning_gqsgd.research.simulation.record import Record
@@ -161,14 +160,7 @@ def test_mcm() -> None:
     1/(8 L (1 + ω)): MCM is near DIANA, whose way back is not compressed, and far below Artemis, which forgets what its
     way back loses. Found before: DIANA 5.2e-3, MCM 6.0e-3, Artemis 2.0e-2; with these data, after 3000 steps: 3.5e-2,
     5.1e-2, 1.4e-1."""
-    problem = LeastSquares(dimension=20, rows=2000, parts=10, spread=1.0, batch=16)
-    lr = 1 / (8 * problem.smoothness * (1 + math.sqrt(20)))
-
-    def plateau(preset: str) -> float:
-        given: dict[str, Any] = {"block_size": 24, "record_every": 10, "progress": False}
-        return simulate(preset, problem, workers=10, steps=1500, lr=lr, **given).last("excess", rows=75)
-
-    diana, mcm, artemis = plateau("diana"), plateau("gqsgd_mcm"), plateau("artemis")
+    diana, mcm, artemis = (plateau(preset, 1500) for preset in ("diana", "gqsgd_mcm", "artemis"))
     assert mcm < 2 * diana
     assert mcm < artemis / 2
 
@@ -178,16 +170,7 @@ def test_predictive_coding() -> None:
     """Digits, 5 workers, rounds of 10 local steps of Adam: residuals to predictions have smaller errors than changes,
     at as many bits, and Elias codes take more than 97 % off fp32. The paper's 99 % needs its second quantiser, which is
     left out."""
-    problem = DigitsMLP(hidden=64)
-    problem.segments = [segment._replace(raw=False) for segment in problem.segments]
-
-    def run(rule: str) -> Record:
-        given: dict[str, Any] = {"local_steps": 10, "rule": rule, "record_every": 10, "progress": False}
-        return simulate(
-            "gqsgd_predictive", problem, workers=5, steps=200, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3), **given
-        )
-
-    plain, predictive = run("mean"), run("predicted")
+    plain, predictive = predictive_run("mean"), predictive_run("predicted")
     assert predictive.relative_error[5:].mean() < plain.relative_error[5:].mean()
     assert predictive.last("accuracy", 3) > plain.last("accuracy", 3) - 0.01
     assert predictive.wire_bits[-1] < 0.03 * 32

@@ -199,35 +199,37 @@ def neolithic() -> Rows:
     )
 
 
-def mcm() -> Rows:
-    """MCM's plateau on noisy least squares."""
+def plateau(preset: str, steps: int) -> float:
+    """Returns the mean excess in the second half of noisy least squares, with 10 workers and batches of 16; d = 20."""
     problem = LeastSquares(dimension=20, rows=2000, parts=10, spread=1.0, batch=16)
     lr = 1 / (8 * problem.smoothness * (1 + math.sqrt(20)))
+    given: dict[str, Any] = {"block_size": 24, "record_every": 10, "progress": False}
+    return simulate(preset, problem, workers=10, steps=steps, lr=lr, **given).last("excess", rows=steps // 20)
 
-    def plateau(preset: str) -> float:
-        given: dict[str, Any] = {"block_size": 24, "record_every": 10, "progress": False}
-        return simulate(preset, problem, workers=10, steps=1200, lr=lr, **given).last("excess", rows=60)
 
-    diana, mcm, artemis = plateau("diana"), plateau("gqsgd_mcm"), plateau("artemis")
+def mcm() -> Rows:
+    """MCM's plateau on noisy least squares."""
+    diana, mcm, artemis = (plateau(preset, 1200) for preset in ("diana", "gqsgd_mcm", "artemis"))
     yield Row(
         "the way back costs little: near DIANA, which compresses one way", f"{mcm:.3g}, {diana:.3g}", mcm < 2 * diana
     )
     yield Row("far below Artemis", f"{mcm:.3g}, {artemis:.3g}", mcm < artemis / 2)
 
 
-def predictive() -> Rows:
-    """Predictive coding on the digits."""
+def predictive_run(rule: str) -> Record:
+    """Returns the training of predictive coding's preset with a rule: digits, 5 workers, rounds of 10 steps of Adam."""
     problem = DigitsMLP(hidden=64)
     problem.segments = [segment._replace(raw=False) for segment in problem.segments]
+    given: dict[str, Any] = {"local_steps": 10, "rule": rule, "record_every": 10, "progress": False}
+    return simulate(
+        "gqsgd_predictive", problem, workers=5, steps=200, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3), **given
+    )
 
-    def run(rule: str) -> Record:
-        given: dict[str, Any] = {"local_steps": 10, "rule": rule, "record_every": 10, "progress": False}
-        return simulate(
-            "gqsgd_predictive", problem, workers=5, steps=200, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3), **given
-        )
 
-    plain = run("mean")
-    predicted = run("predicted")
+def predictive() -> Rows:
+    """Predictive coding on the digits."""
+    plain = predictive_run("mean")
+    predicted = predictive_run("predicted")
     errors = float(predicted.relative_error[5:].mean()), float(plain.relative_error[5:].mean())
     yield Row("smaller errors than changes themselves", f"{errors[0]:.3g}, {errors[1]:.3g}", errors[0] < errors[1])
     taken = 1 - float(predicted.wire_bits[-1]) / 32
