@@ -303,6 +303,26 @@ def reduced(reducer: HasSteps, x: Tensor, rank: int, keys: StepKeys, store: Memo
     return bad
 
 
+class WholeNumbers(Reducer):
+    """A reducer that averages gradients of 32 bits as they are: nothing is quantised."""
+
+    scales: ClassVar[tuple[str, ...]] = ()
+    compresses: ClassVar[bool] = False
+    float_bits: ClassVar[tuple[int, ...]] = (32,)
+    stays_when_uncompressed: ClassVar[bool] = True
+    needs_copy = False
+
+    @classmethod
+    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
+        """Returns the number of coordinates; see `Reducer.alike`."""
+        return sum(run.numel for run in block_runs)
+
+    @staticmethod
+    def mean_error(codec: Codec, ranks: int) -> float:
+        """Returns 0: nothing is quantised. See `Reducer.mean_error`."""
+        return 0.0
+
+
 def side_by_side(*several: Steps) -> Steps:
     """Run the steps of several parts of a piece together, stage by stage; return the sum of their results."""
     result: Count = 0

@@ -18,7 +18,7 @@ of each piece have their owners, and no result depends on that. Wire: 2 (n-1)/n 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import LENGTH, BlockRun
-from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
+from lightning_gqsgd.kernels.layout import LENGTH
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, WholeNumbers
 from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -42,18 +42,13 @@ _WINDOW = -15
 _INTEGERS = {2: (torch.int16, "<u2"), 4: (torch.int32, "<u4"), 8: (torch.int64, "<u8")}
 
 
-class Lossless(Reducer):
+class Lossless(WholeNumbers):
     """Averages each shard on its owner, from whole gradients whose exponents are entropy-coded.
 
     See `reducers.base.Reducer` for the arguments.
     """
 
-    scales: ClassVar[tuple[str, ...]] = ()
-    float_bits: ClassVar[tuple[int, ...]] = (32,)
-    compresses: ClassVar[bool] = False
-    stays_when_uncompressed: ClassVar[bool] = True
     lengths_vary: ClassVar[bool] = True
-    needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks
@@ -85,16 +80,6 @@ class Lossless(Reducer):
     def stages(config: Fields, ranks: int) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 4
-
-    @classmethod
-    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns the number of coordinates; see `reducers.base.Reducer.alike`."""
-        return sum(run.numel for run in block_runs)
-
-    @staticmethod
-    def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns 0: nothing is quantised. See `reducers.base.Reducer.mean_error`."""
-        return 0.0
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.kernels.layout import LENGTH, BlockRun
-from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
+from lightning_gqsgd.kernels.layout import LENGTH
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, WholeNumbers, ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.fields import Fields
 
 
-class Native(Reducer):
+class Native(WholeNumbers):
     """Reduces with the backend's own all-reduce, without quantisation.
 
     See `reducers.base.Reducer` for the arguments.
     """
-
-    scales: ClassVar[tuple[str, ...]] = ()
-    compresses: ClassVar[bool] = False
-    float_bits: ClassVar[tuple[int, ...]] = (32,)
-    stays_when_uncompressed: ClassVar[bool] = True
-    needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks
@@ -38,16 +30,6 @@ class Native(Reducer):
     def stages(config: Fields, ranks: int) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1
-
-    @classmethod
-    def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
-        """Returns the number of coordinates; see `reducers.base.Reducer.alike`."""
-        return sum(run.numel for run in block_runs)
-
-    @staticmethod
-    def mean_error(codec: Codec, ranks: int) -> float:
-        """Returns 0: nothing is quantised. See `reducers.base.Reducer.mean_error`."""
-        return 0.0
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
