@@ -22,12 +22,12 @@ from torch import Tensor
 
 from benchmarks.kernels import codec_cases
 from benchmarks.report import Report, present
-from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
-from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
@@ -83,13 +83,13 @@ class Bench:
         """How the bucket is reduced; its kernels are compiled."""
         config = resolve(GQSGDConfig(bits=bits, reducer=reducer, sample_every=0), RANKS)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, RANKS)
-        setting = Setting(config, RANKS, self.buffer.dtype, PieceSize.of_bits(bits))
+        setting = setting_of(config, RANKS, self.buffer.dtype, PieceSize.of_bits(bits))
         return Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
 
     def run(self, plan: Plan, threads: int) -> Tensor:
         """Reduce the bucket once."""
         counters, x = self._telemetry.bucket(0), self.buffer
-        store = new_store(plan.setting.config, RANKS, {}, x.dtype, x.device)
+        store = new_store(plan.setting, {}, x.device)
         starts = plan.starts(x, 0, counters.calls, store, counters, self._telemetry)
         job = Job(x, starts, "a bucket", counters, self._telemetry, last_of_step=True)
         job.threads = threads

@@ -28,13 +28,12 @@ from triton.runtime import driver
 
 from lightning_gqsgd import kernels
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cuda
 from lightning_gqsgd.kernels.cuda import launch, tiles
 from lightning_gqsgd.kernels.cuda.constants import Constants
 from lightning_gqsgd.presets import FIXED
-from lightning_gqsgd.reducers import Setting, new_store
-from lightning_gqsgd.reducers.memory import kinds
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.wire.compiling import every_tile
 from lightning_gqsgd.wire.plan import Plan
 
@@ -75,7 +74,7 @@ def every() -> list[Case]:
     on_gpus = [(name, preset.config) for name, preset in FIXED.items() if preset.config.coder == "fixed"]
     cases = [Case(name, config) for name, config in on_gpus]
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        cases += [Case(f"{name}, {_short(dtype)}", config, dtype) for name, config in on_gpus if not kinds(config)]
+        cases += [Case(f"{name}, {_short(dtype)}", config, dtype) for name, config in on_gpus if not config.remembers]
     cases.append(Case("8 bit, linear", GQSGDConfig(codec="linear", reducer="two_shot")))
     cases.append(Case("3 bit sums", GQSGDConfig(codec="linear", bits=4, reducer="sum")))
     return cases
@@ -280,9 +279,10 @@ def compile_cases(compiler: Compiler, cases: Iterable[Case], ranks: int) -> None
         segments = every_tile(resolved.block_size, ranks)
         numel = sum(segment.numel for segment in segments)
         sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
-        stores = [new_store(resolved, ranks, sizes, dtype, torch.device("cpu")) for _ in range(ranks)]
+        setting = setting_of(resolved, ranks, dtype)
+        stores = [new_store(setting, sizes, torch.device("cpu")) for _ in range(ranks)]
         gradients = [torch.ones(numel, dtype=dtype) for _ in range(ranks)]
-        Plan(segments, Setting(resolved, ranks, dtype)).average(gradients, 0, stores)
+        Plan(segments, setting).average(gradients, 0, stores)
 
 
 def _output(*command: str | Path) -> str:

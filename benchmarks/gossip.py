@@ -23,10 +23,9 @@ from torch import Tensor
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from lightning_gqsgd import all_reduce
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import PRESETS
-from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.simulation.graph import Graph
 from lightning_gqsgd.wire.plan import Plan
@@ -95,7 +94,7 @@ def sent_bytes(name: str, ranks: int, numel: int) -> float:
     if "gossip" in name:
         return Graph.ring(ranks).sent_bytes(numel) * (2 if "2 rounds" in name else 1)
     config = resolve(PRESETS["gqsgd_4bit"].config, ranks)
-    return Plan([Segment(0, numel, raw=False)], Setting(config, ranks, torch.float32)).sent_bytes
+    return Plan([Segment(0, numel, raw=False)], setting_of(config, ranks, torch.float32)).sent_bytes
 
 
 def work(options: argparse.Namespace) -> None:

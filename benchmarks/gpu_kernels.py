@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.report import Report, gpu_machine, slug
 from benchmarks.roofline import Fact, save_figure
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import (
     LENGTH,
@@ -122,10 +123,10 @@ class Bucket:
 
     def __init__(self, x: Tensor, out: Tensor, layouts: Sequence[tuple[slice, Layout]], setting: Setting) -> None:
         self._x, self._out = x, out
-        self._kernels, self._keys = kernels_for(x.device), StepKeys.of(setting.config, 0, setting.ranks)
-        self._q = setting.codec.quantiser(setting.config.block_size)
+        self._kernels, self._keys = kernels_for(x.device), StepKeys.of(setting.seed, 0, setting.ranks)
+        self._q = setting.codec.quantiser(setting.block_size)
         # Encoding and decoding rotate on the way where the configuration rotates; only then do they need this key.
-        self._rotation = {"rotation": self._keys.rotation} if setting.config.rotation else {}
+        self._rotation = {"rotation": self._keys.rotation} if setting.rotates else {}
         self._pieces = [self._piece(part, layout, setting.ranks) for part, layout in layouts]
 
     def encode(self) -> None:
@@ -254,7 +255,7 @@ class _Cases:
         self.stages["copy_", "copy_", "copy_"] = Stage(runs, 2 * self.numel * self._dtype.itemsize)
 
     def add_codec(self, name: str, config: GQSGDConfig) -> None:
-        setting = Setting(config, self._ranks, self._dtype)
+        setting = setting_of(config, self._ranks, self._dtype)
         layouts = layouts_of(self.numel, setting)
         nbytes = stage_bytes([layout for _, layout in layouts], self._dtype.itemsize, self._ranks)
         pairs = zip(self._xs, self._outs, strict=True)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from benchmarks import gpu_kernels
 from benchmarks.report import Report, present
-from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment, pieces, place, table_of, whole
 from lightning_gqsgd.kernels.wire import scale_format

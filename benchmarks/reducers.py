@@ -32,10 +32,10 @@ from torch import Tensor
 from benchmarks.hosts import add_labs, begin, finish, in_labs, slowest, wire_seconds, work_or_present
 from benchmarks.report import Report
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
-from lightning_gqsgd.reducers import Setting, link, new_store, stages, summed, tree, two_shot
+from lightning_gqsgd.reducers import link, new_store, stages, summed, tree, two_shot
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session.nodes import layouts, with_nodes
@@ -91,11 +91,11 @@ class Bench:
         with Meeting(PROGRAM, [dist.group.WORLD], timedelta(minutes=1)) as meeting:
             (layout,) = layouts(meeting, self.buffer.device)
         config = resolve(with_nodes(case_config(case, bits), layout), self.ranks)
-        self.communicator.extend(stages(config, self.ranks), connections)
+        setting = setting_of(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(bits))
+        self.communicator.extend(stages(setting), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
-        setting = Setting(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(bits))
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
-        store = new_store(config, self.ranks, {0: self.buffer.numel()}, self.buffer.dtype, self.buffer.device)
+        store = new_store(setting, {0: self.buffer.numel()}, self.buffer.device)
         name = f"{case}, {bits} bit" + f", {connections} connections" * (connections > 1)
         run = partial(self._run, plan, store, connections)
         self.cases |= {name: run, name + BARE: partial(self._run_bare, run)}

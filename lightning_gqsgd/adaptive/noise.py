@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from lightning_gqsgd.codecs.variance import relative_variance
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.choosing import between_nodes
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.reducers import between_nodes
 
 #: ρ of bf16 numbers, at most: a number is rounded to 7 bits behind its leading one (`codecs.floats`).
 _RELATIVE_BF16 = relative_variance(7)

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.meta import codec_name
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lightning_gqsgd.adaptive.noise import NoiseSums
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers import REDUCERS, Setting, new_store
+from lightning_gqsgd.reducers import REDUCERS, new_store
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey
 
 #: Coordinates of a parameter that are sampled, at most.
@@ -153,10 +154,10 @@ class GradientSampler:
         """Returns a flat tensor as it is decoded after a rank has encoded it."""
         # The plan rounds the sample as one rank gathers it.
         key = PlanKey((config,), segments, x.dtype, compressed=True)
-        plan = self._plans.get(key, step, lambda: Plan(segments, Setting(config, 1, x.dtype)))
+        plan = self._plans.get(key, step, lambda: Plan(segments, setting_of(config, 1, x.dtype)))
         self._plans.drop_unused(step - _STEPS_KEPT)
         result = x.clone()
-        plan.average([result], step, [new_store(config, 1, {}, x.dtype, x.device)])
+        plan.average([result], step, [new_store(plan.setting, {}, x.device)])
         return result
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from lightning_gqsgd.cli.asking import unknown
-from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import PRESETS, Preset, make_config
-from lightning_gqsgd.reducers import REDUCERS, Setting
+from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.reducers.memory import KEPT_BY_OWNERS, StabilityWarning, kinds
 from lightning_gqsgd.research.simulation import VirtualRanks
@@ -179,7 +179,7 @@ def facts_of(name: str, ranks: int, block_size: int | None = None) -> Facts:
 def _traffic(config: GQSGDConfig, ranks: int) -> tuple[float, float]:
     """Bits of a message per coordinate, and bytes sent over those of an fp32 ring allreduce."""
     if config.coder == "fixed":
-        plan = Plan([Segment(0, NUMEL, raw=False)], Setting(config, ranks, torch.float32))
+        plan = Plan([Segment(0, NUMEL, raw=False)], setting_of(config, ranks, torch.float32))
         return 8 * plan.message_bytes / NUMEL, plan.sent_bytes / ring_bytes(4 * NUMEL, ranks)
     numel = max(LEAST_STEP_NUMEL, STEP_NUMEL // ranks)
     virtual = VirtualRanks(ranks, [Segment(0, numel, raw=False)], **config.to_dict())
@@ -191,7 +191,8 @@ def _traffic(config: GQSGDConfig, ranks: int) -> tuple[float, float]:
 def _state(config: GQSGDConfig, ranks: int) -> dict[str, float]:
     """Numbers remembered per coordinate, by kind: where owners of shards average messages, they share some kinds."""
     owned = REDUCERS[config.reducer].owns_shards
-    return {kind.value: 1 / ranks if owned and kind in KEPT_BY_OWNERS else 1.0 for kind in kinds(config)}
+    kept = kinds(config.up, config.down)
+    return {kind.value: 1 / ranks if owned and kind in KEPT_BY_OWNERS else 1.0 for kind in kept}
 
 
 def _shares(config: GQSGDConfig) -> bool:

@@ -7,8 +7,6 @@ line in `_ALL`, and docs/extending.md has a whole one. Fast kernels can follow (
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.companded.codec import CompandedCodec
 from lightning_gqsgd.codecs.dct_top_k.codec import DctTopKCodec
@@ -18,9 +16,6 @@ from lightning_gqsgd.codecs.floats.codec import FloatCodec
 from lightning_gqsgd.codecs.linear.codec import LinearCodec
 from lightning_gqsgd.codecs.sign.codec import SignCodec
 from lightning_gqsgd.codecs.top_k.codec import TopKCodec
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 __all__ = [
     "CODECS",
@@ -33,7 +28,6 @@ __all__ = [
     "LinearCodec",
     "SignCodec",
     "TopKCodec",
-    "codec_of",
 ]
 
 _ALL: tuple[type[Codec], ...] = (
@@ -47,13 +41,3 @@ _ALL: tuple[type[Codec], ...] = (
     FloatCodec,
 )
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in _ALL}
-
-
-def codec_of(config: Fields) -> Codec:
-    """Returns the codec that a configuration names.
-
-    Raises:
-        ConfigError: see `Codec.of`.
-    """
-    kind = CODECS[config.codec]
-    return kind.of(config.num_bits, **{name: getattr(config, name) for name in kind.fields})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.codecs.scales import NORMS, NORMS_OVER_RANKS, SCALE_PER
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import ConfigError, check_one_of, check_real
 from lightning_gqsgd.reducers import REDUCERS
-from lightning_gqsgd.reducers.choice import FLAT
 from lightning_gqsgd.spec.fields import SPARSE_LIMIT, Fields
 from lightning_gqsgd.spec.memories import described
 
@@ -115,7 +115,7 @@ def check_reducer(config: Fields) -> None:
             "scale_per='block'"
         )
     if reducer.scales and config.scale not in ("auto", *reducer.scales):
-        others = [other for other, kind in FLAT.items() if config.scale in kind.scales]
+        others = [other for other, kind in REDUCERS.items() if config.scale in kind.scales]
         raise ConfigError(
             f"scale={config.scale!r} does not fit reducer={name!r}, which needs {reducer.scales[0]} scales; "
             f"take scale='auto' or one of the reducers {', '.join(others)}"

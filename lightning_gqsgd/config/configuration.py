@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from lightning_gqsgd.codecs import CODECS, codec_of
+from lightning_gqsgd.codecs import CODECS
 from lightning_gqsgd.codecs.companded.codec import DITHERS as COMPANDED_DITHERS
 from lightning_gqsgd.codecs.exponential.codec import MAX_MANTISSA
 from lightning_gqsgd.codecs.floats.codec import REDUCER_OF_BITS
 from lightning_gqsgd.codecs.linear.codec import DITHERS
 from lightning_gqsgd.config.combinations import check_floats, check_memories, check_reducer, check_scales, check_sparse
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import (
     ConfigError,
     check_integer,

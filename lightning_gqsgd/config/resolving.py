@@ -1,14 +1,26 @@
-"""A configuration once the number of ranks is known: its reducer is chosen, and its memories have all their numbers."""
+"""A configuration once the number of ranks is known: its reducer is chosen, its memories have all their numbers, and it
+becomes the `Setting` that reducers are built for.
+"""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from typing import Any
 
+import torch
+
+from lightning_gqsgd.codecs.scales import ScaleRule
+from lightning_gqsgd.codecs.variance import best_alpha, stability
+from lightning_gqsgd.config.choosing import between_nodes, choose_reducer, level_or_levels
 from lightning_gqsgd.config.configuration import GQSGDConfig
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.reducers import REDUCERS, choose_reducer
-from lightning_gqsgd.reducers.hierarchical import level_or_levels
-from lightning_gqsgd.reducers.memory import resolve_memory
+from lightning_gqsgd.kernels.layout import USUAL_SIZE, PieceSize
+from lightning_gqsgd.reducers import REDUCERS, Setting
+from lightning_gqsgd.reducers.memory import StabilityWarning
+from lightning_gqsgd.spec.fields import AnyFields, Fields
+from lightning_gqsgd.spec.memories import Memory, described
 
 
 def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
@@ -18,10 +30,10 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
 
     Raises:
         ConfigError: bits are to be chosen while training, or given by name (see `resolve_each`); see also
-            `reducers.choose_reducer`, `reducers.hierarchical.level_or_levels` and `reducers.memory.resolve_memory`.
+            `choosing.choose_reducer`, `choosing.level_or_levels` and `resolve_memory`.
 
     Warns:
-        StabilityWarning: see `reducers.memory.resolve_memory`.
+        StabilityWarning: see `resolve_memory`.
     """
     if config.chooses_bits:
         allowed = ", ".join(map(str, config.allow))
@@ -51,3 +63,94 @@ def resolve(config: GQSGDConfig, ranks: int) -> GQSGDConfig:
 def resolve_each(config: GQSGDConfig, ranks: int) -> dict[int, GQSGDConfig]:
     """`resolve` of each configuration that parameters have, by their bits; the first is that of the first pattern."""
     return {bits: resolve(one_width, ranks) for bits, one_width in config.by_bits().items()}
+
+
+def setting_of(config: GQSGDConfig, ranks: int, dtype: torch.dtype, piece_size: PieceSize = USUAL_SIZE) -> Setting:
+    """Returns what the reducer of a resolved configuration is built for, with all that it needs to know of it.
+
+    Args:
+        config: the configuration, with its reducer chosen and the numbers of its memories.
+        ranks: number of ranks.
+        dtype: dtype of the gradients.
+        piece_size: how many coordinates a piece has; results do not depend on it.
+    """
+    has_levels = config.reducer == "hierarchical"
+    between = setting_of(between_nodes(config, ranks), ranks // config.node_size, dtype) if has_levels else None
+    return Setting(
+        REDUCERS[config.reducer],
+        codec_of(config),
+        ranks,
+        dtype,
+        config.block_size,
+        ScaleRule(config.norm, config.clip, config.scale_per, config.norm_over_ranks),
+        shares_scales=config.scale == "global",
+        rotates=config.rotation,
+        coder=config.coder,
+        up=config.up,
+        down=config.down,
+        seed=config.seed,
+        sample_every=config.sample_every,
+        piece_size=piece_size,
+        between=between,
+    )
+
+
+def resolve_memory(config: AnyFields) -> AnyFields:
+    """Returns the configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are
+    None.
+
+    Raises:
+        ConfigError: the codec has no ω to compute them from.
+
+    Warns:
+        StabilityWarning: an error memory with λ >= 1, a reference with ρ (1 + ω) >= 2, or a shared reference with
+            β² + ρ² ω >= 1, for the codec's bound ω.
+    """
+    given: dict[str, Any] = {}
+    for name, memory in (("memory", config.up), ("memory_down", config.down)):
+        uses = memory is not None and (memory.keeps_error or memory.keeps_reference)
+        given[name] = _resolved(config, name, memory) if memory is not None and uses else "none"
+    return replace(config, **given)
+
+
+def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
+    codec = codec_of(config)
+    has_omega = not codec.biased_by and config.scale_per == "block"
+    # A biased codec has no ω. Where a scale is that of a whole parameter or bucket, ω depends on its size.
+    if not has_omega:
+        if memory.alpha is None or memory.rho is None:
+            sizes = f"with scale_per={config.scale_per!r} it depends on the {config.scale_per}"
+            why = f"codec={config.codec!r} is biased" if codec.biased_by else sizes
+            raise ConfigError(
+                f"{name}={described(memory)} takes its numbers from the variance ω of an unbiased codec, but {why}; "
+                "take 'ef' or 'ef21', or give the numbers"
+            )
+        return memory
+    omega = codec.omega(config.block_size)
+    alpha = 1 / (1 + omega) if memory.alpha is None else memory.alpha
+    rho = 1 / (2 * (1 + omega)) if memory.rho is None else memory.rho
+    factor = stability(alpha, memory.beta, omega)
+    if alpha and factor >= 1:
+        warnings.warn(
+            f"{name} with alpha={alpha:g}, beta={memory.beta:g} may diverge: for this codec, ω is up to {omega:.3g}, "
+            f"so λ = alpha² ω + (beta - alpha)² is up to {factor:.3g} >= 1, and errors are amplified rather than "
+            f"corrected; alpha={best_alpha(memory.beta, omega):.3g} works (memory='ecq' takes the best one)",
+            StabilityWarning,
+            stacklevel=3,
+        )
+    if memory.shared and memory.beta**2 + rho**2 * omega >= 1:
+        warnings.warn(
+            f"{name} with beta={memory.beta:g}, rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, so "
+            f"beta² + rho² ω is up to {memory.beta**2 + rho**2 * omega:.3g} >= 1, and the shared reference amplifies "
+            "its own noise; take a smaller rho, or more bits",
+            StabilityWarning,
+            stacklevel=3,
+        )
+    elif rho * (1 + omega) >= 2 and not memory.shared:
+        warnings.warn(
+            f"{name} with rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, and from rho (1 + ω) = 2 on "
+            f"the reference moves away from what it follows; rho={1 / (1 + omega):.3g} works ('diana' takes half)",
+            StabilityWarning,
+            stacklevel=3,
+        )
+    return replace(memory, alpha=alpha, rho=rho)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_gqsgd.adaptive.plain import PlainPath, obstacle
 from lightning_gqsgd.adaptive.steering import Steering
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve_each
+from lightning_gqsgd.config.resolving import resolve_each, setting_of
 from lightning_gqsgd.ddp.checks import (
     check_group,
     check_is_ddp,
@@ -41,7 +41,7 @@ from lightning_gqsgd.ddp.unaveraged import average, start_alike
 from lightning_gqsgd.errors import ConfigError, check_integer, plain_integer
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import REDUCERS, Setting
+from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.session import checkpoint
 from lightning_gqsgd.session.copies import DetachedState, say_if_detached
@@ -114,7 +114,7 @@ class GQSGDState:
             # Candidates take turns in steps, while configurations by name share each step.
             self._configs = tuple(self._candidates if steering is None else self._candidates[:1])
             choices = {bits: number for number, bits in enumerate(by_bits)}
-            setting = Setting(self.config, ranks, dtypes[0])
+            setting = setting_of(self.config, ranks, dtypes[0])
             self._parameters = NumberedParameters(numbered, named.values(), choices, setting, self._device)
             one_or_all = config if len(self._candidates) > 1 else self.config
             self._facts = facts_of(one_or_all, own_facts(config, model, numbered))

@@ -31,7 +31,7 @@ class NumberedParameters:
         numbered: number, name and size of each parameter.
         parameters: the parameters, in the same order.
         choices: number of each configuration, by its bits.
-        setting: the configuration whose memories are kept, with its reducer chosen, and the dtype of the gradients.
+        setting: the setting whose memories are kept.
         device: device of the gradients.
 
     Attributes:
@@ -90,7 +90,7 @@ class NumberedParameters:
 
     def _new_store(self) -> MemoryStore:
         sizes = {entry.number: entry.numel for entry in self.numbered if not entry.raw}
-        return new_store(self._setting.config, self._setting.ranks, sizes, self._setting.dtype, self._device)
+        return new_store(self._setting, sizes, self._device)
 
 
 def _by_id(numbered: Sequence[Parameter], parameters: Iterable[nn.Parameter]) -> dict[int, Parameter]:

@@ -70,6 +70,10 @@ class PieceSize(NamedTuple):
         return min(self.most, max(self.least, -(-numel // _SEVERAL)))
 
 
+#: Where nothing else is known of the messages.
+USUAL_SIZE = PieceSize()
+
+
 class Segment(NamedTuple):
     """A parameter's place in a flat tensor.
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -416,7 +416,7 @@ class LocalAverages(AveragingLoop[Average]):
             fragment.settled_after = 0
             for bundle in fragment.bundles:
                 bundle.take_anchors()
-        self.store = new_store(self.config, self.world_size, self._sizes, self._dtype, self.device)
+        self.store = new_store(setting_of(self.config, self.world_size, self._dtype), self._sizes, self.device)
         self.averagers = [
             [self.options.averaging.averager(bundle, self.rank, self.world_size) for bundle in fragment.bundles]
             for fragment in self.fragments

@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-import torch
-
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.predict.clock import Clock, Event, Resource
@@ -24,7 +22,7 @@ from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.profile import Profile, bf16_hook_profile, bucket_profiles, stamp_profile
 from lightning_gqsgd.predict.runners import StreamsRunner, ThreadRunner
 from lightning_gqsgd.predict.timeline import Timeline
-from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_SIZE
 
 #: Plain DDP's all-reduce, and torch's hook that sends bf16, by the names that `predict` knows them under.
@@ -126,22 +124,21 @@ def _profiles(
         raise ConfigError(f"method={method!r} is not 'native', 'bf16' or a GQSGDConfig")
     config = resolve(GQSGDConfig(reducer="native") if isinstance(method, str) else method, ranks)
     size = NCCL_PIECE_SIZE if costs.on_streams else PieceSize.of_bits(config.num_bits)
+    setting = setting_of(config, ranks, timeline.dtype, size)
     several = []
     sent = 0
     for bucket in timeline.buckets:
-        profiles, nbytes = _bucket(config, bucket.segments, ranks, timeline.dtype, size)
+        profiles, nbytes = _bucket(setting, bucket.segments)
         several.append(profiles)
         sent += nbytes
-    if REDUCERS[config.reducer].compresses:
+    if setting.reducer.compresses:
         several[0] = (stamp_profile(ranks), *several[0])
     return several, sent
 
 
 @lru_cache(maxsize=1 << 14)
-def _bucket(
-    config: GQSGDConfig, segments: tuple[Segment, ...], ranks: int, dtype: torch.dtype, size: PieceSize
-) -> tuple[tuple[Profile, ...], int]:
-    return bucket_profiles(config, segments, ranks, dtype, size)
+def _bucket(setting: Setting, segments: tuple[Segment, ...]) -> tuple[tuple[Profile, ...], int]:
+    return bucket_profiles(setting, segments)
 
 
 def _busy(events: Sequence[Event], counts: Callable[[str], bool]) -> float:

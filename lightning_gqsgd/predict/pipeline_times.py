@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, PieceSize, Segment
 from lightning_gqsgd.predict.costs import Costs
 from lightning_gqsgd.predict.device_times import MODEL_NUMEL
@@ -86,15 +86,16 @@ def pipeline_times(communicator: Communicator, costs: Costs, bits: int) -> Pipel
         bits: of the codes of the default codec; their costs are given.
     """
     config = resolve(GQSGDConfig(bits=bits, reducer="two_shot", sample_every=0), communicator.size)
-    communicator.extend(stages(config, communicator.size))
+    setting = setting_of(config, communicator.size, torch.float32)
+    communicator.extend(stages(setting))
     runner = runner_for(communicator)
     try:
         block = config.block_size
-        small = _Case(communicator, runner, Setting(config, communicator.size, torch.float32, PieceSize(block, block)))
+        small = _Case(communicator, runner, replace(setting, piece_size=PieceSize(block, block)))
         x = torch.zeros(_SMALL * block)
         small.reduce(x)  # warms up
         marks = small.reduce(x)
-        large = _Case(communicator, runner, Setting(config, communicator.size, torch.float32))
+        large = _Case(communicator, runner, setting)
         return PipelineTimes(
             stage_s=(marks.begun[-1] - marks.begun[0]) / (len(marks.begun) - 1),
             slowdown=large.slowdown(costs, overhead_s=mean(marks.spent)),
@@ -118,7 +119,7 @@ class _Case:
         setting = self._setting
         marks = _Marks()
         plan = Plan(self._segments(x.numel()), setting)
-        store = new_store(setting.config, communicator.size, {}, x.dtype, x.device)
+        store = new_store(setting, {}, x.device)
         telemetry = Telemetry()
         counters = telemetry.bucket(0)
         starts = plan.starts(x, communicator.rank, 1, store, counters, telemetry)
@@ -131,9 +132,7 @@ class _Case:
         """Returns the slowdown of `PipelineTimes`; ``overhead_s``: seconds that a stage takes besides its kernel."""
         numel = _LARGE * PIECE_NUMEL
         buckets = torch.randn(numel, generator=torch.Generator().manual_seed(0)).repeat(_BUCKETS, 1)
-        profiles, _ = bucket_profiles(
-            self._setting.config, self._segments(numel), self._setting.ranks, buckets.dtype, self._setting.piece_size
-        )
+        profiles, _ = bucket_profiles(self._setting, self._segments(numel))
         works = [work for profile in profiles for stage in profile.stages for work in stage.works]
         works += [work for profile in profiles for work in profile.last]
         alone = replace(costs, launch_s=0.0)

@@ -19,12 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import BlockRun, PieceSize, Segment, table_of
+from lightning_gqsgd.kernels.layout import BlockRun, Segment, table_of
 from lightning_gqsgd.kernels.meta import Work, note, noting
 from lightning_gqsgd.predict.costs import BF16_HOOK
 from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, new_store, reduced
 from lightning_gqsgd.reducers.base import Exchange, Scope, Steps, ring_bytes
-from lightning_gqsgd.spec.fields import Fields
 from lightning_gqsgd.wire.agreement import Stamp, StampCheck
 from lightning_gqsgd.wire.plan import Plan, pieces_of
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
@@ -98,32 +97,28 @@ def profile_of(start: Callable[[], Steps], rank: int, ranks: int, *, is_preface:
         return Profile(tuple(stages), tuple(works), is_preface)
 
 
-def bucket_profiles(
-    config: Fields, segments: Sequence[Segment], ranks: int, dtype: torch.dtype, piece_size: PieceSize
-) -> tuple[tuple[Profile, ...], int]:
+def bucket_profiles(setting: Setting, segments: Sequence[Segment]) -> tuple[tuple[Profile, ...], int]:
     """Returns the profiles of a bucket's pieces, and the bytes that a rank sends for the bucket by its `plan.Plan`.
 
     Args:
-        config: the configuration, with its reducer chosen.
+        setting: reducer, codec, dtype and number of ranks; all ranks are taken to be like rank 0.
         segments: the parameters in the bucket.
-        ranks: number of ranks; all are taken to be like rank 0.
-        dtype: dtype of the gradients.
-        piece_size: how many coordinates a piece has.
 
     Raises:
         ConfigError: the length of messages depends on the gradients (Elias codes, and the reducer ``"lossless"``).
     """
-    if config.coder == "elias":
+    if setting.coder == "elias":
         raise ConfigError("coder='elias' has messages whose length depends on the gradients; predict coder='fixed'")
-    if REDUCERS[config.reducer].lengths_vary:
+    if setting.reducer.lengths_vary:
+        name = next(name for name, kind in REDUCERS.items() if kind is setting.reducer)
         raise ConfigError(
-            f"reducer={config.reducer!r} has messages whose length depends on the gradients; predict reducer='native'"
+            f"reducer={name!r} has messages whose length depends on the gradients; predict reducer='native'"
         )
-    setting = Setting(replace(config, sample_every=0), ranks, dtype, piece_size)
-    if config.remembers or config.scale_per != "block":
+    setting = replace(setting, sample_every=0)
+    if setting.remembers or setting.scale_rule.per != "block":
         return _profiles_of_plan(segments, setting)
-    reducer = REDUCERS[config.reducer]
-    pieces = (_Piece(setting, reducer.alike(blocks, setting), tuple(blocks)) for blocks in pieces_of(segments, setting))
+    alike = setting.reducer.alike
+    pieces = (_Piece(setting, alike(blocks, setting), tuple(blocks)) for blocks in pieces_of(segments, setting))
     several = [_of_piece(piece) for piece in pieces]
     return tuple(profile for profile, _ in several), sum(nbytes for _, nbytes in several)
 
@@ -147,10 +142,10 @@ class _Piece:
 def _of_piece(piece: _Piece) -> tuple[Profile, int]:
     """Returns the profile of a piece and of all that are alike, and the bytes that a rank sends for it."""
     setting = piece.setting
-    reducer = REDUCERS[setting.config.reducer](table_of(piece.blocks, setting.block_size), setting)
+    reducer = setting.reducer(table_of(piece.blocks, setting.block_size), setting)
     x = torch.empty(sum(run.numel for run in piece.blocks), dtype=setting.dtype, device=META)
-    store = new_store(setting.config, setting.ranks, {}, setting.dtype, META)
-    start = partial(reduced, reducer, x, 0, StepKeys.of(setting.config, 0, setting.ranks), store)
+    store = new_store(setting, {}, META)
+    start = partial(reduced, reducer, x, 0, StepKeys.of(setting.seed, 0, setting.ranks), store)
     return profile_of(start, 0, setting.ranks), reducer.sent_bytes
 
 
@@ -159,14 +154,11 @@ def _profiles_of_plan(segments: Sequence[Segment], setting: Setting) -> tuple[tu
 
     What pieces remember, and scales of whole parameters, depend on the parameters, so that no two pieces are alike.
     """
-    config = setting.config
-    ranks = setting.ranks
-    dtype = setting.dtype
     plan = Plan(segments, setting)
-    x = torch.empty(plan.numel, dtype=dtype, device=META)
-    store = new_store(config, ranks, {segment.parameter: segment.numel for segment in segments}, dtype, META)
+    x = torch.empty(plan.numel, dtype=setting.dtype, device=META)
+    store = new_store(setting, {segment.parameter: segment.numel for segment in segments}, META)
     starts = plan.starts(x, 0, 1, store, BucketCounters(), Telemetry())
-    return tuple(profile_of(start, 0, ranks) for start in starts), plan.sent_bytes
+    return tuple(profile_of(start, 0, setting.ranks) for start in starts), plan.sent_bytes
 
 
 def stamp_profile(ranks: int) -> Profile:

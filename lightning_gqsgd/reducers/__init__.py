@@ -1,34 +1,35 @@
 """Schedules of collectives that turn every rank's gradient into the mean of all.
 
-A reducer is one file with one class, and one line in `choice.FLAT` (or here, if it has several levels).
+A reducer is one file with one class, and one line in `REDUCERS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_gqsgd.reducers.base import (
-    Exchange,
-    Reducer,
-    Scope,
-    Setting,
-    StepKeys,
-    Steps,
-    reduced,
-    run_virtual,
-    uncompressed,
-)
-from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
-from lightning_gqsgd.reducers.hierarchical import Hierarchical, between_nodes
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced, run_virtual
+from lightning_gqsgd.reducers.bf16 import Bf16
+from lightning_gqsgd.reducers.gather import Gather
+from lightning_gqsgd.reducers.hierarchical import Hierarchical
+from lightning_gqsgd.reducers.lossless import Lossless
 from lightning_gqsgd.reducers.memory import MemoryStore, kinds
+from lightning_gqsgd.reducers.native import Native
+from lightning_gqsgd.reducers.sum import Sum
+from lightning_gqsgd.reducers.tree import Tree
+from lightning_gqsgd.reducers.two_shot import TwoShot, uncompressed
 
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
-
-REDUCERS: dict[str, type[Reducer]] = {**FLAT, "hierarchical": Hierarchical}
+REDUCERS: dict[str, type[Reducer]] = {
+    "native": Native,
+    "bf16": Bf16,
+    "lossless": Lossless,
+    "sum": Sum,
+    "two_shot": TwoShot,
+    "gather": Gather,
+    "tree": Tree,
+    "hierarchical": Hierarchical,
+}
 
 __all__ = [
     "REDUCERS",
@@ -38,8 +39,6 @@ __all__ = [
     "Setting",
     "StepKeys",
     "Steps",
-    "between_nodes",
-    "choose_reducer",
     "new_store",
     "reduced",
     "run_virtual",
@@ -48,20 +47,19 @@ __all__ = [
 ]
 
 
-def stages(config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
-    """Returns which ranks exchange in each stage of a piece; the configuration has its reducer chosen."""
-    return REDUCERS[config.reducer].scopes(config, ranks)
+def stages(setting: Setting) -> list[tuple[Scope, ...]]:
+    """Returns which ranks exchange in each stage of a piece."""
+    return setting.reducer.scopes(setting)
 
 
 def setting_for(setting: Setting, *, compressed: bool) -> Setting:
     """Returns the setting to plan with: the given one, or that for parameters all of which travel uncompressed."""
-    stays = compressed or REDUCERS[setting.config.reducer].stays_when_uncompressed
+    stays = compressed or setting.reducer.stays_when_uncompressed
     return setting if stays else uncompressed(setting)
 
 
-def new_store(
-    config: Fields, ranks: int, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device
-) -> MemoryStore:
-    """Returns the empty memory of one rank, for a configuration with its reducer chosen; see `memory.MemoryStore`."""
-    owners = ranks if REDUCERS[config.reducer].owns_shards else 1
-    return MemoryStore(kinds(config), config.block_size, owners, sizes, dtype, device)
+def new_store(setting: Setting, sizes: Mapping[int, int], device: torch.device) -> MemoryStore:
+    """Returns the empty memory of one rank; see `memory.MemoryStore`."""
+    owners = setting.ranks if setting.reducer.owns_shards else 1
+    kept = kinds(setting.up, setting.down)
+    return MemoryStore(kept, setting.block_size, owners, sizes, setting.dtype, device)

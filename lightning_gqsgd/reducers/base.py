@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import CODECS, Codec, codec_of
+from lightning_gqsgd.codecs.base import Codec
 from lightning_gqsgd.codecs.scales import ScaleRule
-from lightning_gqsgd.kernels.layout import BlockRun, PieceSize
+from lightning_gqsgd.kernels.dither import step_key
+from lightning_gqsgd.kernels.layout import USUAL_SIZE, BlockRun, PieceSize
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, Key, in_finite_range, scale_format
 from lightning_gqsgd.reducers.memory import UP, Direction, MemoryStore
-from lightning_gqsgd.spec.fields import Fields
 
 if TYPE_CHECKING:
     from lightning_gqsgd.spec.memories import Memory
@@ -79,43 +79,50 @@ Steps = Generator[Sequence[Exchange], None, Count]
 
 @dataclass(frozen=True)
 class Setting:
-    """The configuration, the world size and the dtype that a reducer is built for.
+    """What a reducer is built for. `config.setting_of` makes it of a configuration.
 
     Attributes:
-        config: the configuration; its reducer is not "auto" any more.
+        reducer: the reducer itself.
+        codec: the codec of its messages.
         ranks: number of ranks.
         dtype: dtype of the gradients.
+        block_size: the most coordinates of a block.
+        scale_rule: the rule that gives each block its scale.
+        shares_scales: whether all ranks have the same scales in their messages.
+        rotates: whether each block is turned by a random rotation first.
+        coder: how codes are written, ``"fixed"`` or ``"elias"``.
+        up: the memory of what a rank sends; None: nothing is remembered.
+        down: the memory of what the owner of a shard sends back; None: nothing is remembered.
+        seed: of the dither.
+        sample_every: the error is measured every so many steps; 0: never.
         piece_size: how many coordinates a piece has; results do not depend on it.
+        between: the setting of the ranks that have the same place on each node, if the reducer has two levels.
     """
 
-    config: Fields
+    reducer: type[Reducer]
+    codec: Codec
     ranks: int
     dtype: torch.dtype
-    piece_size: PieceSize = PieceSize()
-
-    @property
-    def codec(self) -> Codec:
-        """The codec that the configuration names."""
-        return codec_of(self.config)
-
-    @property
-    def block_size(self) -> int:
-        """The most coordinates of a block."""
-        return self.config.block_size
-
-    @property
-    def scale_rule(self) -> ScaleRule:
-        """The rule that gives each block its scale."""
-        return ScaleRule(self.config.norm, self.config.clip, self.config.scale_per, self.config.norm_over_ranks)
-
-    @property
-    def shares_scales(self) -> bool:
-        """Returns whether all ranks have the same scales in their messages."""
-        return self.config.scale == "global"
+    block_size: int
+    scale_rule: ScaleRule = ScaleRule()
+    shares_scales: bool = False
+    rotates: bool = False
+    coder: str = "fixed"
+    up: Memory | None = None
+    down: Memory | None = None
+    seed: int = 0
+    sample_every: int = 0
+    piece_size: PieceSize = USUAL_SIZE
+    between: Setting | None = None
 
     def memory_of(self, direction: Direction) -> Memory | None:
         """Returns the memory of a direction; None: nothing is remembered there."""
-        return self.config.up if direction is UP else self.config.down
+        return self.up if direction is UP else self.down
+
+    @property
+    def remembers(self) -> bool:
+        """Returns whether there is a memory, in either direction."""
+        return self.up is not None or self.down is not None
 
     @property
     def scale_bytes(self) -> int:
@@ -133,38 +140,19 @@ class Setting:
         return {"scale_bytes": self.scale_bytes, "raw_bytes": self.raw_bytes}
 
 
-def uncompressed(setting: Setting) -> Setting:
-    """Returns the setting of a `two_shot` for parameters that travel uncompressed: it adds in rank order, whatever the
-    buckets. Where parameters would be rounded to bf16, the setting of `native`.
-
-    No coordinate is quantised, so the fields about the codec are left at their defaults. The codec itself stays, so
-    that no other kernel has to be compiled; companded codes take the place of a biased one, which would need a memory.
-    """
-    config = setting.config
-    codec = CODECS["companded"] if setting.codec.biased_by else type(setting.codec)
-    floats = config.codec == "float"
-    plain = Fields(
-        codec=codec.name,
-        bits=codec.default_bits,
-        block_size=codec.default_block_size if floats else config.block_size,
-        reducer="native" if floats else "two_shot",
-        seed=config.seed,
-        sample_every=config.sample_every,
-    )
-    return replace(setting, config=plain)
-
-
 @dataclass(frozen=True)
 class StepKeys:
     """Keys of one step's random numbers, the same on every rank.
 
     Attributes:
+        seed: that of the configuration.
+        step: number of the step.
         up: of each rank's codes on the way up.
         down: of the mean's on its way down.
         rotation: of the signs of rotations.
     """
 
-    config: Fields
+    seed: int
     step: int
     up: tuple[Key, ...]
     down: Key
@@ -172,17 +160,17 @@ class StepKeys:
 
     @classmethod
     @lru_cache(maxsize=8)  # all buckets of a step have the same
-    def of(cls, config: Fields, step: int, ranks: int) -> StepKeys:
+    def of(cls, seed: int, step: int, ranks: int) -> StepKeys:
         """Returns the keys of a step: stream 0 is the mean's, 1 to n are the ranks', the last is the rotation's."""
         # Each rank draws from a stream of its own, so that the roundings of ranks are independent and average out.
         # Every rank knows all keys: a receiver needs the sender's dither to decode.
-        up = tuple(config.dither_key(step, rank + 1) for rank in range(ranks))
-        return cls(config, step, up, config.dither_key(step, 0), config.dither_key(step, 2**64 - 1))
+        up = tuple(step_key(seed, step, rank + 1) for rank in range(ranks))
+        return cls(seed, step, up, step_key(seed, step, 0), step_key(seed, step, 2**64 - 1))
 
     def node(self, hop: int, rank: int) -> Key:
         """Returns the key of the sums that a rank makes of codes at a hop: a stream of its own beyond the ranks'."""
         ranks = len(self.up)
-        return self.config.dither_key(self.step, ranks * (hop + 1) + rank + 1)
+        return step_key(self.seed, self.step, ranks * (hop + 1) + rank + 1)
 
 
 class Reducer(ABC):
@@ -230,18 +218,18 @@ class Reducer(ABC):
         """Raise ConfigError for a codec whose codes the reducer cannot work with."""
 
     @staticmethod  # noqa: B027  # most reducers go with every device
-    def check_device(config: Fields, device: torch.device) -> None:
-        """Raise ConfigError for a configuration that is not for tensors on a device."""
+    def check_device(setting: Setting, device: torch.device) -> None:
+        """Raise ConfigError for a setting that is not for tensors on a device."""
 
     @staticmethod
     @abstractmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages: the most times that `steps` yields."""
 
     @classmethod
-    def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
+    def scopes(cls, setting: Setting) -> list[tuple[Scope, ...]]:
         """Returns the scopes of the exchanges, stage by stage: at least two stages, for what travels uncompressed."""
-        return [(ALL,)] * max(2, cls.stages(config, ranks))
+        return [(ALL,)] * max(2, cls.stages(setting))
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:

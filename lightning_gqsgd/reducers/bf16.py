@@ -5,7 +5,7 @@ Gradients of 16 bits travel as they are, by `native`. fp64 gradients are rounded
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from lightning_gqsgd.kernels.wire import in_finite_range
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
 
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
-
 
 class Bf16(Reducer):
     """Reduces with the backend's own all-reduce, in bf16.
@@ -36,7 +33,7 @@ class Bf16(Reducer):
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
         self.ranks = setting.ranks
-        self.layout = Layout(table, np.arange(len(table)), (0, len(table)), 0, setting.config.block_size)
+        self.layout = Layout(table, np.arange(len(table)), (0, len(table)), 0, setting.block_size)
         self.message_bytes = int(table[:, LENGTH].sum()) * torch.bfloat16.itemsize
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
@@ -48,7 +45,7 @@ class Bf16(Reducer):
             raise ConfigError(f"reducer='bf16' is for bits=16, not bits={codec.bits}; leave reducer out")
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1
 

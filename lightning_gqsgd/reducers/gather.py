@@ -8,7 +8,7 @@ their lengths are gathered first.
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from lightning_gqsgd.kernels.layout import BlockRun, place, sizes_by_owner
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import UP, MemoryStore
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 
 class Gather(Reducer):
@@ -41,24 +38,24 @@ class Gather(Reducer):
         self.link = Link(setting, q, UP)
         self.needs_copy = self.link.needs_copy
         self.shares_scales = setting.shares_scales
-        self.compresses_codes = setting.config.coder == "elias"
+        self.compresses_codes = setting.coder == "elias"
         self.layout = place(table, q, shards=1, **setting.record_sizes)
         self._count(self.layout.message_bytes)
 
     @staticmethod
-    def check_device(config: Fields, device: torch.device) -> None:
-        """Raise ConfigError for a device that the configuration is not for; see `reducers.base.Reducer.check_device`.
+    def check_device(setting: Setting, device: torch.device) -> None:
+        """Raise ConfigError for a device that the setting is not for; see `reducers.base.Reducer.check_device`.
         Elias codes have no fixed length, so a GPU cannot write them."""
-        if config.coder == "elias" and device.type != "cpu":
+        if setting.coder == "elias" and device.type != "cpu":
             raise ConfigError(
                 f"coder='elias' is for tensors on the CPU, not on {device}: its codes have no fixed length; take "
                 "coder='fixed'"
             )
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        return 1 + (config.scale == "global") + (config.coder == "elias")
+        return 1 + setting.shares_scales + (setting.coder == "elias")
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:

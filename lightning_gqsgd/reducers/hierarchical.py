@@ -10,57 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs import Codec
-from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import LENGTH, BlockRun, block_runs_of, divided, table_of
 from lightning_gqsgd.kernels.protocol import Count
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.reducers.base import ALL, Exchange, Reducer, Scope, Setting, StepKeys, Steps, reduced
-from lightning_gqsgd.reducers.choice import FLAT, choose_reducer
 from lightning_gqsgd.reducers.memory import MemoryStore
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import AnyFields, Fields
-
-
-def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
-    """Returns the configuration with a reducer of one level, where one level is enough.
-
-    It is enough where each node has one rank, and where there is one node only. A configuration with another reducer is
-    returned as it is.
-
-    Raises:
-        ConfigError: the size of nodes is not given, nodes are of unequal size, or no reducer fits between them.
-    """
-    if config.reducer != "hierarchical":
-        return config
-    size = config.node_size if ranks > 1 else 1
-    if not size:
-        raise ConfigError("reducer='hierarchical' needs to know how many ranks each node has: give node_size")
-    if ranks % size:
-        raise ConfigError(
-            f"{ranks} ranks do not make nodes of {size}; reducer='hierarchical' needs nodes of equal size: "
-            "correct node_size, or take another reducer"
-        )
-    # With one node there are no links to save bytes on; with one rank per node there is nothing to average inside.
-    if size == ranks:
-        return replace(config, reducer="native", node_size=0, scale="auto", norm_over_ranks="max")
-    if size == 1:
-        return replace(config, reducer="auto", node_size=0)
-    between_nodes(config, ranks)
-    return config
-
-
-def between_nodes(config: AnyFields, ranks: int) -> AnyFields:
-    """Returns the configuration for the ranks that have the same place on each node."""
-    flat = replace(config, reducer="auto", node_size=0)
-    return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
+from lightning_gqsgd.reducers.two_shot import TwoShot
 
 
 class Hierarchical(Reducer):
@@ -76,18 +38,16 @@ class Hierarchical(Reducer):
     needs_copy = False
 
     def __init__(self, table: np.ndarray, setting: Setting) -> None:
-        size = setting.config.node_size
-        nodes = setting.ranks // setting.config.node_size
-        config = between_nodes(setting.config, setting.ranks)
+        between = _between(setting)
+        size = setting.ranks // between.ranks
         self.node = Scope("node", size)
         self.peers = Scope("peers", size)
-        self.peer_stages = FLAT[config.reducer].stages(config, nodes)
+        self.peer_stages = between.reducer.stages(between)
         block_size = setting.block_size
         # Each table counts from the start of its shard.
         tables = [table_of(part, block_size) for part in divided(block_runs_of(table), size, block_size)]
         self.numels = [int(part[:, LENGTH].sum()) for part in tables]
-        between = Setting(config, nodes, setting.dtype)
-        self.between = [FLAT[config.reducer](part, between) if len(part) else None for part in tables]
+        self.between = [between.reducer(part, between) if len(part) else None for part in tables]
         not_empty = [reducer for reducer in self.between if reducer is not None]
         self.message_bytes = sum(reducer.message_bytes for reducer in not_empty)
         # Within a node each coordinate travels twice, uncompressed: to the owner of its shard, and back.
@@ -95,29 +55,28 @@ class Hierarchical(Reducer):
         self.sent_bytes = inside + max(reducer.sent_bytes for reducer in not_empty)
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        between = between_nodes(config, ranks)
-        nodes = ranks // config.node_size
-        return 2 + FLAT[between.reducer].stages(between, nodes)
+        between = _between(setting)
+        return 2 + between.reducer.stages(between)
 
     @classmethod
-    def scopes(cls, config: Fields, ranks: int) -> list[tuple[Scope, ...]]:
+    def scopes(cls, setting: Setting) -> list[tuple[Scope, ...]]:
         """Returns the scopes of the exchanges, stage by stage; see `reducers.base.Reducer.scopes`. The first stage also
         has what telemetry samples, between all ranks."""
-        node = Scope("node", config.node_size)
-        peers = Scope("peers", config.node_size)
-        return [(ALL, node), *[(peers,)] * (cls.stages(config, ranks) - 2), (node,)]
+        size = setting.ranks // _between(setting).ranks
+        node = Scope("node", size)
+        peers = Scope("peers", size)
+        return [(ALL, node), *[(peers,)] * (cls.stages(setting) - 2), (node,)]
 
     @classmethod
     def alike(cls, block_runs: Sequence[BlockRun], setting: Setting) -> Hashable:
         """Returns the sizes of the shards, and what the reducers between nodes depend on; see
         `reducers.base.Reducer.alike`."""
-        config = between_nodes(setting.config, setting.ranks)
-        between = Setting(config, setting.ranks // setting.config.node_size, setting.dtype)
-        parts = divided(block_runs, setting.config.node_size, setting.block_size)
+        between = _between(setting)
+        parts = divided(block_runs, setting.ranks // between.ranks, setting.block_size)
         numels = [sum(run.numel for run in part) for part in parts]
-        each = [FLAT[config.reducer].alike(part, between) for part in parts if part]
+        each = [between.reducer.alike(part, between) for part in parts if part]
         # Rank 0 pads its shard to the largest one. Of the other shards, the bytes of the longest message count.
         return (sum(numels), numels[0], max(numels), each[0], frozenset(each))
 
@@ -125,7 +84,7 @@ class Hierarchical(Reducer):
     def mean_error(codec: Codec, ranks: int) -> float:
         """Returns the predicted mean square error; see `reducers.base.Reducer.mean_error`. It is at
         most that of two shots over all ranks."""
-        return FLAT["two_shot"].mean_error(codec, ranks)
+        return TwoShot.mean_error(codec, ranks)
 
     def steps(self, x: Tensor, rank: int, keys: StepKeys, store: MemoryStore) -> Steps:
         """Replace ``x`` by the mean over ranks; see `reducers.base.Reducer.steps`."""
@@ -166,6 +125,12 @@ class Hierarchical(Reducer):
         for _ in range(stages):
             yield ()
         return bad
+
+
+def _between(setting: Setting) -> Setting:
+    """Returns the setting of the ranks that have the same place on each node."""
+    assert setting.between is not None  # `config.setting_of` gives one to every setting of this reducer
+    return setting.between
 
 
 def _mean(parts: Tensor) -> Tensor:

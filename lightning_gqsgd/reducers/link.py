@@ -37,7 +37,7 @@ class Recursion(NamedTuple):
 
     @classmethod
     def of(cls, memory: Memory) -> Recursion:
-        """Returns the numbers of a memory. All of them must be given, as `memory.resolve_memory` leaves them."""
+        """Returns the numbers of a memory. All of them must be given, as `config.resolving` leaves them."""
         if memory.alpha is None or memory.rho is None:
             raise RuntimeError(f"the numbers of {memory} have to be resolved first")
         return cls(memory.alpha, memory.beta, memory.rho, memory.shared)
@@ -67,7 +67,7 @@ class Link:
         self.ranks = setting.ranks
         self.shares_scales = setting.shares_scales
         self.kernels_find_scales = kernels_find_scales(self.codec, self.scale_rule)
-        self.rotates = setting.config.rotation
+        self.rotates = setting.rotates
 
     @property
     def plain(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, WholeNumbers
 from lightning_gqsgd.reducers.memory import MemoryStore
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 #: What a message begins with.
 _CODED, _AS_THEY_ARE = b"\1", b"\0"
@@ -67,8 +64,8 @@ class Lossless(WholeNumbers):
             )
 
     @staticmethod
-    def check_device(config: Fields, device: torch.device) -> None:
-        """Raise ConfigError for a device that the configuration is not for; see `reducers.base.Reducer.check_device`.
+    def check_device(setting: Setting, device: torch.device) -> None:
+        """Raise ConfigError for a device that the setting is not for; see `reducers.base.Reducer.check_device`.
         The codes have no fixed length, so a GPU cannot write them."""
         if device.type != "cpu":
             raise ConfigError(
@@ -77,7 +74,7 @@ class Lossless(WholeNumbers):
             )
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 4
 

@@ -1,29 +1,22 @@
-"""Memories: the tensors that a rank keeps between steps, by parameter, and the numbers with which they are stable.
+"""Memories: the tensors that a rank keeps between steps, by parameter.
 
 No tensor is keyed by bucket or piece, because DDP rebuilds its buckets after the first step.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import codec_of
-from lightning_gqsgd.codecs.variance import best_alpha, stability
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Run, stripe
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.spec.memories import Memory, described
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import AnyFields, Fields
+from lightning_gqsgd.spec.memories import Memory
 
 
 class StabilityWarning(UserWarning):
@@ -80,9 +73,9 @@ UP = Direction(Keeps.UP_ERROR, Keeps.UP_REFERENCE, Keeps.UP_MEAN)
 DOWN = Direction(Keeps.DOWN_ERROR, Keeps.DOWN_REFERENCE, Keeps.DOWN_REFERENCE)
 
 
-def kinds(config: Fields) -> list[Keeps]:
-    """Returns the kinds of tensors that a configuration keeps, in a fixed order."""
-    return list(dict.fromkeys([*UP.kinds(config.up), *DOWN.kinds(config.down)]))
+def kinds(up: Memory | None, down: Memory | None) -> list[Keeps]:
+    """Returns the kinds of tensors that the memories of both directions need, in a fixed order."""
+    return list(dict.fromkeys([*UP.kinds(up), *DOWN.kinds(down)]))
 
 
 class MemoryStore:
@@ -205,64 +198,3 @@ class MemoryStore:
         number, rest = divmod(run.offset, length)
         start = number // self._owners_of(kind) * length + rest
         return self.row(kind, run.parameter)[start : start + run.numel]
-
-
-def resolve_memory(config: AnyFields) -> AnyFields:
-    """Returns the configuration with all numbers of its memories given: α = 1/(1 + ω), ρ = 1/(2 (1 + ω)) where they are
-    None.
-
-    Raises:
-        ConfigError: the codec has no ω to compute them from.
-
-    Warns:
-        StabilityWarning: an error memory with λ >= 1, a reference with ρ (1 + ω) >= 2, or a shared reference with
-            β² + ρ² ω >= 1, for the codec's bound ω.
-    """
-    given: dict[str, Any] = {}
-    for name, memory in (("memory", config.up), ("memory_down", config.down)):
-        uses = memory is not None and (memory.keeps_error or memory.keeps_reference)
-        given[name] = _resolved(config, name, memory) if memory is not None and uses else "none"
-    return replace(config, **given)
-
-
-def _resolved(config: Fields, name: str, memory: Memory) -> Memory:
-    codec = codec_of(config)
-    has_omega = not codec.biased_by and config.scale_per == "block"
-    # A biased codec has no ω. Where a scale is that of a whole parameter or bucket, ω depends on its size.
-    if not has_omega:
-        if memory.alpha is None or memory.rho is None:
-            sizes = f"with scale_per={config.scale_per!r} it depends on the {config.scale_per}"
-            why = f"codec={config.codec!r} is biased" if codec.biased_by else sizes
-            raise ConfigError(
-                f"{name}={described(memory)} takes its numbers from the variance ω of an unbiased codec, but {why}; "
-                "take 'ef' or 'ef21', or give the numbers"
-            )
-        return memory
-    omega = codec.omega(config.block_size)
-    alpha = 1 / (1 + omega) if memory.alpha is None else memory.alpha
-    rho = 1 / (2 * (1 + omega)) if memory.rho is None else memory.rho
-    factor = stability(alpha, memory.beta, omega)
-    if alpha and factor >= 1:
-        warnings.warn(
-            f"{name} with alpha={alpha:g}, beta={memory.beta:g} may diverge: for this codec, ω is up to {omega:.3g}, "
-            f"so λ = alpha² ω + (beta - alpha)² is up to {factor:.3g} >= 1, and errors are amplified rather than "
-            f"corrected; alpha={best_alpha(memory.beta, omega):.3g} works (memory='ecq' takes the best one)",
-            StabilityWarning,
-            stacklevel=3,
-        )
-    if memory.shared and memory.beta**2 + rho**2 * omega >= 1:
-        warnings.warn(
-            f"{name} with beta={memory.beta:g}, rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, so "
-            f"beta² + rho² ω is up to {memory.beta**2 + rho**2 * omega:.3g} >= 1, and the shared reference amplifies "
-            "its own noise; take a smaller rho, or more bits",
-            StabilityWarning,
-            stacklevel=3,
-        )
-    elif rho * (1 + omega) >= 2 and not memory.shared:
-        warnings.warn(
-            f"{name} with rho={rho:g} may diverge: for this codec, ω is up to {omega:.3g}, and from rho (1 + ω) = 2 on "
-            f"the reference moves away from what it follows; rho={1 / (1 + omega):.3g} works ('diana' takes half)",
-            StabilityWarning,
-            stacklevel=3,
-        )
-    return replace(memory, alpha=alpha, rho=rho)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import LENGTH
 from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, Steps, WholeNumbers, ring_bytes
 from lightning_gqsgd.reducers.memory import MemoryStore
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 
 class Native(WholeNumbers):
@@ -27,7 +22,7 @@ class Native(WholeNumbers):
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 1
 

@@ -8,7 +8,7 @@ frame.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,11 +18,8 @@ from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import Layout, place
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.reducers.base import Exchange, StepKeys, ring_bytes
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
 from lightning_gqsgd.reducers.summed import Summed
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 
 class Sum(Summed):
@@ -48,7 +45,7 @@ class Sum(Summed):
             )
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 2
 

@@ -26,11 +26,10 @@ from lightning_gqsgd.reducers.base import (
     Steps,
     shared_scale_bytes,
     side_by_side,
-    uncompressed,
 )
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import UP, MemoryStore
-from lightning_gqsgd.reducers.two_shot import TwoShot
+from lightning_gqsgd.reducers.two_shot import TwoShot, uncompressed
 
 
 class Summed(Reducer):

@@ -11,7 +11,7 @@ rounds once more, so the error does not fall with n; `two_shot` sends as much an
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,8 @@ from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, place_by_owner
 from lightning_gqsgd.kernels.protocol import Quantiser
-from lightning_gqsgd.reducers.base import Exchange, StepKeys, ring_bytes
+from lightning_gqsgd.reducers.base import Exchange, Setting, StepKeys, ring_bytes
 from lightning_gqsgd.reducers.summed import Summed
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
 
 class Hop(NamedTuple):
@@ -96,9 +93,9 @@ class Tree(Summed):
             raise ConfigError("reducer='tree' adds powers of two: it needs codec='exponential' with mantissa=0")
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
-        return 1 + len(hops_of(0, ranks))
+        return 1 + len(hops_of(0, setting.ranks))
 
     @staticmethod
     def mean_error(codec: Codec, ranks: int) -> float:

@@ -9,13 +9,13 @@ A block's owner depends on the block and its parameter only, so results do not d
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.codecs import Codec, CompandedCodec, FloatCodec
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import BlockRun, Layout, place_by_owner, sizes_by_owner
 from lightning_gqsgd.kernels.protocol import Own
@@ -23,9 +23,7 @@ from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, ring_bytes
 from lightning_gqsgd.reducers.link import NO_TRACE, Link, Trace
 from lightning_gqsgd.reducers.memory import DOWN, UP, MemoryStore
-
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
+from lightning_gqsgd.reducers.native import Native
 
 
 class TwoShot(Reducer):
@@ -49,7 +47,7 @@ class TwoShot(Reducer):
         self.sent_bytes = ring_bytes(self.message_bytes, self.ranks)
 
     @staticmethod
-    def stages(config: Fields, ranks: int) -> int:
+    def stages(setting: Setting) -> int:
         """Returns the number of stages; see `reducers.base.Reducer.stages`."""
         return 2
 
@@ -111,3 +109,24 @@ class TwoShot(Reducer):
         mean = x.to(COMPUTE_DTYPES[x.dtype], copy=True)
         self.up.decode(messages, part, mean, keys.up, keys.rotation, store, own=rank)
         return self.down.outgoing(mean, part, keys.rotation, store).encode(out, keys.down)
+
+
+def uncompressed(setting: Setting) -> Setting:
+    """Returns the setting of a `TwoShot` for parameters that travel uncompressed: it adds in rank order, whatever the
+    buckets. Where parameters would be rounded to bf16, the setting of `Native`.
+
+    No coordinate is quantised, so the codec's numbers are left at their defaults. The codec itself stays, so that no
+    other kernel has to be compiled; companded codes take the place of a biased one, which would need a memory.
+    """
+    reducer = Native if isinstance(setting.codec, FloatCodec) else TwoShot
+    codec: type[Codec] = CompandedCodec if setting.codec.biased_by else type(setting.codec)
+    return Setting(
+        reducer,
+        codec.of(codec.default_bits),
+        setting.ranks,
+        setting.dtype,
+        setting.block_size,
+        seed=setting.seed,
+        sample_every=setting.sample_every,
+        piece_size=setting.piece_size,
+    )

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import counted
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES, in_finite_range
-from lightning_gqsgd.reducers import Setting, StepKeys, Steps, new_store, stages
+from lightning_gqsgd.reducers import StepKeys, Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.session.parameters import Parameter
 from lightning_gqsgd.sparse import row_numbers
@@ -57,7 +58,8 @@ class SparseGradients:
         self._said: set[int] = set()
         for config in configs:
             # Stage 1 gathers lengths, and the reducer's own stages come behind it where a table is reduced whole.
-            later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in stages(config, engine.world_size)]
+            setting = setting_of(config, engine.world_size, torch.float32)  # of any dtype: the stages are the same
+            later = [tuple(dict.fromkeys((ALL, *scopes))) for scopes in stages(setting)]
             engine.communicator.extend([(ALL,), *later])  # at least three stages
 
     @classmethod
@@ -158,12 +160,11 @@ class SparseGradients:
         if rows > config.sparse_limit * height:
             self._say(table, rows, config)
             return (yield from self._dense(table, touched, gradient.dtype, request, counters))
-        keys = StepKeys.of(config, request.step, engine.world_size)
+        keys = StepKeys.of(config.seed, request.step, engine.world_size)
         if sketches:
             bad = int(lengths[:, 1].sum())
             return (yield from sketched_mean(table, touched, bad, keys.rotation, engine.world_size, counters))
-        setting = Setting(config, engine.world_size, gradient.dtype)
-        form = rows_for(table, setting, keys, compressed=request.compressed)
+        form = rows_for(table, config, gradient.dtype, keys, compressed=request.compressed)
         return (yield from gathered_mean(table, touched, numbers, lengths, form, engine.rank, counters))
 
     def _dense(
@@ -171,8 +172,8 @@ class SparseGradients:
     ) -> Mean:
         engine = self._engine
         x = dense_gradient(table, touched, dtype)
-        store = request.store or new_store(request.configs[0], engine.world_size, {}, dtype, x.device)
         plan = engine.plan(x, request)
+        store = request.store or new_store(plan.setting, {}, x.device)
         pieces = [start() for start in plan.starts(x, engine.rank, request.step, store, counters, engine.telemetry)]
         counters.calls -= 1  # the plan counts this call and its coordinates
         counters.numel -= touched.values.numel()

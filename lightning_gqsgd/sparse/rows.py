@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.floats.codec import largest
+from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Part
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
@@ -70,14 +72,15 @@ class RowsOfBf16:
 
     Args:
         table: the table.
+        setting: dtype and size of blocks.
         keys: the keys of the step.
-        dtype: the compute dtype.
     """
 
-    def __init__(self, table: Table, keys: StepKeys, dtype: torch.dtype) -> None:
+    def __init__(self, table: Table, setting: Setting, keys: StepKeys) -> None:
         self._table = table
         self._keys = keys
-        self._dtype = dtype
+        self._dtype = COMPUTE_DTYPES[setting.dtype]
+        self._block_size = setting.block_size
         self._limit = largest(len(keys.up))
 
     def nbytes(self, count: int) -> int:
@@ -88,7 +91,7 @@ class RowsOfBf16:
         """Write a rank's rows into ``message``, uint8 [nbytes], as bf16 numbers, rounded at random."""
         wide = touched.values.float().view(-1)
         small = torch.empty(len(wide), dtype=torch.bfloat16)
-        blocks = torch.from_numpy(cut_rows(self._table, touched.rows, self._keys.config.block_size))
+        blocks = torch.from_numpy(cut_rows(self._table, touched.rows, self._block_size))
         kernels_for(wide.device).narrow(wide, blocks, small, self._keys.up[rank], 1.0, self._limit)
         message.copy_(small.view(torch.uint8))
 
@@ -102,7 +105,7 @@ class CodedRows:
 
     Args:
         table: the table.
-        setting: configuration, number of ranks and dtype.
+        setting: codec, scales, number of ranks and dtype.
         keys: the keys of the step.
     """
 
@@ -114,7 +117,7 @@ class CodedRows:
         self._scale_bytes = setting.scale_bytes
         self._raw_bytes = setting.raw_bytes
         self._link = Link(setting, self._quantiser, UP)
-        self._store = new_store(setting.config, 1, {}, setting.dtype, torch.device("cpu"))
+        self._store = new_store(setting, {}, torch.device("cpu"))
 
     def nbytes(self, count: int) -> int:
         """Returns the bytes of so many rows."""
@@ -141,21 +144,19 @@ class CodedRows:
         return place_rows(self._table, rows, self._quantiser, self._scale_bytes, self._raw_bytes)
 
 
-def rows_for(table: Table, setting: Setting, keys: StepKeys, *, compressed: bool) -> Rows:
+def rows_for(table: Table, config: GQSGDConfig, dtype: torch.dtype, keys: StepKeys, *, compressed: bool) -> Rows:
     """Returns how a table's rows are written.
 
     Args:
         table: the table.
-        setting: configuration, with its reducer chosen, number of ranks and dtype.
+        config: the configuration, with its reducer chosen.
+        dtype: dtype of the gradients.
         keys: the keys of the step.
         compressed: False: everything travels uncompressed in this step.
     """
-    config = setting.config
-    dtype = COMPUTE_DTYPES[setting.dtype]
     if not compressed or (table.raw and config.num_bits != 16) or config.reducer == "native":
-        return RowsAsTheyAre(table, dtype)
-    if config.codec == "float":
-        return RowsOfBf16(table, keys, dtype)
-    if config.sparse == "logarithmic":
-        return LogarithmicRows(table, config.num_bits, dtype)
-    return CodedRows(table, setting, keys)
+        return RowsAsTheyAre(table, COMPUTE_DTYPES[dtype])
+    if config.sparse == "logarithmic" and config.codec != "float":
+        return LogarithmicRows(table, config.num_bits, COMPUTE_DTYPES[dtype])
+    setting = setting_of(config, len(keys.up), dtype)
+    return RowsOfBf16(table, setting, keys) if config.codec == "float" else CodedRows(table, setting, keys)

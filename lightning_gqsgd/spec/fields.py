@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar
@@ -23,7 +22,7 @@ SPARSE_LIMIT = 1.0
 class Fields:
     """The plain fields of a configuration; `config.GQSGDConfig` describes them, and checks that they can work.
 
-    Codecs, reducers and memories take this record, so that they do not depend on what checks it.
+    What checks and resolves them takes this record, so that it does not depend on the class whose fields they become.
     """
 
     codec: str = "auto"
@@ -91,15 +90,6 @@ class Fields:
     def field_names(cls) -> tuple[str, ...]:
         """Returns the names of all fields, in order."""
         return tuple(field.name for field in fields(cls))
-
-    def dither_key(self, step: int, stream: int) -> tuple[int, int]:
-        """Returns two 32-bit keys of the dither of one step and one stream (see `reducers.base.StepKeys`).
-
-        blake2b over (seed, step, stream): streams of neighbouring steps and ranks share no structure.
-        """
-        text = b"".join(value.to_bytes(8, "little") for value in (self.seed, step, stream))
-        digest = hashlib.blake2b(text, digest_size=8, person=b"gqsgd-v1").digest()
-        return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
 class FieldArguments(TypedDict, total=False):

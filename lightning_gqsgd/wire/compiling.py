@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers import REDUCERS, Setting, between_nodes, new_store, setting_for
+from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, setting_for
 from lightning_gqsgd.wire.plan import Plan
 
 if TYPE_CHECKING:
@@ -50,9 +52,9 @@ def settings_of(config: GQSGDConfig, dtype: torch.dtype, device: torch.device, r
         The setting for compressed parameters, and the setting for the steps before compression starts, if there are
         such steps.
     """
-    count = max(2, ranks // max(1, config.node_size)) if device.type == "cuda" else 2
-    between = between_nodes(config, ranks) if config.node_size else config
-    settings = [Setting(between, count, dtype)]
+    setting = setting_of(config, ranks, dtype)
+    setting = setting.between or setting  # nothing is compressed inside a node
+    settings = [replace(setting, ranks=max(2, setting.ranks) if device.type == "cuda" else 2)]
     if config.warmup_steps:
         settings.append(setting_for(settings[0], compressed=False))
     return settings
@@ -62,16 +64,16 @@ def run_once(setting: Setting, device: torch.device, *, on: torch.device | None 
     """Average gradients of virtual ranks once.
 
     Args:
-        setting: configuration, number of virtual ranks and dtype.
+        setting: reducer, codec, number of virtual ranks and dtype.
         device: device of the gradients.
         on: where the gradients of virtual ranks are, if not there.
     """
     count = setting.ranks
-    segments = _SEGMENTS if device.type == "cpu" else every_tile(setting.config.block_size, count)
+    segments = _SEGMENTS if device.type == "cpu" else every_tile(setting.block_size, count)
     numel = sum(segment.numel for segment in segments)
     sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
     where = on or device
-    stores = [new_store(setting.config, count, sizes, setting.dtype, where) for _ in range(count)]
+    stores = [new_store(setting, sizes, where) for _ in range(count)]
     gradients = [torch.ones(numel, dtype=setting.dtype, device=where) for _ in range(count)]
     Plan(segments, setting).average(gradients, 0, stores)
 

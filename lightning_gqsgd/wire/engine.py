@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers import REDUCERS, Setting, Steps, new_store, setting_for, stages
+from lightning_gqsgd.reducers import Steps, new_store, setting_for, stages
 from lightning_gqsgd.reducers.memory import MemoryStore
 from lightning_gqsgd.wire.agreement import STATE_DIFFERS, Agreed, Card, Stamp, StampCheck, compared
 from lightning_gqsgd.wire.communicator import Communicator
@@ -185,8 +186,9 @@ class Engine:
             ConfigError: a configuration is not for the engine's device.
         """
         for config in configs:
-            REDUCERS[config.reducer].check_device(config, self.communicator.device)
-            self.communicator.extend(stages(config, self.world_size), config.connections)
+            setting = setting_of(config, self.world_size, torch.float32)  # of any dtype: the stages are the same
+            setting.reducer.check_device(setting, self.communicator.device)
+            self.communicator.extend(stages(setting), config.connections)
         self.communicator.try_groups()
 
     def compile(self, config: GQSGDConfig, dtype: torch.dtype) -> None:
@@ -216,7 +218,7 @@ class Engine:
                 comparison = self._compare_alone("the comparison of stamps", request.agreement, is_direct=True)
                 self._comparing[request.step] = comparison
                 request = replace(request, agreement=None)
-            store = request.store or new_store(request.configs[0], self.world_size, {}, x.dtype, x.device)
+            store = request.store or new_store(plan.setting, {}, x.device)
             starts = plan.starts(x, self.rank, request.step, store, counters, self.telemetry)
         connections = request.configs[0].connections
         return self._submit(self._job(x, starts, request, connections=connections, is_direct=is_direct))
@@ -320,7 +322,7 @@ class Engine:
         settings = []
         for config in configs:
             bits = config.num_bits if request.compressed else 32  # fewer uncompressed coordinates fill a message
-            settings.append(Setting(config, self.world_size, x.dtype, self.communicator.piece_size(bits)))
+            settings.append(setting_of(config, self.world_size, x.dtype, self.communicator.piece_size(bits)))
         plan = self._plan_type(segments, *[setting_for(each, compressed=request.compressed) for each in settings])
         if plan.numel != x.numel():
             raise RuntimeError(f"gqsgd: {request.name} has {x.numel()} coordinates, its parameters {plan.numel}")

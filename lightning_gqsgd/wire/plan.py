@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gqsgd.codecs import FloatCodec
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import LENGTH, START, BlockRun, Segment, cut, pieces, table_of, whole
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
-from lightning_gqsgd.reducers import REDUCERS, Setting, StepKeys, Steps, reduced, run_virtual
+from lightning_gqsgd.reducers import Setting, StepKeys, Steps, reduced, run_virtual
 from lightning_gqsgd.reducers.base import HasSteps
 from lightning_gqsgd.reducers.memory import MemoryStore
+from lightning_gqsgd.reducers.native import Native
 from lightning_gqsgd.reducers.scatter import Scatter
 from lightning_gqsgd.wire.telemetry import SAMPLE_NUMEL, BucketCounters, Telemetry, sampled
 
@@ -86,9 +88,9 @@ class Plan:
 
     Args:
         segments: the parameters in the flat tensor, in order.
-        setting: configuration, with the reducer chosen, number of ranks and dtype.
-        *others: the settings of segments whose choice is 1, 2 and so on. They differ in their configurations, but not
-            in the seed and ``sample_every``. No piece has coordinates with different settings.
+        setting: reducer, codec, number of ranks and dtype.
+        *others: the settings of segments whose choice is 1, 2 and so on. They do not differ in the seed and in
+            ``sample_every``. No piece has coordinates with different settings.
     """
 
     def __init__(self, segments: Sequence[Segment], setting: Setting, *others: Setting) -> None:
@@ -116,13 +118,13 @@ class Plan:
             counters: of the bucket.
             telemetry: of the process.
         """
-        config = self.setting.config
-        ranks = self.setting.ranks
+        setting = self.setting
+        ranks = setting.ranks
         # Nothing is drawn for a native all-reduce, and the keys of a new step take time.
-        keys = StepKeys.of(config, 0 if self.is_native else step, ranks)
+        keys = StepKeys.of(setting.seed, 0 if self.is_native else step, ranks)
         counters.calls += 1
         counters.numel += self.numel
-        samples = config.sample_every and step % config.sample_every == 0
+        samples = setting.sample_every and step % setting.sample_every == 0
 
         def start(piece: _Piece) -> Steps:
             steps = self._steps(x, piece, rank, keys, store)
@@ -149,7 +151,7 @@ class Plan:
             stores: what each rank remembers.
             only_first: replace rank 0's gradient only, and leave the others in any state.
         """
-        keys = StepKeys.of(self.setting.config, step, self.setting.ranks)
+        keys = StepKeys.of(self.setting.seed, step, self.setting.ranks)
         for piece in self._pieces:
             ranks = enumerate(zip(gradients, stores, strict=True))
             run_virtual([self._steps(x, piece, rank, keys, store) for rank, (x, store) in ranks], only_first=only_first)
@@ -168,7 +170,7 @@ class Plan:
     @property
     def is_native(self) -> bool:
         """Returns whether the tensor is one piece that the backend's own all-reduce takes as it is."""
-        is_native = all(setting.config.reducer == "native" for setting in self._settings)
+        is_native = all(setting.reducer is Native for setting in self._settings)
         return is_native and len(self._pieces) == 1
 
     @property
@@ -181,7 +183,7 @@ class Plan:
         self._table_bytes = 0
         for run in _runs(segments, self._settings):
             setting = self._settings[run.choice]
-            reducer = REDUCERS[setting.config.reducer]
+            reducer = setting.reducer
             start = run.start
             for piece in pieces_of(segments[run.first : run.end], setting):
                 # A reducer sees its piece alone, so its table counts from the start of the piece.
@@ -222,7 +224,7 @@ class ScatterPlan(Plan):
         ranks = setting.ranks
         share = self.numel // setting.ranks
         of_ranks = [segments[rank * each + run.first : rank * each + run.end] for rank in range(ranks)]
-        tables = [cut(of_rank, setting.config.block_size) for of_rank in of_ranks]
+        tables = [cut(of_rank, setting.block_size) for of_rank in of_ranks]
         self._table_bytes += 3 * sum(table.nbytes for table in tables)
         numel = max(1, setting.piece_size.within(ranks * int(tables[0][:, LENGTH].sum())) // ranks)
         lengths = [sum(blocks.blocks for blocks in piece) for piece in _cut(of_ranks[0], numel, setting)]
@@ -329,23 +331,23 @@ def _join(run: _Run, choice: int, only_raw: bool, settings: Sequence[Setting]) -
 
 def _has_codes(setting: Setting) -> bool:
     """Returns whether the setting quantises, so that uncompressed parameters travel beside codes."""
-    return setting.config.codec != "float"
+    return not isinstance(setting.codec, FloatCodec)
 
 
 def pieces_of(segments: Sequence[Segment], setting: Setting) -> list[list[BlockRun]]:
     """Returns the blocks of all pieces of consecutive segments that are reduced with one setting."""
     numel = sum(segment.numel for segment in segments)
     # The backend's own all-reduce takes the tensor whole, so that it gives DDP's bits.
-    at_once = setting.piece_size.within(numel) if REDUCERS[setting.config.reducer].compresses else max(1, numel)
+    at_once = setting.piece_size.within(numel) if setting.reducer.compresses else max(1, numel)
     return _cut(segments, at_once, setting)
 
 
 def _cut(segments: Sequence[Segment], piece_numel: int, setting: Setting) -> list[list[BlockRun]]:
     """Returns the segments cut into pieces of at most so many coordinates; see `layout.pieces`."""
     blocks = whole(segments, setting.block_size)
-    if setting.config.scale_per == "bucket":  # one scale, so one piece
+    if setting.scale_rule.per == "bucket":  # one scale, so one piece
         return [blocks] if blocks else []
-    whole_parameters = setting.config.scale_per == "parameter"
+    whole_parameters = setting.scale_rule.per == "parameter"
     return pieces(blocks, piece_numel, setting.block_size, whole_parameters=whole_parameters)
 
 

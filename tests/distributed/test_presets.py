@@ -13,12 +13,11 @@ import torch.distributed as dist
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config import ConfigError
 from lightning_gqsgd.presets import FIXED, PRESETS
-from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import finish, mlp, train, wrapped
 from tests.distributed.ranks import run
 
-REMEMBERING = [name for name, preset in PRESETS.items() if kinds(preset.config)]
+REMEMBERING = [name for name, preset in PRESETS.items() if preset.config.remembers]
 STATELESS = [name for name in FIXED if name not in REMEMBERING]
 
 

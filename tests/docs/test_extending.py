@@ -19,7 +19,6 @@ from lightning_gqsgd.ddp.functional import all_reduce
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict import Bucket, Timeline, collectives_between, predict
 from lightning_gqsgd.predict.costs import ESTIMATES, Gamma, Link
-from lightning_gqsgd.reducers import choice
 from lightning_gqsgd.research.simulation.virtual import average
 from tests.distributed.ranks import run
 
@@ -42,7 +41,7 @@ def add(heading: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    tables: tuple[dict[str, Any], ...] = (codecs.CODECS, reducers.REDUCERS, choice.FLAT)
+    tables: tuple[dict[str, Any], ...] = (codecs.CODECS, reducers.REDUCERS)
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):

@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.gpu_kernels import layouts_of, stage_bytes
 from lightning_gqsgd import presets
-from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.reducers import Setting
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from tests.docs.checks import compare_sentence, rounded, spaced
 from tests.docs.pages import PAGES, text_of
 from tests.docs.tables import RESULTS, cell
@@ -60,7 +59,7 @@ def below_ddp(strategy: str) -> float:
 
 def moved(dtype: torch.dtype) -> float:
     """Bytes per coordinate that the GPU's kernels read and write in encoding, reducing and decoding 8 bits, 8 ranks."""
-    setting = Setting(resolve(presets.make_config("gqsgd"), 8), 8, dtype)
+    setting = setting_of(resolve(presets.make_config("gqsgd"), 8), 8, dtype)
     layouts = [layout for _, layout in layouts_of(NUMEL, setting)]
     return sum(stage_bytes(layouts, dtype.itemsize, 8).values()) / NUMEL
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.presets import FIXED
-from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
+from lightning_gqsgd.reducers import Steps, new_store, stages
 from lightning_gqsgd.reducers.base import ALL
 from lightning_gqsgd.wire.communicator import CollectiveError, Communicator
 from lightning_gqsgd.wire.job import Job
@@ -51,7 +51,7 @@ class Alone(Communicator):
 
     def __init__(self, device: torch.device, config: GQSGDConfig) -> None:
         super().__init__(device, dist.group.WORLD, f"alone/{next(self._numbers)}", timedelta(seconds=60))
-        for stage, scopes in enumerate([(ALL,), *stages(config, self.size)]):
+        for stage, scopes in enumerate([(ALL,), *stages(setting_of(config, self.size, torch.float32))]):
             for scope in scopes:
                 self._groups[stage, scope, 0] = self._group_for(stage, scope, 0)
 
@@ -65,7 +65,7 @@ class Bench:
         # Over Gloo, the same runner waits for every exchange.
         self.runner: Runner = StreamRunner([None]) if STANDS_IN else runner_for(self.communicator)
         self.plan, self.telemetry = _plan(self.config, 1, torch.float32), Telemetry()
-        self.store = new_store(self.config, 1, {}, torch.float32, DEVICE)
+        self.store = new_store(setting_of(self.config, 1, torch.float32), {}, DEVICE)
 
     def submit(self, x: Tensor, step: int) -> Job:
         counters = self.telemetry.bucket(0)
@@ -81,13 +81,13 @@ class Bench:
 
 
 def _plan(config: GQSGDConfig, ranks: int, dtype: torch.dtype) -> Plan:
-    return Plan(SEGMENTS, Setting(config, ranks, dtype, PieceSize(PIECE, PIECE)))
+    return Plan(SEGMENTS, setting_of(config, ranks, dtype, PieceSize(PIECE, PIECE)))
 
 
 def _expected(config: GQSGDConfig, x: Tensor, step: int) -> Tensor:
     """What one rank has after reducing its gradient, from the CPU."""
     config, result = resolve(config, 1), x.clone()
-    _plan(config, 1, x.dtype).average([result], step, [new_store(config, 1, {}, x.dtype, CPU)])
+    _plan(config, 1, x.dtype).average([result], step, [new_store(setting_of(config, 1, x.dtype), {}, CPU)])
     return result
 
 
@@ -183,7 +183,7 @@ def _averaged(config: GQSGDConfig, gradients: list[list[Tensor]], device: torch.
     ranks, dtype = len(gradients[0]), gradients[0][0].dtype
     plan = _plan(config, ranks, dtype)
     sizes = {one.parameter: one.numel for one in SEGMENTS if not one.raw}
-    stores = [new_store(config, ranks, sizes, dtype, device) for _ in range(ranks)]
+    stores = [new_store(setting_of(config, ranks, dtype), sizes, device) for _ in range(ranks)]
     found = []
     for step, of_ranks in enumerate(gradients):
         results = [one.to(device, copy=True) for one in of_ranks]

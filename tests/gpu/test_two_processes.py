@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_gqsgd import all_reduce
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.presets import FIXED
-from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.research.simulation import average
 from tests.distributed.models import batch, mlp, wrapped
 from tests.distributed.ranks import SPAWN, run
@@ -24,7 +23,7 @@ from tests.gpu.card import DEVICE, STANDS_IN, difference, marks
 pytestmark = marks
 
 ON_GPUS = [name for name, preset in FIXED.items() if preset.config.coder == "fixed"]
-STATELESS = [name for name in ON_GPUS if not kinds(FIXED[name].config)]
+STATELESS = [name for name in ON_GPUS if not FIXED[name].config.remembers]
 SHAPES = [(300, 40), (17,), (5000,), (64, 65)]
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import EdenCodec, ExponentialCodec, FloatCodec, LinearCodec, codec_of
+from lightning_gqsgd.codecs import EdenCodec, ExponentialCodec, FloatCodec, LinearCodec
 from lightning_gqsgd.codecs.companded.codec import SLOPE
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.codecs.variance import variance_companded
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels import cpu
+from lightning_gqsgd.kernels.dither import step_key
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from tests.reliability.knobs import SEED, scaled
 
@@ -72,7 +74,7 @@ def errors_of(
     """
     errors = torch.empty(len(steps), len(x), dtype=torch.float64)
     for row, step in enumerate(steps):
-        keys = [config.dither_key(step, stream + rank) for rank in range(ranks)]
+        keys = [step_key(config.seed, step, stream + rank) for rank in range(ranks)]
         errors[row] = _mean_of_messages(config, x, keys, parameter).double() - x.double()
     return errors
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels.dither import words
+from lightning_gqsgd.kernels.dither import step_key, words
 from lightning_gqsgd.kernels.layout import COLUMNS, INDEX, LENGTH, PARAMETER
 from tests.reliability.knobs import SEED
 
@@ -42,32 +42,32 @@ def _blocks(parameters: Tensor | int, indices: Tensor | int, count: int) -> Tens
 def _coordinates(chunk: int) -> Tensor:
     """Coordinate after coordinate of one parameter."""
     indices = torch.arange(4096 * chunk, 4096 * (chunk + 1))
-    return words(_blocks(0, indices, 4096), CONFIG.dither_key(5, 1), torch.arange(WORDS))
+    return words(_blocks(0, indices, 4096), step_key(CONFIG.seed, 5, 1), torch.arange(WORDS))
 
 
 def _every_block(chunk: int) -> Tensor:
     """The same coordinate of block after block."""
     indices = torch.arange(2**18 * chunk, 2**18 * (chunk + 1))
-    return words(_blocks(0, indices, 2**18), CONFIG.dither_key(5, 1), torch.tensor([7]))
+    return words(_blocks(0, indices, 2**18), step_key(CONFIG.seed, 5, 1), torch.tensor([7]))
 
 
 def _parameters(chunk: int) -> Tensor:
     """The same coordinate of parameter after parameter."""
     numbers = torch.arange(2**18 * chunk, 2**18 * (chunk + 1))
-    return words(_blocks(numbers, 3, 2**18), CONFIG.dither_key(5, 1), torch.tensor([7]))
+    return words(_blocks(numbers, 3, 2**18), step_key(CONFIG.seed, 5, 1), torch.tensor([7]))
 
 
 def _steps(chunk: int) -> Tensor:
     """One block in step after step."""
     block, places = _blocks(3, 1, 1), torch.arange(WORDS)
-    keys = [CONFIG.dither_key(step, 1) for step in range(512 * chunk, 512 * (chunk + 1))]
+    keys = [step_key(CONFIG.seed, step, 1) for step in range(512 * chunk, 512 * (chunk + 1))]
     return torch.cat([words(block, key, places) for key in keys])
 
 
 def _ranks(chunk: int) -> Tensor:
     """The same coordinate of 64 ranks, coordinate after coordinate."""
     blocks, places = _blocks(0, torch.arange(64 * chunk, 64 * (chunk + 1)), 64), torch.arange(WORDS)
-    return torch.stack([words(blocks, CONFIG.dither_key(5, rank), places) for rank in range(64)], -1)
+    return torch.stack([words(blocks, step_key(CONFIG.seed, 5, rank), places) for rank in range(64)], -1)
 
 
 def _p_values(number: int, order: Callable[[int], Tensor]) -> dict[str, float]:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut, place
@@ -123,13 +123,13 @@ def test_a_card_that_cannot_be_read_is_the_error_of_all_ranks() -> None:
 def state_of_two_ranks() -> tuple[dict[str, Any], GQSGDConfig, MemoryStore]:
     """A state with memories of two ranks and two parameters, its configuration, and a store to load it into."""
     config = resolve(GQSGDConfig(memory="diana", codec="linear", block_size=16), 2)
-    store = new_store(config, 2, {0: 100, 1: 32}, torch.float32, torch.device("cpu"))
+    store = new_store(setting_of(config, 2, torch.float32), {0: 100, 1: 32}, torch.device("cpu"))
     memory = {
         kind.value: {number: torch.randn(2, store.row(kind, number).numel()) for number in (0, 1)}
         for kind in store.kinds
     }
     state = {"schema": 1, "seed": 7, "step": 3, "config": config.to_dict(), "memory": memory}
-    return state, config, new_store(config, 2, {0: 100, 1: 32}, torch.float32, torch.device("cpu"))
+    return state, config, new_store(setting_of(config, 2, torch.float32), {0: 100, 1: 32}, torch.device("cpu"))
 
 
 def contents(store: MemoryStore) -> list[float]:

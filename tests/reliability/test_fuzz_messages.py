@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import CODES, Layout, Segment, cut, place
 from lightning_gqsgd.kernels.protocol import Own, Quantiser

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut, place
 from lightning_gqsgd.sparse import row_numbers

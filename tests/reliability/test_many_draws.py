@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import CODECS, ExponentialCodec, codec_of
+from lightning_gqsgd.codecs import CODECS, ExponentialCodec
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.kernels.dither import uniform
+from lightning_gqsgd.config.parsing import codec_of
+from lightning_gqsgd.kernels.dither import step_key, uniform
 from lightning_gqsgd.kernels.layout import Segment, cut
 from tests.reliability.draws import (
     BLOCK,
@@ -154,7 +155,7 @@ def test_every_codec_is_drawn_from_or_says_that_it_is_biased() -> None:
 
 def _dither(config: GQSGDConfig, step: int, stream: int, parameter: int, numel: int) -> Tensor:
     blocks = torch.from_numpy(cut([Segment(parameter, numel, False)], 256))
-    return uniform(blocks, config.dither_key(step, stream), 256).flatten()[:numel].double()
+    return uniform(blocks, step_key(config.seed, step, stream), 256).flatten()[:numel].double()
 
 
 @pytest.mark.reliability

@@ -14,15 +14,15 @@ import torch
 from benchmarks import gpu_kernels, kernels, report, roofline
 from benchmarks.gpu_kernels import AUTHORS_BYTES, CODECS, LIMITS, Target
 from benchmarks.roofline import Fact
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.predict.timing import EventClock, in_turns, stopwatch
-from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.wire.communicator import NCCL_PIECE_NUMEL
 
 CPU = Target(torch.device("cpu"), stopwatch, lambda: None, cache_bytes=40_000)
 
 
 def _per_coordinate(name: str, dtype: torch.dtype, numel: int = 1 << 20) -> dict[str, float]:
-    setting = Setting(CODECS[name], 8, dtype)
+    setting = setting_of(CODECS[name], 8, dtype)
     layouts = [layout for _, layout in gpu_kernels.layouts_of(numel, setting)]
     return {stage: count / numel for stage, count in gpu_kernels.stage_bytes(layouts, dtype.itemsize, ranks=8).items()}
 
@@ -41,7 +41,7 @@ def test_bytes_of_a_stage(name: str, bits: int, dtype: torch.dtype) -> None:
 
 def test_large_buckets_are_cut_and_no_coordinate_is_lost() -> None:
     numel = 2 * NCCL_PIECE_NUMEL + 512
-    layouts = gpu_kernels.layouts_of(numel, Setting(CODECS["8 bit"], 8, torch.float32))
+    layouts = gpu_kernels.layouts_of(numel, setting_of(CODECS["8 bit"], 8, torch.float32))
     assert len(layouts) == 3
     assert [part.start for part, _ in layouts] == [0, *(part.stop for part, _ in layouts[:-1])]
     assert layouts[-1][0].stop == numel

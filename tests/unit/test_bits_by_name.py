@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve, resolve_each
+from lightning_gqsgd.config.resolving import resolve, resolve_each, setting_of
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.session.parameters import number_parameters
 from lightning_gqsgd.spec.bits_by_name import BitsByName
 from lightning_gqsgd.wire.plan import Plan
@@ -95,10 +95,10 @@ def test_parameters_that_travel_uncompressed_join_the_pieces_of_their_neighbours
         Segment(number, 300, kind == "-", "abn".index(kind) if kind in "abn" else 0)
         for number, kind in enumerate(kinds)
     ]
-    plan = Plan(segments, *(Setting(config, 3, torch.float32) for config in configs))
+    plan = Plan(segments, *(setting_of(config, 3, torch.float32) for config in configs))
     gradients = [torch.randn(plan.numel) for _ in range(3)]
     mean = torch.stack(gradients).mean(0)
-    stores = [new_store(configs[0], 3, {}, torch.float32, torch.device("cpu")) for _ in range(3)]
+    stores = [new_store(plan.setting, {}, torch.device("cpu")) for _ in range(3)]
     assert len(plan._pieces) == runs
     plan.average(gradients, 0, stores)
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients[1:])

@@ -9,10 +9,10 @@ from torch import Tensor
 from lightning_gqsgd.codecs import CompandedCodec
 from lightning_gqsgd.codecs.companded.codec import SLOPE, CompandedQuantiser, Curve
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.packing import unpack
-from lightning_gqsgd.reducers import choose_reducer
 from lightning_gqsgd.research.simulation import average
 from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message
 

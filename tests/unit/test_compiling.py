@@ -14,7 +14,7 @@ from lightning_gqsgd.cli import warming
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.codecs.top_k import cpu as top_k
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.cpu import cache, jit
 from lightning_gqsgd.presets import PRESETS, make_config
 from lightning_gqsgd.reducers import Setting
@@ -93,7 +93,7 @@ def test_kernels_are_compiled_for_the_configuration_as_it_is(fields: dict, monke
     run: list[Setting] = []
     monkeypatch.setattr(compiling, "run_once", lambda setting, device: run.append(setting))
     compile_kernels(config, torch.bfloat16, CPU, 8)
-    assert run[0] == Setting(config, 2, torch.bfloat16)
+    assert run[0] == setting_of(config, 2, torch.bfloat16)
     assert len(run) == 1 + bool(config.warmup_steps)
 
 

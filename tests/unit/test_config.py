@@ -10,8 +10,9 @@ import torch
 
 from lightning_gqsgd.adaptive import words
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.choosing import choose_reducer
+from lightning_gqsgd.kernels.dither import step_key
 from lightning_gqsgd.presets import PRESETS, make_config
-from lightning_gqsgd.reducers import choose_reducer
 
 
 @pytest.mark.parametrize(
@@ -75,12 +76,7 @@ def test_auto_always_finds_a_reducer(bits: int, ranks: int) -> None:
 
 
 def test_dither_keys_differ_in_everything_that_enters_them() -> None:
-    keys = {
-        GQSGDConfig(seed=seed).dither_key(step, stream)
-        for seed in range(3)
-        for step in (0, 1, 2**40)
-        for stream in range(5)
-    }
+    keys = {step_key(seed, step, stream) for seed in range(3) for step in (0, 1, 2**40) for stream in range(5)}
     assert len(keys) == 45
     assert len({word for key in keys for word in key}) == 90
 

@@ -16,11 +16,11 @@ from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import Codec, CompandedCodec, EdenCodec, ExponentialCodec, LinearCodec, SignCodec, TopKCodec
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import Segment, cut
 from lightning_gqsgd.presets import FIXED
-from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.wire.plan import Plan
 from tests.unit import test_kernels as plain
 from tests.unit import test_kernels_of_codecs as of_codecs
@@ -268,8 +268,8 @@ def average(config, ranks: int) -> list[Tensor]:
     """Gradients of virtual ranks after two steps."""
     segments = [Segment(0, 1030, False), Segment(1, 20, True), Segment(2, 300, False)]
     xs = [plain.gradient(rank, 1350, torch.bfloat16 if config.bits == 4 else torch.float32) for rank in range(ranks)]
-    setting = Setting(config, ranks, xs[0].dtype)
-    stores = [new_store(config, ranks, {0: 1030, 2: 300}, setting.dtype, torch.device("cpu")) for _ in range(ranks)]
+    setting = setting_of(config, ranks, xs[0].dtype)
+    stores = [new_store(setting, {0: 1030, 2: 300}, torch.device("cpu")) for _ in range(ranks)]
     for step in range(2):
         Plan(segments, setting).average(xs, step, stores if config.remembers else [None] * ranks)
     return xs

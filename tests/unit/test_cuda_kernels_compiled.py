@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import compiled
 from lightning_gqsgd import kernels
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.presets import FIXED
 from lightning_gqsgd.reducers import Setting, new_store
@@ -61,7 +61,7 @@ def _step(setting: Setting, segments: list[Segment], before: int, step: int) -> 
     numel = sum(segment.numel for segment in segments)
     sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
     ranks = range(setting.ranks)
-    stores = [new_store(setting.config, setting.ranks, sizes, setting.dtype, CPU) for _ in ranks]
+    stores = [new_store(setting, sizes, CPU) for _ in ranks]
     gradients = [torch.ones(numel + before, dtype=setting.dtype)[before:] for _ in ranks]
     Plan(segments, setting).average(gradients, step, stores)
 
@@ -84,7 +84,7 @@ def test_no_step_compiles_what_the_warm_up_has_not(name: str, dtype: torch.dtype
         compiling.run_once(setting, device, on=CPU)
     warm = set(compilations.known)
     assert warm
-    setting = Setting(config, 4, dtype, PieceSize(3000, 3000))
+    setting = setting_of(config, 4, dtype, PieceSize(3000, 3000))
     small = [Segment(0, 10, False), Segment(1, 5000, False), Segment(2, 7, True), Segment(3, 9000, False)]
     for step, before in enumerate((0, 1, 3, 5)):
         _step(setting, small, before, step)

@@ -14,12 +14,12 @@ from lightning_gqsgd.codecs import EdenCodec
 from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, folded
 from lightning_gqsgd.codecs.variance import LLOYD_MAX
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.dither import words
 from lightning_gqsgd.kernels.layout import CODES, Segment
 from lightning_gqsgd.kernels.rotation import SHORTEST, padded
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE
-from lightning_gqsgd.reducers import choose_reducer
 from lightning_gqsgd.research import theory
 from lightning_gqsgd.research.simulation import average
 from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gqsgd.codecs import codec_of
 from lightning_gqsgd.codecs.floats.codec import largest
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment, cut

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.choosing import between_nodes
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import stages
-from lightning_gqsgd.reducers.hierarchical import between_nodes
 from lightning_gqsgd.research.simulation import average, relative_error
 from lightning_gqsgd.session.nodes import Layout, link_rate, this_node, with_nodes
 
@@ -171,7 +171,7 @@ def test_the_rate_of_a_node_is_that_of_its_infiniband_ports_or_of_its_fastest_ca
 
 def test_stages_of_two_levels() -> None:
     config = resolve(GQSGDConfig(reducer="hierarchical", node_size=4), 8)
-    kinds = [[scope.kind for scope in stage] for stage in stages(config, 8)]
+    kinds = [[scope.kind for scope in stage] for stage in stages(setting_of(config, 8, torch.float32))]
     assert kinds == [["all", "node"], ["peers"], ["node"]]
 
 

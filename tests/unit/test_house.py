@@ -112,6 +112,12 @@ def test_a_plain_room_imports_nothing_that_takes_long(room: str) -> None:
             assert not {name.partition(".")[0] for name in names} & {"torch", "numpy", "numba", "triton"}, file
 
 
+@pytest.mark.parametrize("room", ROOMS[ROOMS.index("spec") + 1 : ROOMS.index("config")])
+def test_nothing_below_the_configuration_sees_its_fields(room: str) -> None:
+    seen = {module for module, targets in ARROWS.items() if module.split(".")[0] == room and "spec.fields" in targets}
+    assert seen == set()
+
+
 def test_imports_for_types_and_inside_of_functions_count(tmp_path: Path) -> None:
     for name, text in {
         "a": "def f():\n    from lightning_gqsgd.b import g\n",

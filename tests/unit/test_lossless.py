@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.config.resolving import resolve, setting_of
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.reducers.lossless import Lossless, pack, unpack
 from lightning_gqsgd.research.simulation import VirtualRanks, average
@@ -146,7 +146,8 @@ def test_the_configuration_says_what_it_is_and_where_it_cannot_be() -> None:
     config = resolve(GQSGDConfig(reducer="lossless"), 4)
     assert config == resolve(GQSGDConfig(reducer="lossless", bits=32), 4)
     assert config.describe() == "32 bits (as they are, exponents entropy-coded)"
+    setting = setting_of(config, 4, torch.float32)
     with pytest.raises(ConfigError, match="is for tensors on the CPU, not on cuda"):
-        Lossless.check_device(config, torch.device("cuda"))
+        Lossless.check_device(setting, torch.device("cuda"))
     with pytest.raises(ConfigError, match="length depends on the gradients; predict reducer='native'"):
-        bucket_profiles(config, [Segment(0, 5000, raw=False)], 4, torch.float32, PieceSize())
+        bucket_profiles(setting, [Segment(0, 5000, raw=False)])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig, Memory
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment, cut, owners, runs
 from lightning_gqsgd.presets import FIXED, PRESETS
-from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import MemoryStore, StabilityWarning, kinds
 from lightning_gqsgd.research.simulation import VirtualRanks
 from lightning_gqsgd.session.checkpoint import take_memory
@@ -22,7 +22,7 @@ from lightning_gqsgd.wire.plan import Plan
 SEGMENTS = [Segment(0, 5000, False), Segment(1, 300, True), Segment(2, 2300, False)]
 NUMEL = 7600
 CODED = torch.cat([torch.full((one.numel,), not one.raw) for one in SEGMENTS])
-REMEMBERING = [name for name, preset in PRESETS.items() if kinds(preset.config)]
+REMEMBERING = [name for name, preset in PRESETS.items() if preset.config.remembers]
 
 
 def gradients(ranks: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -58,7 +58,7 @@ def mean_reference(ranks: VirtualRanks) -> Tensor:
 
 
 def test_presets_remember_what_their_papers_say() -> None:
-    assert {name: kinds(PRESETS[name].config) for name in REMEMBERING} == {
+    assert {name: kinds(PRESETS[name].config.up, PRESETS[name].config.down) for name in REMEMBERING} == {
         "ecq_sgd": ["up_error"],
         "cd_adam": ["up_reference", "up_mean", "down_reference"],
         "comp_ams": ["up_error"],
@@ -131,11 +131,11 @@ def test_references_follow_constant_gradients() -> None:
 def test_results_do_not_depend_on_buckets(preset: str, dtype: torch.dtype) -> None:
     """The whole model at first, then parameters apart and in the other order, as DDP's rebuild does."""
     config = resolve(PRESETS[preset].config, 3)
-    setting = Setting(config, 3, dtype)
+    setting = setting_of(config, 3, dtype)
     sizes, device = {0: 5000, 2: 2300}, torch.device("cpu")
     results = []
     for rebuilt in (False, True):
-        stores = [new_store(config, 3, sizes, dtype, device) for _ in range(3)]
+        stores = [new_store(setting, sizes, device) for _ in range(3)]
         whole, first, last = Plan(SEGMENTS, setting), Plan(SEGMENTS[2:], setting), Plan(SEGMENTS[:2], setting)
         for step in range(4):
             xs = gradients(3, step, dtype)
@@ -165,7 +165,7 @@ def test_a_step_with_a_bad_value_on_one_rank_leaves_no_trace_there(preset: str, 
     after = [ranks.average(gradients(3, 2), 2)[0] for ranks in (hit, spared)]
     assert torch.equal(after[0][blocks], after[1][blocks])
     assert after[0].isfinite().all()
-    for kind in kinds(hit.config):
+    for kind in kinds(hit.config.up, hit.config.down):
         everything = [
             owned(ranks, kind) if ranks.config.reducer == "two_shot" and kind in ("up_mean", "down_error")
             else torch.stack([remembered(store, kind) for store in ranks.stores])
@@ -193,7 +193,7 @@ def test_numbers_that_may_diverge_come_with_a_warning_and_the_one_that_works() -
 def test_a_memory_of_nothing_is_none(memory: str | Memory) -> None:
     config = resolve(GQSGDConfig(memory=memory), 3)
     assert config.memory == "none"
-    assert kinds(config) == []
+    assert kinds(config.up, config.down) == []
     with_it, without = (VirtualRanks(3, SEGMENTS, memory=one).average(gradients(3, 0), 0) for one in (memory, "auto"))
     assert torch.equal(with_it[0], without[0])
 
@@ -227,7 +227,7 @@ def test_a_shared_reference_is_the_running_mean_of_what_all_ranks_end_with(field
 def test_the_way_back_has_the_shared_reference_of_the_way_up() -> None:
     config = resolve(PRESETS["wyner_ziv"].config, 4)
     assert config.down == config.up == Memory(0.0, 0.9, 0.1, shared=True)
-    assert kinds(config) == ["shared_reference"]
+    assert kinds(config.up, config.down) == ["shared_reference"]
     assert "shared memory on the way back: beta 0.9, rho 0.1" in config.describe()
     assert resolve(PRESETS["wyner_ziv"].config, 2).down is None  # a gather has no way back
 
@@ -264,7 +264,7 @@ def test_a_memory_whose_numbers_cannot_be_read_is_refused_before_anything_is_tak
     unreadable: Callable[[Tensor], Tensor],
 ) -> None:
     config = resolve(PRESETS["signsgd_ef"].config, 2)
-    store = new_store(config, 2, {0: 64, 2: 64}, torch.float32, torch.device("cpu"))
+    store = new_store(setting_of(config, 2, torch.float32), {0: 64, 2: 64}, torch.device("cpu"))
     kept = [store.row(kind, 0).fill_(3.0) for kind in store.kinds]
     saved = {kind.value: {0: torch.ones(2, store.row(kind, 0).numel())} for kind in store.kinds}
     for tensors in saved.values():

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gqsgd import kernels
 from lightning_gqsgd.codecs import scales
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels import cpu
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.reducers import REDUCERS, Setting, new_store, run_virtual
+from lightning_gqsgd.reducers import REDUCERS, new_store, run_virtual
 from lightning_gqsgd.wire.plan import Plan, ScatterPlan
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 
@@ -99,9 +99,9 @@ CONFIGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: "-".join(map(str, fields.values())))
 def test_no_step_waits(host: Host, fields: dict[str, Any]) -> None:
     config = resolve(GQSGDConfig(**{"sample_every": 1, "block_size": 256, **fields}), RANKS)
-    plan = Plan(SEGMENTS, Setting(config, RANKS, torch.float32))
+    plan = Plan(SEGMENTS, setting_of(config, RANKS, torch.float32))
     sizes = {one.parameter: one.numel for one in SEGMENTS if not one.raw}
-    stores = [new_store(config, RANKS, sizes, torch.float32, torch.device("cpu")) for _ in range(RANKS)]
+    stores = [new_store(plan.setting, sizes, torch.device("cpu")) for _ in range(RANKS)]
     counters, telemetry = [BucketCounters() for _ in range(RANKS)], [Telemetry() for _ in range(RANKS)]
     for step in range(2):
         gradients = [torch.randn(plan.numel) for _ in range(RANKS)]
@@ -129,9 +129,9 @@ def test_no_step_waits(host: Host, fields: dict[str, Any]) -> None:
 
 def test_no_scattering_step_waits(host: Host) -> None:
     segments = [Segment(rank, 500, False) for rank in range(RANKS)]
-    plan = ScatterPlan(segments, Setting(GQSGDConfig(reducer="two_shot", sample_every=1), RANKS, torch.float32))
+    plan = ScatterPlan(segments, setting_of(GQSGDConfig(reducer="two_shot", sample_every=1), RANKS, torch.float32))
     counters, telemetry = BucketCounters(), Telemetry()
-    store = new_store(plan.setting.config, RANKS, {}, torch.float32, torch.device("cpu"))
+    store = new_store(plan.setting, {}, torch.device("cpu"))
     starts = [plan.starts(torch.randn(plan.numel), rank, 0, store, counters, telemetry) for rank in range(RANKS)]
     with host:
         for piece in zip(*starts, strict=True):
@@ -155,9 +155,9 @@ def test_results_do_not_depend_on_pieces(reducer: str) -> None:
     results = []
     for piece_numel in (1 << 24, 1500, 300):
         config = resolve(GQSGDConfig(reducer=reducer, bits=5), 3)
-        plan = Plan(SEGMENTS, Setting(config, 3, torch.float32, PieceSize(piece_numel, piece_numel)))
+        plan = Plan(SEGMENTS, setting_of(config, 3, torch.float32, PieceSize(piece_numel, piece_numel)))
         results.append([one.clone() for one in gradients])
-        plan.average(results[-1], 0, [new_store(config, 3, {}, torch.float32, torch.device("cpu"))] * 3)
+        plan.average(results[-1], 0, [new_store(plan.setting, {}, torch.device("cpu"))] * 3)
     assert reducer == "native" or len(plan._pieces) > 10
     for one in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(one, results[0], strict=True))
@@ -166,4 +166,4 @@ def test_results_do_not_depend_on_pieces(reducer: str) -> None:
 def test_elias_codes_are_for_the_cpu() -> None:
     config = GQSGDConfig(reducer="gather", dither="stochastic", coder="elias")
     with pytest.raises(ConfigError, match=r"coder='elias' is for tensors on the CPU, not on cuda:0.*coder='fixed'"):
-        REDUCERS["gather"].check_device(config, torch.device("cuda", 0))
+        REDUCERS["gather"].check_device(setting_of(config, 2, torch.float32), torch.device("cuda", 0))

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import NORMS_OVER_RANKS, over_ranks
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
-from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.simulation import VirtualRanks, average
 from lightning_gqsgd.wire.plan import Plan
@@ -106,7 +105,7 @@ def test_a_scale_per_bucket_is_one_across_parameters_and_leaves_out_uncompressed
 def sent_bytes(numel: int, **fields: Any) -> int:
     """Bytes that one of four ranks sends of a parameter."""
     config = resolve(GQSGDConfig(sample_every=0, **fields), 4)
-    return Plan([Segment(0, numel, False)], Setting(config, 4, torch.float32, PieceSize(1 << 24))).sent_bytes
+    return Plan([Segment(0, numel, False)], setting_of(config, 4, torch.float32, PieceSize(1 << 24))).sent_bytes
 
 
 def test_a_bucket_sends_one_scale_and_norms_of_all_ranks_those_of_all() -> None:

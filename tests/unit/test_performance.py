@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import PieceSize, Segment
+from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict import (
     Bucket,
@@ -35,7 +35,6 @@ from lightning_gqsgd.predict.paper import tree_gains, tree_seconds
 from lightning_gqsgd.predict.probe import measure
 from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.presets import FIXED, make_config
-from lightning_gqsgd.reducers import Setting
 from lightning_gqsgd.reducers.memory import StabilityWarning
 from lightning_gqsgd.wire.plan import Plan
 
@@ -183,8 +182,8 @@ def test_events_of_one_resource_never_overlap(name: str, on_streams: bool) -> No
 def test_bytes_are_those_of_the_plan(name: str, ranks: int) -> None:
     config = resolve(GQSGDConfig(bits=8, sample_every=0, **FIELDS[name]), ranks)
     segments = [Segment(0, 1_234_567, False), Segment(1, 100, True), Segment(2, 5000, False)]
-    plan = Plan(segments, Setting(config, ranks, torch.float32))
-    profiles, sent = bucket_profiles(config, segments, ranks, torch.float32, plan.setting.piece_size)
+    plan = Plan(segments, setting_of(config, ranks, torch.float32))
+    profiles, sent = bucket_profiles(plan.setting, segments)
     of_profiles = sum(profile.sent_bytes for profile in profiles)
     assert sent == plan.sent_bytes
     assert of_profiles == pytest.approx(plan.sent_bytes, abs=2 * len(profiles))  # each collective rounds down
@@ -195,7 +194,7 @@ def test_every_preset_has_a_profile(preset: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StabilityWarning)
         config = resolve(make_config(preset), RANKS)
-    profiles, sent = bucket_profiles(config, [Segment(0, 1 << 20, False)], RANKS, torch.float32, PieceSize())
+    profiles, sent = bucket_profiles(setting_of(config, RANKS, torch.float32), [Segment(0, 1 << 20, False)])
     assert len(profiles) >= 1
     assert sum(profile.sent_bytes for profile in profiles) == pytest.approx(sent, rel=0.07)
 
@@ -203,7 +202,7 @@ def test_every_preset_has_a_profile(preset: str) -> None:
 def test_messages_of_unknown_length_are_refused() -> None:
     config = resolve(make_config("qsgd_elias"), RANKS)
     with pytest.raises(ConfigError, match="length depends on the gradients"):
-        bucket_profiles(config, [Segment(0, 5000, False)], RANKS, torch.float32, PieceSize())
+        bucket_profiles(setting_of(config, RANKS, torch.float32), [Segment(0, 5000, False)])
 
 
 @settings(max_examples=25)
@@ -307,11 +306,11 @@ def test_a_profile_does_not_load_torchs_compiler() -> None:
     code = (
         "import sys, torch\n"
         "from lightning_gqsgd import GQSGDConfig\n"
-        "from lightning_gqsgd.kernels.layout import PieceSize, Segment\n"
+        "from lightning_gqsgd.kernels.layout import Segment\n"
         "from lightning_gqsgd.predict.profile import bucket_profiles\n"
-        "from lightning_gqsgd.config.resolving import resolve\n"
+        "from lightning_gqsgd.config.resolving import resolve, setting_of\n"
         "assert 'torch._dynamo' not in sys.modules\n"
-        "bucket_profiles(resolve(GQSGDConfig(), 2), [Segment(0, 1000, raw=False)], 2, torch.float32, PieceSize())\n"
+        "bucket_profiles(setting_of(resolve(GQSGDConfig(), 2), 2, torch.float32), [Segment(0, 1000, raw=False)])\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)

@@ -14,11 +14,10 @@ from rich.console import Console
 
 from lightning_gqsgd.cli import waiting
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import PieceSize, Segment
 from lightning_gqsgd.predict import Bucket, Timeline, advice, profile
 from lightning_gqsgd.predict.costs import ESTIMATES, Link
-from lightning_gqsgd.reducers import Setting
 
 NUMELS = (1, 7, 64, 128, 1000, 4096, 100_003, 1 << 17, 300_000, 1 << 20)
 RANKS = ((2, 0), (3, 0), (16, 0), (16, 8), (64, 32), (200, 0), (1000, 4))
@@ -50,8 +49,8 @@ def test_profiles_are_those_of_the_whole_plan(fields: dict[str, Any]) -> None:
             first = draw.randrange(500)
             segments = [Segment(first + number, draw.choice(NUMELS), draw.random() < 0.3) for number in range(5)]
             size = PieceSize(piece_numel, 2 * piece_numel)
-            made = profile.bucket_profiles(config, segments, ranks, torch.float32, size)
-            setting = Setting(config, ranks, torch.float32, size)
+            setting = setting_of(config, ranks, torch.float32, size)
+            made = profile.bucket_profiles(setting, segments)
             assert made == profile._profiles_of_plan(segments, setting)
 
 

@@ -11,10 +11,9 @@ from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import FIXED, PRESETS, make_config
-from lightning_gqsgd.reducers.memory import kinds
 from lightning_gqsgd.research.simulation import VirtualRanks, average, relative_error
 
-STATELESS = [name for name, preset in FIXED.items() if not kinds(preset.config)]
+STATELESS = [name for name, preset in FIXED.items() if not preset.config.remembers]
 #: Rough relative L2 error of one step on Gaussian gradients of 3 ranks; those with memory lose more at first.
 LIMITS = {"gqsgd": 0.02, "gqsgd_sum": 0.03, "gqsgd_exponential": 0.07, "gqsgd_4bit": 0.25, "dq_psgd": 0.4, "qsgd": 0.3}
 

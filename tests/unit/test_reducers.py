@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
+from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.kernels.layout import Segment
-from lightning_gqsgd.reducers import choose_reducer
 from lightning_gqsgd.research.simulation import average, relative_error
 from tests.unit.test_kernels import check_sums
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lightning_gqsgd.codecs import LinearCodec
 from lightning_gqsgd.config import GQSGDConfig
+from lightning_gqsgd.config.resolving import setting_of
 from lightning_gqsgd.kernels.layout import PIECE_NUMEL, Segment
-from lightning_gqsgd.reducers import REDUCERS, Setting
+from lightning_gqsgd.reducers import REDUCERS
 from lightning_gqsgd.wire.plan import Plan, ScatterPlan
 
 REPEATS = 400
@@ -30,7 +31,7 @@ def reduced(
     """What each rank holds of its own part afterwards."""
     ranks, results = len(gradients), [one.clone() for one in gradients]
     config = GQSGDConfig(**{"reducer": "gather", **fields})
-    plan(segments, Setting(config, ranks, results[0].dtype)).average(results, step, [None] * ranks)
+    plan(segments, setting_of(config, ranks, results[0].dtype)).average(results, step, [None] * ranks)
     return [result.view(ranks, -1)[rank] for rank, result in enumerate(results)]
 
 
@@ -78,7 +79,7 @@ def test_equal_to_a_gather(ranks: int, dtype: torch.dtype) -> None:
 def test_several_pieces(fields: dict) -> None:
     segments = rows([PIECE_NUMEL // 2 + 5, 3, PIECE_NUMEL], 2)
     gradients = gaussian(2, 2 * (PIECE_NUMEL // 2 + 8 + PIECE_NUMEL))
-    setting = Setting(GQSGDConfig(reducer="gather", **fields), 2, torch.float32)
+    setting = setting_of(GQSGDConfig(reducer="gather", **fields), 2, torch.float32)
     assert len(ScatterPlan(segments, setting)._pieces) == (2 if "scale_per" in fields else 4)
     ours = reduced(ScatterPlan, gradients, segments, **fields)
     assert are_close(ours, gathered_with_exact_parts(gradients, segments, **fields), 1)
@@ -86,7 +87,10 @@ def test_several_pieces(fields: dict) -> None:
 
 def test_bytes() -> None:
     """A rank sends the other three their parts: 1.5 pieces of codes, 2 bytes of scale for each block of 128."""
-    plan = ScatterPlan(rows([PIECE_NUMEL // 4, PIECE_NUMEL // 8], 4), Setting(GQSGDConfig(bits=4), 4, torch.float32))
+    plan = ScatterPlan(
+        rows([PIECE_NUMEL // 4, PIECE_NUMEL // 8], 4),
+        setting_of(GQSGDConfig(bits=4, reducer="two_shot"), 4, torch.float32),
+    )
     expected = 3 * PIECE_NUMEL // 2 * (4 / 8 + 2 / 128)
     assert plan.message_bytes == expected
     assert plan.sent_bytes == expected * 3 / 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
 from lightning_gqsgd.config.resolving import resolve
-from lightning_gqsgd.reducers import Setting, StepKeys, run_virtual
+from lightning_gqsgd.reducers import StepKeys, run_virtual
 from lightning_gqsgd.reducers.base import Steps
 from lightning_gqsgd.research.experiments.rows import Row, Rows
 from lightning_gqsgd.sparse import row_numbers
@@ -35,11 +35,11 @@ def gathered(touched: Sequence[Touched], height: int, step: int = 0, number: int
     dtype = touched[0].values.dtype
     config = resolve(GQSGDConfig(**{"min_numel": 0, "sparse": "gather", **fields}), ranks)
     table = Table(number, height, touched[0].values.shape[1], False)
-    keys = StepKeys.of(config, step, ranks)
+    keys = StepKeys.of(config.seed, step, ranks)
     results: dict[int, Touched] = {}
 
     def steps(rank: int) -> Steps:
-        rows = rows_for(table, Setting(config, ranks, dtype), keys, compressed=True)
+        rows = rows_for(table, config, dtype, keys, compressed=True)
         numbers = row_numbers.write(touched[rank].rows.numpy())
         mine = Touched(touched[rank].rows, touched[rank].values.clone())
         lengths = yield from gathered_lengths(len(mine.rows), len(numbers), ranks)
@@ -54,7 +54,7 @@ def sketched(touched: Sequence[Touched], height: int, step: int = 0) -> list[Tou
     """Returns the mean of virtual ranks' rows by sketches, as each of them has it; see `gathered`."""
     ranks = len(touched)
     table = Table(3, height, touched[0].values.shape[1], False)
-    key = StepKeys.of(resolve(GQSGDConfig(sparse="sketch"), ranks), step, ranks).rotation
+    key = StepKeys.of(resolve(GQSGDConfig(sparse="sketch"), ranks).seed, step, ranks).rotation
     results: dict[int, Touched] = {}
     bad = sum(int((~values.isfinite()).any(dim=1).sum()) for _, values in touched)
 

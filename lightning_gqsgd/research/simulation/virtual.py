@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
+from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.errors import ConfigError, counted
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.reducers import Setting, new_store
+from lightning_gqsgd.reducers import new_store
 from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.plan import Plan, check_gradient
@@ -49,11 +49,11 @@ class VirtualRanks:
         refuse_for(self.config, "simulations, which have dense gradients only")
         self.bytes_sent = 0
         self._dtype = dtype
-        self._plan = Plan(segments, Setting(self.config, ranks, dtype))
+        self._plan = Plan(segments, setting_of(self.config, ranks, dtype))
         sizes = {segment.parameter: segment.numel for segment in segments if not segment.raw}
         device = torch.device("cpu")
         self._segments = list(segments)
-        self.stores = [new_store(self.config, ranks, sizes, dtype, device) for _ in range(ranks)]
+        self.stores = [new_store(self._plan.setting, sizes, device) for _ in range(ranks)]
 
     @property
     def wire_bits(self) -> float:

@@ -1,32 +1,48 @@
-"""The reducers over one level of ranks, and which of them "auto" is."""
+"""The reducer for a number of ranks, and whether it has one level or two."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from lightning_gqsgd.codecs import Codec, codec_of
+from lightning_gqsgd.codecs import Codec
+from lightning_gqsgd.config.parsing import codec_of
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.reducers.base import Reducer
-from lightning_gqsgd.reducers.bf16 import Bf16
-from lightning_gqsgd.reducers.gather import Gather
-from lightning_gqsgd.reducers.lossless import Lossless
-from lightning_gqsgd.reducers.native import Native
-from lightning_gqsgd.reducers.sum import Sum
-from lightning_gqsgd.reducers.tree import Tree
-from lightning_gqsgd.reducers.two_shot import TwoShot
+from lightning_gqsgd.reducers import REDUCERS
+from lightning_gqsgd.spec.fields import AnyFields, Fields
 
-if TYPE_CHECKING:
-    from lightning_gqsgd.spec.fields import Fields
 
-FLAT: dict[str, type[Reducer]] = {
-    "native": Native,
-    "bf16": Bf16,
-    "lossless": Lossless,
-    "sum": Sum,
-    "two_shot": TwoShot,
-    "gather": Gather,
-    "tree": Tree,
-}
+def level_or_levels(config: AnyFields, ranks: int) -> AnyFields:
+    """Returns the configuration with a reducer of one level, where one level is enough.
+
+    It is enough where each node has one rank, and where there is one node only. A configuration with another reducer is
+    returned as it is.
+
+    Raises:
+        ConfigError: the size of nodes is not given, nodes are of unequal size, or no reducer fits between them.
+    """
+    if config.reducer != "hierarchical":
+        return config
+    size = config.node_size if ranks > 1 else 1
+    if not size:
+        raise ConfigError("reducer='hierarchical' needs to know how many ranks each node has: give node_size")
+    if ranks % size:
+        raise ConfigError(
+            f"{ranks} ranks do not make nodes of {size}; reducer='hierarchical' needs nodes of equal size: "
+            "correct node_size, or take another reducer"
+        )
+    # With one node there are no links to save bytes on; with one rank per node there is nothing to average inside.
+    if size == ranks:
+        return replace(config, reducer="native", node_size=0, scale="auto", norm_over_ranks="max")
+    if size == 1:
+        return replace(config, reducer="auto", node_size=0)
+    between_nodes(config, ranks)
+    return config
+
+
+def between_nodes(config: AnyFields, ranks: int) -> AnyFields:
+    """Returns the configuration for the ranks that have the same place on each node."""
+    flat = replace(config, reducer="auto", node_size=0)
+    return replace(flat, reducer=choose_reducer(flat, ranks // config.node_size))
 
 
 def choose_reducer(config: Fields, ranks: int) -> str:
@@ -40,7 +56,7 @@ def choose_reducer(config: Fields, ranks: int) -> str:
     codec = codec_of(config)
     name = _automatic(config, codec, ranks) if config.reducer == "auto" else config.reducer
     # The quantiser is built for its check only: it refuses a world size whose sums do not fit the bits.
-    if FLAT[name].adds_codes:
+    if REDUCERS[name].adds_codes:
         codec.quantiser(config.block_size, summed=ranks)
     return name
 
@@ -49,7 +65,7 @@ def _automatic(config: Fields, codec: Codec, ranks: int) -> str:
     candidates = _candidates(config, codec, ranks)
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda name: FLAT[name].mean_error(codec, ranks))
+    return min(candidates, key=lambda name: REDUCERS[name].mean_error(codec, ranks))
 
 
 def _candidates(config: Fields, codec: Codec, ranks: int) -> list[str]:
