@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
+from lightning_gqsgd.spec.quantities import RATES, TIMES, quantity
 from netlab.errors import NetLabError
 
-_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 #: The longest delay, in seconds.
 _MOST_DELAY_S = 10.0
 #: The shortest latency that the switch keeps, in seconds: its own work takes a part of that.
@@ -30,13 +29,12 @@ def parse_rate(text: str) -> int | None:
     """
     if text == "none":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", text.lower())
-    if not match:
+    rate = quantity(text, RATES)
+    if rate is None:
         raise NetLabError(f"rate {text!r} is not a number and a unit; write e.g. 100mbit, 1gbit, 2.5gbit or none")
-    rate = int(float(match[1]) * _RATES[match[2]])
     if not 10**6 <= rate <= 10**11:
         raise NetLabError(f"rate {text!r} is out of range: 1mbit to 100gbit")
-    return rate
+    return int(rate)
 
 
 def parse_delays(latency: str, jitter: str) -> tuple[float, float]:
@@ -66,10 +64,10 @@ def parse_delays(latency: str, jitter: str) -> tuple[float, float]:
 def _seconds(name: str, text: str) -> float:
     if text == "none":
         return 0.0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.lower())
-    if not match:
+    seconds = quantity(text, TIMES)
+    if seconds is None:
         raise NetLabError(f"{name} {text!r} is not a number and a unit; write e.g. 40ms, 500us, 0.1s or none")
-    return float(match[1]) * _SECONDS[match[2]]
+    return seconds
 
 
 def parse_cpus(text: str, cores: int) -> float | None:

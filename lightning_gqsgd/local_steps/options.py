@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch
 from lightning_gqsgd.errors import ConfigError, check_integer, check_one_of, check_real, plain_integer
 from lightning_gqsgd.local_steps.outer import OuterOptimizer, check_outer
 from lightning_gqsgd.local_steps.rules import Rule, parse_rule
+from lightning_gqsgd.spec.quantities import TIMES, quantity
 
 #: What happens to the state of the inner optimizer when an average is applied.
 INNER_STATES = ("keep", "reset", "average")
@@ -191,25 +191,17 @@ class LocalOptions:
         return tuple(field.name for field in fields(cls))
 
 
-#: Units of a time.
-_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
-
-
 def parse_time(name: str, value: str | timedelta) -> timedelta:
     """Returns a time that a user has written, such as ``"20s"``.
 
     Raises:
-        ConfigError: it is none, or not above 0.
+        ConfigError: it is none, or below a microsecond, or above seven days.
     """
-    if isinstance(value, timedelta):
-        parsed = value
-    else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", value)
-        if found is None or found[2] not in _UNITS:
-            raise ConfigError(
-                f"{name}={value!r} is no time: write a number and a unit of {', '.join(_UNITS)}, e.g. {name}='20s'"
-            )
-        parsed = timedelta(seconds=float(found[1]) * _UNITS[found[2]])
-    if not timedelta(0) < parsed <= _LONGEST:
-        raise ConfigError(f"{name}={value!r} is out of range: above 0, and at most {_LONGEST.days} days")
-    return parsed
+    seconds = value.total_seconds() if isinstance(value, timedelta) else quantity(value, TIMES)
+    if seconds is None:
+        raise ConfigError(
+            f"{name}={value!r} is no time: write a number and a unit of {', '.join(TIMES)}, e.g. {name}='20s'"
+        )
+    if not 1e-6 <= seconds <= _LONGEST.total_seconds():
+        raise ConfigError(f"{name}={value!r} is out of range: 1us to {_LONGEST.days} days")
+    return timedelta(seconds=seconds)

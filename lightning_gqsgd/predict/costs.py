@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.meta import Work
 from lightning_gqsgd.predict.tcp import Factors, Terms, terms_of
+from lightning_gqsgd.spec.quantities import RATES, TIMES, quantity
 
 #: Kinds of collectives that have a cost; sums have one for each dtype, because ranks add them.
 KINDS = ("all_to_all", "all_gather", "max", "sum/float32", "sum/bfloat16", "sum/uint8")
@@ -22,9 +22,6 @@ _STANDS_FOR = {"sum/float16": "sum/bfloat16", "sum/float64": "sum/float32", "sum
 #: What torch's ``bf16_compress_hook`` computes, by the name that its costs have. It is no codec, and is timed like one.
 BF16_HOOK = "bf16_compress_hook"
 
-#: Units of rates in bits per second, and of durations in seconds.
-_RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
-_TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 #: The smallest and the largest rate in bits per second, and duration in seconds, that mean anything.
 _RATE_LIMITS = (1.0, 1e18)
 _TIME_LIMITS = (1e-12, 1e6)
@@ -192,14 +189,14 @@ def bytes_per_second(text: str, option: str) -> float:
     Raises:
         ConfigError: the text is no number with a unit, or the rate is out of range.
     """
-    bits = _number(text, option, _RATES, "100mbit, 10gbit or 3.2tbit")
+    bits = _number(text, option, RATES, "100mbit, 10gbit or 3.2tbit")
     _check_range(bits, text, option, _RATE_LIMITS, "1bit to 1000000tbit")
     return bits / 8
 
 
 def seconds(text: str, option: str) -> float:
     """Returns the seconds of a duration such as ``"50us"``; see `bytes_per_second`."""
-    duration = _number(text, option, _TIMES, "50us, 120ms or 1.5s")
+    duration = _number(text, option, TIMES, "50us, 120ms or 1.5s")
     _check_range(duration, text, option, _TIME_LIMITS, "0.000001us to 1000000s")
     return duration
 
@@ -207,15 +204,14 @@ def seconds(text: str, option: str) -> float:
 def rate_in_words(rate: float) -> str:
     """Returns a rate in bytes per second as text, e.g. ``"10gbit"``."""
     bits = 8 * rate
-    unit, factor = next(((name, size) for name, size in reversed(_RATES.items()) if bits >= size), ("bit", 1))
+    unit, factor = next(((name, size) for name, size in reversed(RATES.items()) if bits >= size), ("bit", 1))
     return f"{bits / factor:.3g}{unit}"
 
 
-def _number(text: str, option: str, units: dict[str, float] | dict[str, int], examples: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zµ]+)", text.strip().lower())
-    if match is None or match[2] not in units:
+def _number(text: str, option: str, units: Mapping[str, float], examples: str) -> float:
+    value = quantity(text, units)
+    if value is None:
         raise ConfigError(f"{option} {_quoted(text)} is not a number and a unit; write e.g. {examples}")
-    value = float(match[1]) * units[match[2]]
     if value <= 0:
         raise ConfigError(f"{option} {_quoted(text)} has to be more than 0; write e.g. {examples}")
     return value

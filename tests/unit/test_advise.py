@@ -264,7 +264,7 @@ def test_rates_and_durations_have_units() -> None:
     assert rate_in_words(1.25e9) == "10gbit"
     assert [seconds(text, "-t") for text in ("50us", "120ms", "1.5s")] == pytest.approx([5e-5, 0.12, 1.5])
     with pytest.raises(ConfigError, match="is not a number and a unit"):
-        seconds("1h", "-t")
+        seconds("1d", "-t")
 
 
 @pytest.mark.parametrize(
