@@ -335,7 +335,7 @@ def shared_scale_bytes(blocks: int, setting: Setting) -> tuple[int, int]:
     sends.
 
     Args:
-        blocks: number of blocks that are quantised.
+        blocks: number of blocks that have a scale in the exchange.
         setting: which scales there are, and of how many ranks.
     """
     rule = setting.scale_rule

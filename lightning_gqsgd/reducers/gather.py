@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gqsgd.codecs import Codec
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.kernels.layout import BlockRun, place, sizes_by_owner
-from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps
+from lightning_gqsgd.reducers.base import Exchange, Reducer, Setting, StepKeys, Steps, shared_scale_bytes
 from lightning_gqsgd.reducers.link import Link
 from lightning_gqsgd.reducers.memory import UP, MemoryStore
 
@@ -40,6 +40,8 @@ class Gather(Reducer):
         self.shares_scales = setting.shares_scales
         self.compresses_codes = setting.coder == "elias"
         self.layout = place(table, q, shards=1, **setting.record_sizes)
+        # Shared scales travel in an exchange of their own, also those of uncompressed blocks.
+        self._scales = shared_scale_bytes(len(table), setting) if self.shares_scales else (0, 0)
         self._count(self.layout.message_bytes)
 
     @staticmethod
@@ -108,5 +110,6 @@ class Gather(Reducer):
         return torch.stack([elias.expand(row[:length], blocks, q, len(sent)) for row, length in rows])
 
     def _count(self, message_bytes: int) -> None:
-        self.message_bytes = message_bytes
-        self.sent_bytes = (self.ranks - 1) * message_bytes
+        own_scales, sent_scales = self._scales
+        self.message_bytes = message_bytes + own_scales
+        self.sent_bytes = (self.ranks - 1) * message_bytes + sent_scales

@@ -196,7 +196,8 @@ def test_every_preset_has_a_profile(preset: str) -> None:
         config = resolve(make_config(preset), RANKS)
     profiles, sent = bucket_profiles(setting_of(config, RANKS, torch.float32), [Segment(0, 1 << 20, False)])
     assert len(profiles) >= 1
-    assert sum(profile.sent_bytes for profile in profiles) == pytest.approx(sent, rel=0.07)
+    of_profiles = sum(profile.sent_bytes for profile in profiles)
+    assert of_profiles == pytest.approx(sent, abs=8 * len(profiles))  # each collective rounds down
 
 
 def test_messages_of_unknown_length_are_refused() -> None:
