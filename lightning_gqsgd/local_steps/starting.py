@@ -263,6 +263,11 @@ class OwnBuffers:
             model.get_submodule(module)._buffers[own_name] = buffer  # type: ignore[union-attr]
 
 
+def integer_buffers(model: nn.Module) -> list[Tensor]:
+    """Returns the buffers that cannot be averaged, such as counters: those of no floating-point numbers."""
+    return [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
+
+
 class IntegerBuffers:
     """Buffers that cannot be averaged, such as counters: every rank takes those of the group's first rank.
 
@@ -272,7 +277,7 @@ class IntegerBuffers:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self._buffers = [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
+        self._buffers = integer_buffers(model)
         self._group = group
         self._source = dist.get_global_rank(group, 0)
 

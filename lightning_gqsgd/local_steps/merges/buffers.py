@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_gqsgd.local_steps.starting import integer_buffers
+
 
 class IntegerValues:
     """The buffers of a model that are no floating-point numbers.
@@ -15,7 +17,7 @@ class IntegerValues:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [buffer for buffer in model.buffers() if not buffer.is_floating_point() and buffer.numel()]
+        self._buffers = integer_buffers(model)
 
     def read(self) -> Tensor:
         """Returns the buffers' bytes as int64 numbers on the CPU, [numel]; empty if there is no such buffer."""
