@@ -136,22 +136,25 @@ def bits_of(module: nn.Module) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
+#: Options of a Trainer on two CPU processes that writes nothing.
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "max_epochs": 1,
+    "logger": False,
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 0,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
 def trainer_of(strategy: Any, callbacks: Sequence[Any] = (), **options: Any) -> pl.Trainer:
     """A quiet Trainer on two CPU processes; a strategy is a name, an instance, or arguments of ours."""
     if isinstance(strategy, dict):
         strategy = lightning_gqsgd.GQSGDStrategy(**strategy)
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "max_epochs": 1,
-        "logger": False,
-        "log_every_n_steps": 1,
-        "num_sanity_val_steps": 0,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return pl.Trainer(strategy=strategy, callbacks=[*callbacks, Installed()], **{**quiet, **options})
+    return pl.Trainer(strategy=strategy, callbacks=[*callbacks, Installed()], **{**QUIET, **options})
 
 
 def fitted(

@@ -18,7 +18,7 @@ from lightning_gqsgd import GQSGDFabricStrategy, GQSGDStrategy, LocalSteps
 from lightning_gqsgd.errors import ConfigError
 from tests.distributed.models import batch, mlp
 from tests.distributed.ranks import run
-from tests.integrations.loops import Classifier, Gan, bits_of, data
+from tests.integrations.loops import QUIET, Classifier, Gan, bits_of, data
 from tests.unit.test_weights_in_state import ScheduleFreeLike
 
 #: Without a memory and with one; with everything at once and under way.
@@ -30,18 +30,8 @@ WAYS: list[dict[str, Any]] = [
 
 def trainer_of(strategy: Any, callbacks: Any = (), **options: Any) -> pl.Trainer:
     """A quiet Trainer on two CPU processes; a strategy is a name, or arguments of ours."""
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "max_epochs": 1,
-        "logger": False,
-        "log_every_n_steps": 1,
-        "num_sanity_val_steps": 0,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": bool(callbacks),
-    }
     strategy = GQSGDStrategy(**strategy) if isinstance(strategy, dict) else strategy
+    quiet = {**QUIET, "enable_checkpointing": bool(callbacks)}
     return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **{**quiet, **options})
 
 

@@ -4,27 +4,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_gqsgd.codecs import CompandedCodec
-from lightning_gqsgd.codecs.companded.codec import SLOPE, CompandedQuantiser, Curve
+from lightning_gqsgd.codecs.companded.codec import SLOPE, Curve
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
 from lightning_gqsgd.kernels import cpu, reference
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.packing import unpack
 from lightning_gqsgd.research.simulation import average
-from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message
+from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message, there_and_back
 
 WIDTHS = range(2, 9)
-
-
-def there_and_back(kernels, x: Tensor, q: CompandedQuantiser, key: tuple[int, int] = (1, 2)) -> tuple[Tensor, int]:
-    """A gradient after encoding and decoding, and the number of blocks that are not finite."""
-    layout = layout_of([Segment(0, len(x), False)], q, x.dtype)
-    y = torch.full_like(x, 7)
-    bad = kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
-    return y, int(bad)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

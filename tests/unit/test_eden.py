@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gqsgd.codecs import EdenCodec
-from lightning_gqsgd.codecs.eden.codec import EdenQuantiser, folded
+from lightning_gqsgd.codecs.eden.codec import folded
 from lightning_gqsgd.codecs.variance import LLOYD_MAX
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
@@ -22,17 +22,9 @@ from lightning_gqsgd.kernels.rotation import SHORTEST, padded
 from lightning_gqsgd.kernels.wire import SCALE_FORMATS, SCALE_PLACE
 from lightning_gqsgd.research import theory
 from lightning_gqsgd.research.simulation import average
-from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message
+from tests.unit.test_kernels import BOTH, DTYPES, check_messages, drawn, layout_of, message, there_and_back
 
 WIDTHS = range(1, 5)
-
-
-def there_and_back(kernels, x: Tensor, q: EdenQuantiser, key: tuple[int, int] = (1, 2)) -> tuple[Tensor, int]:
-    """A gradient after encoding and decoding, and the number of blocks that are not finite."""
-    layout = layout_of([Segment(0, len(x), False)], q, x.dtype)
-    y = torch.full_like(x, 7)
-    bad = kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
-    return y, int(bad)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

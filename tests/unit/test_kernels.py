@@ -53,6 +53,14 @@ def message(kernels, x: Tensor, layout: Layout, key: tuple[int, int], q: Quantis
     return wire
 
 
+def there_and_back(kernels, x: Tensor, q: Quantiser, key: tuple[int, int] = (1, 2)) -> tuple[Tensor, int]:
+    """A gradient after encoding and decoding, and the number of blocks that are not finite."""
+    layout = layout_of([Segment(0, len(x), False)], q, x.dtype)
+    y = torch.full_like(x, 7)
+    bad = kernels.decode(message(kernels, x, layout, key, q)[None], layout.blocks, y, q, [key])
+    return y, int(bad)
+
+
 def gradient(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Runs of very different size, with zeros, some of them mostly zeros."""
     generator = torch.Generator().manual_seed(seed)
