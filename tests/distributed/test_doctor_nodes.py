@@ -48,7 +48,7 @@ def test_ranks_of_srun_are_asked_and_one_of_them_answers() -> None:
 
 def test_a_rank_that_does_not_come_is_named_by_all_that_wait() -> None:
     port = free_port()
-    ranks = [_start(rank, 3, port, **{doctor_nodes.WAIT_VARIABLE: "25"}) for rank in (0, 2)]
+    ranks = [_start(rank, 3, port, **{doctor_nodes.WAIT_VARIABLE: "12"}) for rank in (0, 2)]
     outputs = [rank.communicate(timeout=200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], outputs
     for (_, errors), number in zip(outputs, (0, 2), strict=True):

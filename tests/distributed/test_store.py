@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -21,40 +22,41 @@ from lightning_gqsgd.errors import CollectiveError
 from lightning_gqsgd.wire.store import Store
 from tests.distributed.models import mlp, train
 from tests.distributed.ranks import run
+from tests.distributed.server import fork_context
 from tests.ports import free_port
 
 #: Seconds of the process group's timeout, and what an error takes beyond it at most.
 TIMEOUT_S, BEYOND_S = 4.0, 10.0
 
-_SERVER = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+
+def _serve(ports: Any) -> None:
+    """Hold a store until the process is killed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    ports.put(store.port)
+    signal.pause()
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[str], Store]]:
-    command = [sys.executable, "-c", _SERVER]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    port = int(process.stdout.readline())
+def server() -> Iterator[tuple[Any, Store]]:
+    context = fork_context()
+    ports = context.Queue()
+    process = context.Process(target=_serve, args=(ports,), daemon=True)
+    process.start()
+    port = ports.get(timeout=60)
     client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     yield process, Store(client, within_s=30.0)
     process.kill()
-    process.wait()
+    process.join()
 
 
-def stop(process: subprocess.Popen[str]) -> None:
+def stop(process: Any) -> None:
     """Let a process stand still; all of its threads do when this returns."""
     os.kill(process.pid, signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
 
 
-def test_values_numbers_and_parts(server: tuple[subprocess.Popen[str], Store]) -> None:
+def test_values_numbers_and_parts(server: tuple[Any, Store]) -> None:
     _, store = server
     part = store.under("part")
     assert part.get("key") == ""
@@ -65,7 +67,7 @@ def test_values_numbers_and_parts(server: tuple[subprocess.Popen[str], Store]) -
 
 
 def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
-    server: tuple[subprocess.Popen[str], Store],
+    server: tuple[Any, Store],
 ) -> None:
     process, store = server
     part = store.under("part")
@@ -85,7 +87,7 @@ def test_a_server_that_stands_still_is_an_error_and_one_that_goes_on_is_none(
 
 
 def test_an_interrupt_of_a_request_leaves_it_behind_so_that_the_next_one_does_not_wait(
-    server: tuple[subprocess.Popen[str], Store],
+    server: tuple[Any, Store],
 ) -> None:
     process, store = server
     store._within_s = 60.0
@@ -104,10 +106,10 @@ def test_an_interrupt_of_a_request_leaves_it_behind_so_that_the_next_one_does_no
     os.kill(process.pid, signal.SIGCONT)
 
 
-def test_a_server_that_has_ended_is_torchs_own_error(server: tuple[subprocess.Popen[str], Store]) -> None:
+def test_a_server_that_has_ended_is_torchs_own_error(server: tuple[Any, Store]) -> None:
     process, store = server
     process.kill()
-    process.wait()
+    process.join()
     with pytest.raises(dist.DistNetworkError):
         store.get("key")
 

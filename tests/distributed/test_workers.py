@@ -63,7 +63,9 @@ def _trains(rank: int, preset: str) -> list[str]:
     return prints
 
 
-@pytest.mark.parametrize("preset", ["gqsgd_4bit", "topk_ef"])  # with a memory, which belongs to one thread
+@pytest.mark.parametrize(  # the second has a memory, which belongs to one thread
+    "preset", [pytest.param("gqsgd_4bit", marks=pytest.mark.slow), "topk_ef"]
+)
 def test_a_model_trained_by_several_threads_is_that_of_one(preset: str, tmp_path: Path) -> None:
     results = run(_trains, 2, tmp_path, preset, timeout=240)
     assert len({fingerprint for prints in results for fingerprint in prints}) == 1

@@ -49,6 +49,7 @@ def _check_two_trainings(root: Path, first: Path, second: Path) -> None:
         assert summed_up["compression_ratio"] == pytest.approx(summed_up["fp32_bytes"] / summed_up["bytes_sent"])
 
 
+@pytest.mark.slow
 def test_forked_processes_make_one_wandb_run_and_a_resume_continues_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
