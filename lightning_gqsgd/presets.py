@@ -284,8 +284,6 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "dore",
         "Philippenko, Dieuleveut 2021, arXiv 2102.12528",
         "changes of each step both ways; the owner of a shard keeps the true model as the error that is fed back",
-        left_out="a whole copy of the preserved model, because each rank owns a shard of it, with which none can "
-        "validate; the model that all ranks have is the one that is saved",
     ),
     "gqsgd_predictive": LocalPreset(
         {"every": 10, "outer": "sgd", "rule": "predicted"},

@@ -166,10 +166,13 @@ class LocalTraining:
                 trained.averages.start_anew(trained.module)
 
     def lend_anchors(self) -> None:
-        """Give the modules the anchors' values until `take_back`."""
+        """Give the modules the anchors' values until `take_back`, or those of the preserved model where there is one. A
+        collective."""
         self.take_back()
         for trained in self.trained:
-            self._at_anchor.enter_context(trained.averages.at_anchor())
+            averages = trained.averages
+            is_local = isinstance(averages, LocalAverages)
+            self._at_anchor.enter_context(averages.at_preserved() if is_local else averages.at_anchor())
 
     def take_back(self) -> None:
         """Give the modules this rank's own values again."""
