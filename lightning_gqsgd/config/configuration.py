@@ -71,7 +71,8 @@ class GQSGDConfig(Fields):
             number of bits. The field then holds a `spec.bits_by_name.BitsByName`.
         levels: number of non-zero magnitudes (s of the papers) of a stochastic linear or an exponential code; None: as
             many as fit.
-        mantissa: bits between two powers of two of an exponential code, 0 to 3.
+        mantissa: bits between two powers of two of an exponential code, 0 to 3; m of the base 2^(1/2^m) of rows with
+            ``sparse="logarithmic"``.
         density: share of coordinates that top_k and dct_top_k keep, of each block rounded up.
         block_size: coordinates of one parameter that share a scale; a multiple of 8 from 16 to 65536, and for eden a
             power of two from 128 on. 0: the codec's own number, which is 128 for companded, 4096 for dct_top_k and 256
@@ -123,7 +124,7 @@ class GQSGDConfig(Fields):
             time decides among the bits that this leaves.
         sparse: what is done with the sparse gradients of ``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag``:
             ``"refuse"``; ``"gather"``, ranks gather the rows that they touch, in codes of this configuration;
-            ``"logarithmic"``, the same in powers of two (FastSGD, arXiv 2112.04291), which is biased;
+            ``"logarithmic"``, the same in powers of a base (FastSGD, arXiv 2112.04291), which is biased;
             ``"sketch"``, sums of sketches of rows in the compute dtype (S2 Reducer, arXiv 2110.02140). DDP only.
         sparse_limit: the touched rows of all ranks, added up, over the rows of the table, beyond which a table is
             reduced as a dense gradient in a step; a row that two ranks touch counts twice. 0: always dense.
@@ -219,7 +220,8 @@ class GQSGDConfig(Fields):
         if self.reducer == "native" or (raw and self.num_bits != 16):
             return "as they are, in the compute dtype"
         if self.sparse == "logarithmic" and self.codec != "float":
-            return f"{self.num_bits} bits (signs and powers of two)"
+            base = ("two", "2^1/2", "2^1/4", "2^1/8")[self.mantissa]
+            return f"{self.num_bits} bits (signs and powers of {base})"
         return self.describe()
 
     @classmethod
@@ -440,7 +442,7 @@ class GQSGDConfig(Fields):
 
     def _check_codec(self) -> None:
         """Check what belongs to the codec and to its scales, and that nothing of another codec is set."""
-        own = CODECS[self.codec].fields
+        own = CODECS[self.codec].fields | ({"mantissa"} if self.sparse == "logarithmic" else frozenset())
         usual = {"levels": None, "mantissa": 0, "density": 0.01}
         for name, value in usual.items():
             if name not in own and getattr(self, name) != value:

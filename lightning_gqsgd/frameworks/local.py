@@ -171,8 +171,8 @@ class LocalTraining:
         self.take_back()
         for trained in self.trained:
             averages = trained.averages
-            is_local = isinstance(averages, LocalAverages)
-            self._at_anchor.enter_context(averages.at_preserved() if is_local else averages.at_anchor())
+            lent = averages.at_preserved() if isinstance(averages, LocalAverages) else averages.at_anchor()
+            self._at_anchor.enter_context(lent)
 
     def take_back(self) -> None:
         """Give the modules this rank's own values again."""

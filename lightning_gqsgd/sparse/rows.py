@@ -157,5 +157,5 @@ def rows_for(table: Table, setting: Setting, keys: StepKeys, *, compressed: bool
     if config.codec == "float":
         return RowsOfBf16(table, keys, dtype)
     if config.sparse == "logarithmic":
-        return LogarithmicRows(table, config.num_bits, dtype)
+        return LogarithmicRows(table, config.num_bits, dtype, config.mantissa)
     return CodedRows(table, setting, keys)

@@ -178,7 +178,7 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
 
     @property
     def preserved(self) -> Tensor:
-        """The preserved model as one flat vector, [d]; where there is none, the anchors (see `local_steps.preserved`)."""
+        """The preserved model, [d]; where there is none, the anchors (see `local_steps.preserved`)."""
         errors = self._errors() if is_preserved(self.config, self.outer) else {}
         parts = [
             anchor.flatten() - errors.get(entry.segment.parameter, 0)
