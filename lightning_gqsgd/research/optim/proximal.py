@@ -46,7 +46,7 @@ class ProximalSGD(Optimizer):
         super().__init__(params, {"lr": lr, "l1": l1})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
