@@ -89,7 +89,7 @@ class Case:
 
     name: str
     preset: str
-    fields: dict[str, int] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
     family: str = ""
 
     @property
@@ -99,8 +99,8 @@ class Case:
 
 
 #: Further numbers of bits of a preset. Exponential codes get mantissa bits that leave their exponents a useful range.
-VARIANTS: dict[str, list[dict[str, int]]] = {
-    "gqsgd": [{"bits": 6}, {"bits": 2}],
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gqsgd": [{"bits": 6}, {"bits": 2, "codec": "companded"}],
     "gqsgd_2bit": [{"bits": 4}, {"bits": 3}, {"bits": 1}],
     "qsgd": [{"bits": 8}, {"bits": 6}, {"bits": 2}],
     "gqsgd_exponential": [{"bits": 6, "mantissa": 2}, {"bits": 4, "mantissa": 1}, {"bits": 2, "mantissa": 0}],
@@ -115,9 +115,9 @@ def cases() -> list[Case]:
     for preset in FIXED:
         family = "gqsgd" if preset in ("gqsgd_4bit", "gqsgd_3bit") else preset if preset in VARIANTS else ""
         listed.append(Case(preset, preset, {}, family))
-        listed += [
-            Case(f"{preset} {fields['bits']} bit", preset, fields, family) for fields in VARIANTS.get(preset, ())
-        ]
+        for fields in VARIANTS.get(preset, ()):
+            codec = f", {fields['codec']}" if "codec" in fields else ""
+            listed.append(Case(f"{preset} {fields['bits']} bit{codec}", preset, fields, family))
     return listed
 
 

@@ -167,8 +167,7 @@ PRESETS: dict[str, Preset] = {
         _stochastic(**_TERNARY, reducer="gather", memory="diana"),
         "Mishchenko et al. 2019, arXiv 1901.09269",
         "differences to a learnt reference",
-        optimizer="SGD",
-        left_out="the proximal step, which is the optimizer's affair",
+        optimizer="SGD, or lightning_gqsgd.research.optim.ProximalSGD",
     ),
     "artemis": Preset(
         _stochastic(**_TERNARY, reducer="two_shot", memory="diana"),
@@ -182,7 +181,8 @@ PRESETS: dict[str, Preset] = {
         "Liu et al. 2019, arXiv 1910.07561",
         "Artemis with errors fed back on the way back",
         optimizer="SGD",
-        left_out="the proximal step, which is the optimizer's affair",
+        left_out="the proximal step, because a penalty keeps the mean gradient away from zero, and the way back would "
+        "go on rounding it; diana has it",
     ),
     "wyner_ziv": Preset(
         {"bits": 3, "memory": "shared"},
@@ -197,7 +197,7 @@ PRESETS: dict[str, Preset] = {
         "a random Hadamard rotation first",
         optimizer="SGD",
         left_out="budgets below one bit per coordinate (random subspaces), because a code has a bit at least and top_k "
-        "sends less, and the mean of iterates, which torch.optim.swa_utils has",
+        "sends less; the mean of iterates is torch.optim.swa_utils.AveragedModel",
     ),
     "drive": Preset(
         {"codec": "eden", "bits": 1, "block_size": 4096, "reducer": "gather"},
@@ -239,7 +239,7 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "gqsgd_4bit",
         "Reisizadeh et al. 2019, arXiv 1909.13014",
         "changes of 10 steps at 4 bits, their plain mean",
-        left_out=_ALL_TAKE_PART + "simulate(participation=...) has it",
+        left_out=_ALL_TAKE_PART + "simulate(participation=...) has it, and with elastic=True ranks come and go",
     ),
     "gqsgd_genqsgd": LocalPreset(
         {"every": 10, "outer": "sgd"},
@@ -276,16 +276,14 @@ LOCAL_PRESETS: dict[str, LocalPreset] = {
         "Huang et al. 2022, arXiv 2206.03665",
         "changes of each step in 4 messages of the largest 5 % of what is left, both ways, errors fed back",
         {"density": 0.05, "reducer": "two_shot", "memory_down": "ef"},
-        left_out="the loop over R batches at one point, because gradients are the caller's: accumulate R batches for "
-        "each step",
+        left_out="the loop over R batches at one point, because gradients are the caller's, and all loops accumulate "
+        "already: Trainer(accumulate_grad_batches=4) for its 4 messages, or step() after every fourth backward()",
     ),
     "gqsgd_mcm": LocalPreset(
         {"every": 1, "outer": "sgd"},
         "dore",
         "Philippenko, Dieuleveut 2021, arXiv 2102.12528",
         "changes of each step both ways; the owner of a shard keeps the true model as the error that is fed back",
-        left_out="a whole copy of the preserved model, because each rank owns a shard of it, with which none can "
-        "validate; the model that all ranks have is the one that is saved",
     ),
     "gqsgd_predictive": LocalPreset(
         {"every": 10, "outer": "sgd", "rule": "predicted"},

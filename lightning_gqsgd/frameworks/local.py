@@ -166,10 +166,13 @@ class LocalTraining:
                 trained.averages.start_anew(trained.module)
 
     def lend_anchors(self) -> None:
-        """Give the modules the anchors' values until `take_back`."""
+        """Give the modules the anchors' values until `take_back`, or those of the preserved model where there is one. A
+        collective."""
         self.take_back()
         for trained in self.trained:
-            self._at_anchor.enter_context(trained.averages.at_anchor())
+            averages = trained.averages
+            lent = averages.at_preserved() if isinstance(averages, LocalAverages) else averages.at_anchor()
+            self._at_anchor.enter_context(lent)
 
     def take_back(self) -> None:
         """Give the modules this rank's own values again."""

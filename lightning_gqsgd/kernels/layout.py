@@ -457,10 +457,14 @@ def owners(table: np.ndarray, shards: int, *, striped: bool) -> np.ndarray:
         striped: whether a turn is a stripe of blocks (see `stripe`), for owners that remember. Turns of one block make
             shards of more equal size.
     """
-    # 40503/65536 is about the golden ratio less 1, whose multiples spread evenly between 0 and 1.
-    first = table[:, PARAMETER] * 40503 % 65536 * shards // 65536
     turn = table[:, INDEX] // stripe(table[:, BLOCKS], shards) if striped else table[:, INDEX]
-    return (turn + first) % shards
+    return (turn + first_owners(table[:, PARAMETER], shards)) % shards
+
+
+def first_owners(parameters: np.ndarray, shards: int) -> np.ndarray:
+    """Returns the shard of the first block of each parameter, whose numbers are given."""
+    # 40503/65536 is about the golden ratio less 1, whose multiples spread evenly between 0 and 1.
+    return parameters * 40503 % 65536 * shards // 65536
 
 
 def stripe(blocks: np.ndarray, shards: int) -> np.ndarray:

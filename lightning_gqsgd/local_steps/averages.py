@@ -36,6 +36,14 @@ from lightning_gqsgd.local_steps.fragments import kept
 from lightning_gqsgd.local_steps.inner_state import InnerState
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import describe_outer
+from lightning_gqsgd.local_steps.preserved import (
+    errors_by_parameter,
+    gathered_errors,
+    is_preserved,
+    own_errors,
+    take_off_anchors,
+    take_off_tensors,
+)
 from lightning_gqsgd.local_steps.rules import Exchanges, PendingMean, RuleRequest
 from lightning_gqsgd.local_steps.schedule import Rounds
 from lightning_gqsgd.local_steps.starting import (
@@ -50,6 +58,7 @@ from lightning_gqsgd.local_steps.watching import WatchedModel
 from lightning_gqsgd.local_steps.weights_in_state import WeightsInState
 from lightning_gqsgd.predict.levels import fitted
 from lightning_gqsgd.reducers import new_store
+from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.session.nodes import layouts
 from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_engines
 from lightning_gqsgd.session.report import report
@@ -237,8 +246,9 @@ class LocalAverages(AveragingLoop[Average]):
 
         Every rank calls this at the end of training. The round is cut off; where training goes on, the next one begins.
         The anchor becomes the mean of the ranks' models: a momentum of the outer optimizer is made for whole rounds,
-        and would carry the anchor too far. A second call in a row changes nothing, unless somebody has changed
-        parameters in between, such as a callback that puts averaged weights in.
+        and would carry the anchor too far. Where a model is preserved (see `preserved`), the anchor becomes that one. A
+        second call in a row changes nothing, unless somebody has changed parameters in between, such as a callback that
+        puts averaged weights in.
 
         Raises:
             ConfigError, CollectiveError, RuntimeError: see `advance`.
@@ -247,6 +257,10 @@ class LocalAverages(AveragingLoop[Average]):
         self._check_changes()
         self._notice_changes()
         super().finish()
+        if self._is_preserved():
+            take_off_anchors(self.fragments, self._errors())
+            self.store.forget(Keeps.DOWN_ERROR)
+            self.start_from_anchors()
 
     @torch.no_grad()
     def check_start(self) -> None:
@@ -302,6 +316,22 @@ class LocalAverages(AveragingLoop[Average]):
         self._buffers.take_back()
         with kept(self.fragments):
             self.start_from_anchors()
+            yield
+
+    @contextmanager
+    def at_preserved(self) -> Iterator[None]:
+        """A context in which the model has the values of the preserved model (see `preserved`), e.g. for validation.
+
+        A collective: every rank enters it after the same step. Where no model is preserved, and as long as an average
+        is under way, the values are those of the anchor.
+
+        Raises:
+            ConfigError, CollectiveError, RuntimeError: see `advance`.
+        """
+        self.check_open()
+        with self.at_anchor():
+            if self._is_preserved() and not self.under_way:
+                take_off_tensors(self.fragments, self._errors())
             yield
 
     def report(self) -> str:
@@ -409,6 +439,23 @@ class LocalAverages(AveragingLoop[Average]):
         with self._or_broken():
             self._engine.reduce(sums, request).wait()
         return [bool(share) for share in sums.tolist()]
+
+    def _is_preserved(self) -> bool:
+        return is_preserved(self.config, self.outer)
+
+    @torch.no_grad()
+    def _errors(self) -> dict[int, Tensor]:
+        """Returns what owners remember of the way back, by parameter number. A collective."""
+        if not self.compressed_numbers:
+            return {}
+        own = own_errors(self.store, self.compressed_numbers)
+        everyone = own.repeat(self.world_size, 1)
+        exchanges = gathered_errors(own, everyone)
+        # Other ranks may be in a step, where they average: so steps are compared before this is sent.
+        request = replace(self._request((), 0), varies=True)
+        with self._or_broken():
+            self._engine.run(exchanges.x, request, exchanges.counted).wait()
+        return errors_by_parameter(self.store, self.compressed_numbers, everyone)
 
     def _begin_at_anchors(self) -> None:
         """Take the present tensors, which all ranks have in common, for the anchors; remember nothing."""

@@ -306,7 +306,7 @@ def inside_of(device: str, link: Link) -> Link:
 
 
 #: Codecs that have estimates, with their bits.
-_CODECS = {f"{family}/{bits}": bits for family in ("linear", "companded") for bits in range(1, 9)}
+_CODECS = {f"{family}/{bits}": bits for family in ("linear", "companded") for bits in range(1, 9)} | {"eden/2": 2}
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,8 @@ class CPU:
     """The codec of a CPU as `gqsgd probe` has measured it once; fields are those of `Costs`.
 
     Attributes:
-        gamma: of the default configuration's codec, whose kernels take as long at 8 bits as at 2.
+        gamma: of the default configuration's codec, whose kernels take as long at 8 bits as at 3. At 2 bits, those of
+            EDEN take about as long.
         hook: of torch's bf16 hook.
         note: how sure the numbers are.
     """

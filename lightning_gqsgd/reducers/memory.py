@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.errors import ConfigError
-from lightning_gqsgd.kernels.layout import Run, stripe
+from lightning_gqsgd.kernels.layout import Run, first_owners, stripe
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.spec.memories import Memory
 
@@ -142,9 +142,27 @@ class MemoryStore:
         """Returns a copy of all that this rank keeps of a parameter, by kind."""
         return {kind: self.row(kind, parameter).clone() for kind in self.kinds}
 
-    def forget(self) -> None:
-        """Start empty again."""
-        self._tensors.clear()
+    def whole(self, parameter: int, rows: Tensor) -> Tensor:
+        """Returns what all owners together keep of a parameter, in the order of its coordinates: [numel].
+
+        Args:
+            parameter: number of the parameter.
+            rows: what `row` returns on every owner, of one kind that owners divide: [owners, length of a row].
+        """
+        size = self._sizes[parameter]
+        length = self._stripes[parameter]
+        # The owners take turns at stripes, and rows end where the last stripe of the parameter would.
+        turns = -(-size // (length * self._owners))
+        padded = rows.new_zeros(self._owners, turns * length)
+        padded[:, : rows.shape[1]] = rows
+        first = int(first_owners(np.array(parameter), self._owners))
+        in_turn = padded.roll(-first, 0).view(self._owners, turns, length)
+        return in_turn.transpose(0, 1).reshape(-1)[:size]
+
+    def forget(self, kind: Keeps | None = None) -> None:
+        """Start empty again; ``kind``: only what is kept of this kind."""
+        for key in [key for key in self._tensors if kind in (None, key[0])]:
+            del self._tensors[key]
 
     def take(self, saved: Mapping[str, Mapping[int, Tensor]], rank: int) -> None:
         """Keep what was saved of all ranks, and forget everything else.

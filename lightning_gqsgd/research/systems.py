@@ -134,10 +134,10 @@ SYSTEMS: dict[str, System] = {
         needs="embeddings with sparse=True, on the CPU",
         sends="touched rows to each other rank, 2 to 8 bits, and 8 to 12 bits per row",
         keeps="none",
-        guarantees="kept coordinates are off by a factor of at most √2; biased",
+        guarantees="kept coordinates are off by a factor of at most √b with the base b = 2, √2, 2^¼ or 2^⅛; biased",
         where="training",
-        left_out="bases other than 2, because a power of two is a float's exponent, dense gradients, for which "
-        "codec='exponential' is unbiased, and GPUs, where the host would have to wait for lengths",
+        left_out="dense gradients, for which codec='exponential' is unbiased, and GPUs, where the host would have to "
+        "wait for lengths",
     ),
     "s2_reducer": System(
         {"sparse": "sketch"},

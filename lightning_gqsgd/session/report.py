@@ -76,7 +76,7 @@ def report(
 def _other_codec(config: GQSGDConfig) -> str:
     """Returns a clause that says that the preset of the same number of bits is another codec; empty where it is not.
 
-    ``bits=2`` replaces the bits of the preset ``gqsgd``, whose codes are companded, while ``gqsgd_2bit`` is EDEN.
+    ``gqsgd_2bit`` is EDEN, as ``bits=2`` is, unless another field asks for companded codes.
     """
     name = f"gqsgd_{config.num_bits}bit"
     if config.codec != "companded" or name not in PRESETS or PRESETS[name].config.codec == config.codec:

@@ -1,12 +1,13 @@
-"""Rows as signs and powers of two, the logarithmic codec of FastSGD (Yang et al. 2021, arXiv 2112.04291).
+"""Rows as signs and powers of a base, the logarithmic codec of FastSGD (Yang et al. 2021, arXiv 2112.04291).
 
-With the power of two M above the largest magnitude of a message, a coordinate v is
+With the power of two M above the largest magnitude of a message, and the base b, a coordinate v is
 
-    q = round(log2(M / |v|)),   decoded sign(v) M 2^-q,   or 0 where q > q_max
+    q = round(log_b(M / |v|)),   decoded sign(v) M b^-q,   or 0 where q > q_max
 
-A kept coordinate is off by a factor of at most √2, so the codec is biased: with kept coordinates K and dropped ones D,
-|error|² <= (√2 - 1)² |K|² + |D|². FastSGD divides by the largest magnitude itself. A power of two leaves decoded
-numbers independent of the other rows of a message, unless they are dropped.
+The base is 2^(1/2^m) with the m of the field ``mantissa``: 2, √2, 2^¼ or 2^⅛. A kept coordinate is off by a factor of
+at most √b, so the codec is biased: with kept coordinates K and dropped ones D, |error|² <= (√b - 1)² |K|² + |D|².
+FastSGD divides by the largest magnitude itself. A power of two leaves decoded numbers independent of the other rows of
+a message, unless they are dropped.
 
 A code has a sign and b - 1 bits of q, so q_max = 2^(b-1) - 2. The largest field stands for zero, and under a negative
 sign for NaN. A row with a number that is not finite is NaN as a whole.
@@ -22,24 +23,28 @@ from lightning_gqsgd.sparse.tables import Table, Touched
 
 #: Bytes of the exponent of M.
 _HEAD = 2
-#: A mantissa in [1/2, 1) from here on is nearer to 1, in logarithms, than to 1/2.
-_MIDDLE = 2**-0.5
 
 
 class LogarithmicRows:
-    """Rows as signs and powers of two; see `rows.Rows`.
+    """Rows as signs and powers of a base; see `rows.Rows`.
 
     Args:
         table: the table.
         bits: bits of a code, 2 to 8.
         dtype: the compute dtype.
+        mantissa: m of the base, 0 to 3.
     """
 
-    def __init__(self, table: Table, bits: int, dtype: torch.dtype) -> None:
+    def __init__(self, table: Table, bits: int, dtype: torch.dtype, mantissa: int = 0) -> None:
         self._width = table.width
         self._bits = bits
         self._dtype = dtype
         self._none = (1 << (bits - 1)) - 1
+        steps = 1 << mantissa
+        #: The powers of the base in (1/2, 1], descending, and the middles between them and to 1/2, ascending, in
+        #: logarithms.
+        self._sizes = np.array([2 ** -(step / steps) for step in range(steps)])
+        self._middles = np.array([2 ** -((step + 0.5) / steps) for step in reversed(range(steps))])
 
     def nbytes(self, count: int) -> int:
         """Returns the bytes of so many rows, with those of the exponent of M."""
@@ -54,7 +59,8 @@ class LogarithmicRows:
         values = np.where(finite, values, 0.0)
         mantissa, exponent = np.frexp(np.abs(values))
         top = int(exponent[mantissa > 0].max(initial=-(2**14)))
-        powers = top - exponent + (mantissa < _MIDDLE)
+        steps = len(self._sizes)
+        powers = (top - exponent) * steps + steps - np.searchsorted(self._middles, mantissa, side="right")
         kept = (mantissa > 0) & (powers < self._none)
         sign = np.where(finite, np.signbit(values) & kept, True)
         codes = np.where(kept, powers, self._none) | sign.astype(np.int64) << (self._bits - 1)
@@ -74,8 +80,9 @@ class LogarithmicRows:
             codes = codes << 1 | bits[:, digit]
         powers = codes & self._none
         negative = codes > self._none
+        halvings, rest = np.divmod(powers, len(self._sizes))
         with np.errstate(over="ignore"):  # the largest fp64 numbers are rounded up to 2^1024
-            magnitudes = np.ldexp(1.0, top - powers)
+            magnitudes = np.ldexp(self._sizes[rest], top - halvings)
         values = np.where(powers < self._none, magnitudes, np.where(negative, np.nan, 0.0))
         decoded = torch.from_numpy(np.where(negative, -values, values))
         limit = torch.finfo(self._dtype).max

@@ -156,7 +156,7 @@ def rows_for(table: Table, config: GQSGDConfig, dtype: torch.dtype, keys: StepKe
     """
     if not compressed or (table.raw and config.num_bits != 16) or config.reducer == "native":
         return RowsAsTheyAre(table, COMPUTE_DTYPES[dtype])
-    if config.sparse == "logarithmic" and config.codec != "float":
-        return LogarithmicRows(table, config.num_bits, COMPUTE_DTYPES[dtype])
+    if config.codec != "float" and config.sparse == "logarithmic":
+        return LogarithmicRows(table, config.num_bits, COMPUTE_DTYPES[dtype], config.mantissa)
     setting = setting_of(config, len(keys.up), dtype)
     return RowsOfBf16(table, setting, keys) if config.codec == "float" else CodedRows(table, setting, keys)

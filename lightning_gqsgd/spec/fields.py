@@ -18,6 +18,16 @@ ALLOW = (32, 16, 8, 4)
 SPARSE_LIMIT = 1.0
 
 
+class Chosen(str):
+    """The name of a codec that was chosen for "auto".
+
+    It is equal to the name. A configuration whose fields are replaced chooses anew, where a name that a user has given
+    stays: two bits have another codec than eight.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fields:
     """The plain fields of a configuration; `config.GQSGDConfig` describes them, and checks that they can work.

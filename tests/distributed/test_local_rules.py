@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_gqsgd import LocalSteps
 from lightning_gqsgd.errors import ConfigError
+from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.research.simulation import simulate
 from lightning_gqsgd.research.simulation.problems import Quadratic
 from tests.distributed.local_models import WithBuffers, bits_of_anchors, bits_of_model, train
@@ -59,7 +60,7 @@ def _train(rank: int, ranks: int, presets: list[str]) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("ranks", "presets"),
-    [(2, ["gqsgd_chb"]), pytest.param(3, list(SYSTEMS), marks=pytest.mark.slow)],
+    [(2, ["gqsgd_chb", "gqsgd_mcm"]), pytest.param(3, list(SYSTEMS), marks=pytest.mark.slow)],
 )
 def test_every_system_has_the_bits_of_its_simulation_on_all_ranks(
     ranks: int, presets: list[str], tmp_path: Path
@@ -122,6 +123,50 @@ def test_ranks_that_have_nothing_new_to_say_send_a_byte(tmp_path: Path) -> None:
     first, second = run(_quiet, 2, tmp_path)
     assert first == [4 + 1, 1, 1, 1]
     assert second == [4 + 1, 1 + 8000, 1 + 8000, 1]
+
+
+def _constant_gradients(rank: int) -> dict[str, Any]:
+    """Signs of constant gradients, with errors fed back both ways; the second fragment is a whole stripe and a part."""
+    model = nn.ParameterList([torch.zeros(1500), torch.zeros(700), torch.zeros(100)])
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    fields: dict[str, Any] = {"every": 1, "outer": "sgd", "preset": "signsgd_ef", "fragments": 2, "min_numel": 500}
+    optimizer = LocalSteps(model, inner, **fields)
+    gradients = [torch.randn(p.numel(), generator=torch.Generator().manual_seed(7 * rank + p.numel())) for p in model]
+    for _ in range(STEPS):
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    store = optimizer.averages.store
+    results: dict[str, Any] = {
+        "gradients": [gradient.tolist() for gradient in gradients],
+        "errors": [store.row(Keeps.UP_ERROR, number).tolist() for number in range(2)] + [[0.0] * 100],
+        "anchor": bits_of_model(model),
+    }
+    with optimizer.averages.at_preserved():
+        results["preserved"] = [parameter.tolist() for parameter in model]
+        results["preserved bits"] = bits_of_model(model)
+    results["afterwards"] = bits_of_model(model)
+    optimizer.finish()
+    results["finished"] = bits_of_model(model)
+    optimizer.finish()
+    results["finished again"] = bits_of_model(model)
+    results["anchors"] = bits_of_anchors(optimizer)
+    optimizer.close()
+    return results
+
+
+def test_the_preserved_model_has_lost_nothing_on_the_way_back(tmp_path: Path) -> None:
+    """What ranks have sent is their changes less the errors that they still remember, and the preserved model has all
+    of it. `finish` ends there, once."""
+    everyone = run(_constant_gradients, 3, tmp_path)
+    for number in range(3):
+        changes = STEPS * 0.5 * torch.tensor([results["gradients"][number] for results in everyone])
+        sent = (changes - torch.tensor([results["errors"][number] for results in everyone])).mean(0)
+        torch.testing.assert_close(torch.tensor(everyone[0]["preserved"][number]), -sent, rtol=1e-5, atol=1e-5)
+    for results in everyone:
+        assert results["preserved bits"] == results["finished"] == results["finished again"]
+        assert results["preserved bits"] == everyone[0]["preserved bits"] != results["anchor"] == results["afterwards"]
+        assert results["anchors"] == everyone[0]["anchors"]
 
 
 def _refused(rank: int) -> None:

@@ -119,14 +119,15 @@ def test_the_report_names_what_is_sent_of_tables_and_no_codes_that_are_not(layer
 
 def _two_bits(rank: int) -> list[str]:
     reports = []
-    for fields in ({"bits": 2}, {"preset": "gqsgd_2bit"}, {"bits": 3}):
+    for fields in ({"codec": "companded", "bits": 2}, {"preset": "gqsgd_2bit"}, {"bits": 3}, {"bits": 2}):
         _, state = wrapped({}, fields)
         reports.append(state.report())
         state.close()
     return reports
 
 
-def test_the_report_says_that_two_bits_are_another_codec_than_the_preset_of_that_name(tmp_path: Path) -> None:
-    plain, preset, three = run(_two_bits, 2, tmp_path)[0]
-    assert "preset='gqsgd_2bit' is another codec, eden, not companded" in plain
-    assert "another codec" not in preset + three
+def test_the_report_says_where_two_bits_are_another_codec_than_the_preset_of_that_name(tmp_path: Path) -> None:
+    companded, preset, three, two = run(_two_bits, 2, tmp_path)[0]
+    assert "preset='gqsgd_2bit' is another codec, eden, not companded" in companded
+    assert "another codec" not in preset + three + two
+    assert two == preset

@@ -200,7 +200,7 @@ def companded_row(row: tuple[str, ...]) -> list[str | None]:
 
 def eden_row(row: tuple[str, ...]) -> list[str | None]:
     eden = {"2": "gqsgd_2bit", "3": "gqsgd_2bit 3 bit", "4": "gqsgd_2bit 4 bit"}
-    companded = {"2": "gqsgd 2 bit", "3": "gqsgd_3bit", "4": "gqsgd_4bit"}
+    companded = {"2": "gqsgd 2 bit, companded", "3": "gqsgd_3bit", "4": "gqsgd_4bit"}
     preset = (eden if "eden" in row[0] else companded)[row[1][0]]
     bits = cell("presets", "bits", preset=preset, n="8", steps="1")
     return [None, bits, *(error(preset, kind) for kind in ("gaussian", "heavy-tailed", "sparse", *KINDS[2:]))]

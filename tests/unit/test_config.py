@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import torch
 from lightning_gqsgd.adaptive import words
 from lightning_gqsgd.config import ConfigError, GQSGDConfig
 from lightning_gqsgd.config.choosing import choose_reducer
+from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.kernels.dither import step_key
 from lightning_gqsgd.presets import PRESETS, make_config
 
@@ -67,6 +69,59 @@ def test_too_many_ranks_for_a_sum() -> None:
         choose_reducer(GQSGDConfig(reducer="sum", dither="stochastic"), 128)
     with pytest.raises(ConfigError, match="at most 3 ranks"):
         choose_reducer(GQSGDConfig(scale="global", bits=2), 4)
+
+
+#: The codecs that "auto" stands for, by bits.
+AUTOMATIC = {1: "linear", 2: "eden", 3: "companded", 4: "companded", 8: "companded", 16: "float", 32: "float"}
+
+
+@pytest.mark.parametrize("bits", AUTOMATIC)
+def test_a_configuration_whose_bits_are_replaced_has_the_codec_of_one_that_was_made_with_them(bits: int) -> None:
+    """Also after other fields were replaced, as they are where ranks are known, and with bits that are chosen."""
+    made = GQSGDConfig(bits=bits)
+    assert made.codec == AUTOMATIC[bits]
+    for before in (1, 2, 4, 8):
+        assert GQSGDConfig(bits=before).replaced(bits=bits) == made
+        known = resolve(GQSGDConfig(bits=before), 3).replaced(bits=bits)
+        assert (known.codec, known.block_size) == (made.codec, made.block_size)
+    assert GQSGDConfig(bits={"*": 8, "head": bits}).by_bits()[bits] == made
+    if bits != 1:  # no codec has one bit beside the others
+        assert GQSGDConfig(auto=True, allow=(8, bits) if bits != 8 else (8, 4)).candidates()[bits] == made
+
+
+def test_a_codec_that_was_given_stays_whatever_is_replaced() -> None:
+    config = GQSGDConfig(codec="companded")
+    assert config.replaced(bits=2) == GQSGDConfig(codec="companded", bits=2)
+    assert resolve(config, 3).replaced(bits=2).codec == "companded"
+    candidates = GQSGDConfig(codec="companded", auto=True, allow=(8, 2)).candidates()
+    assert {made.codec for made in candidates.values()} == {"companded"}
+    assert GQSGDConfig().replaced(codec="companded").replaced(bits=2).codec == "companded"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rotation": True},
+        {"block_size": 64},
+        {"block_size": 384},
+        {"norm": "l2"},
+        {"clip": 2.5},
+        {"scale_per": "parameter"},
+        {"dither": "subtractive"},
+        {"sparse": "gather"},
+    ],
+    ids=str,
+)
+def test_two_bits_are_companded_where_eden_does_not_go_with_another_field(fields: dict[str, object]) -> None:
+    assert GQSGDConfig(bits=2, **fields).codec == "companded"  # type: ignore[arg-type]
+    assert GQSGDConfig(bits=2, block_size=512).codec == "eden"
+
+
+def test_the_plain_values_of_a_configuration_are_plain() -> None:
+    assert type(GQSGDConfig(bits=2).to_dict()["codec"]) is str
+    again = copy.deepcopy(GQSGDConfig(bits=4))
+    assert again == GQSGDConfig(bits=4)
+    assert again.replaced(bits=2) == GQSGDConfig(bits=2)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

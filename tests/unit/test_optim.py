@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_gqsgd
-from lightning_gqsgd.research.optim import CMDAdagrad, RDAAdagrad, soft_threshold, sparsity
+from lightning_gqsgd.research.optim import CMDAdagrad, ProximalSGD, RDAAdagrad, soft_threshold, sparsity
 
 BOTH = pytest.mark.parametrize("kind", [CMDAdagrad, RDAAdagrad])
 
@@ -167,3 +167,21 @@ def test_soft_threshold_and_sparsity() -> None:
 def test_the_package_has_them_under_its_own_name() -> None:
     assert lightning_gqsgd.CMDAdagrad is CMDAdagrad
     assert lightning_gqsgd.RDAAdagrad is RDAAdagrad
+
+
+def test_a_proximal_step_minimises_the_penalty_beside_the_distance_to_a_step_of_sgd() -> None:
+    lr, l1 = 0.3, 0.4
+    start, gradient = normal(0, 6).double(), normal(1, 6).double()
+    x, untouched = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer = ProximalSGD([x, untouched], lr=lr, l1=l1)
+    x.grad = gradient
+    assert optimizer.step(lambda: 3.0) == 3.0
+    grid = torch.linspace(-3, 3, 60_001, dtype=torch.float64)[:, None]
+    values = lr * l1 * grid.abs() + (grid - (start - lr * gradient)).square() / 2
+    assert x.detach() == pytest.approx(grid[values.argmin(0), 0], abs=1e-4)
+    assert torch.equal(untouched, start)
+    plain = trained(ProximalSGD, lr=0.1, l1=0.0)
+    assert all(torch.allclose(*pair) for pair in zip(plain, trained(torch.optim.SGD, lr=0.1), strict=True))
+    for numbers in ({"lr": -1.0, "l1": 0.1}, {"lr": 0.1, "l1": -1.0}):
+        with pytest.raises(ValueError, match="Invalid"):
+            ProximalSGD([x], **numbers)

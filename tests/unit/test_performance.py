@@ -250,7 +250,7 @@ def test_starting_a_collective_takes_longer_with_more_ranks() -> None:
 
 
 def test_missing_costs_are_named_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"codec 'companded/2'.*gqsgd probe --bits"):
+    with pytest.raises(ConfigError, match=r"codec 'eden/2'.*gqsgd probe --bits"):
         predict(_timeline(5000), _costs(), RANKS, GQSGDConfig(bits=2))
     with pytest.raises(ConfigError, match=r"'sum/float32' between ranks.*gqsgd probe"):
         predict(_timeline(5000), _costs(collectives={}), RANKS, "native")

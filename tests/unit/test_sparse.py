@@ -188,19 +188,21 @@ def test_fp64_rows_keep_their_precision() -> None:
 # --- logarithmic rows ------------------------------------------------------------------------------------------------
 
 
-def test_logarithmic_rows_have_the_error_that_the_formula_says() -> None:
+@pytest.mark.parametrize("mantissa", range(4))
+def test_logarithmic_rows_have_the_error_that_the_formula_says(mantissa: int) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(500, 10, generator=generator) * torch.rand(500, 1, generator=generator) ** 8
     touched = Touched(torch.arange(500), values)
+    factor = 2 ** (0.5 / 2**mantissa)
     for bits in (3, 4, 8):
-        decoded = _mean([touched], 500, sparse="logarithmic", bits=bits).values
+        decoded = _mean([touched], 500, sparse="logarithmic", bits=bits, mantissa=mantissa).values
         kept = decoded != 0
-        assert (decoded[kept] / values[kept] >= 2**-0.5 * 0.999).all()
-        assert (decoded[kept] / values[kept] <= 2**0.5 * 1.001).all()
+        assert (decoded[kept] / values[kept] >= 0.999 / factor).all()
+        assert (decoded[kept] / values[kept] <= 1.001 * factor).all()
         error, dropped = (decoded - values).square().sum(), values[~kept].square().sum()
-        assert error <= (2**0.5 - 1) ** 2 * values[kept].square().sum() + dropped + 1e-6
-        smallest = 2.0 ** (values.abs().max().log2().ceil() - (2 ** (bits - 1) - 2))
-        assert (values[~kept].abs() <= smallest * 2**-0.5 * 1.001).all()
+        assert error <= (factor - 1) ** 2 * values[kept].square().sum() + dropped + 1e-6
+        smallest = 2.0 ** (values.abs().max().log2().ceil() - (2 ** (bits - 1) - 2) / 2**mantissa)
+        assert (values[~kept].abs() <= smallest / factor * 1.001).all()
 
 
 # --- sketches --------------------------------------------------------------------------------------------------------

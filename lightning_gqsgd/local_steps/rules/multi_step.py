@@ -9,7 +9,8 @@ out:
 
 So with a contraction, |x - C(x)|² <= (1 - δ) |x|², the loss of R messages is at most (1 - δ)^R of what was to be sent.
 The way back does the same with the owner's error. NEOLITHIC takes gradients of R batches at the same point, one
-for each message: accumulate R batches for each optimizer step.
+for each message: accumulate R batches for each optimizer step, as loops do that accumulate gradients
+(``accumulate_grad_batches`` of Lightning's Trainer).
 """
 
 from __future__ import annotations

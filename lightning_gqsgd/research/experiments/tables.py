@@ -129,14 +129,18 @@ class SparseRows:
 
 
 def fastsgd() -> Rows:
-    """FastSGD's signs and powers of two."""
+    """FastSGD's signs and powers of a base."""
     touched = some_rows(0, count=500, height=500)
-    decoded = gathered([touched], 500, sparse="logarithmic", bits=5)[0].values
-    kept = decoded != 0
-    ratio = decoded[kept] / touched.values[kept]
-    words = f"{float(ratio.min()):.3f} to {float(ratio.max()):.3f}"
-    within = bool((ratio >= 2**-0.5 * 0.999).all() and (ratio <= 2**0.5 * 1.001).all())
-    yield Row("kept coordinates are off by a factor of at most √2", words, within)
+    for mantissa, base in enumerate(("2", "√2")):
+        decoded = gathered([touched], 500, sparse="logarithmic", bits=5 + mantissa, mantissa=mantissa)[0].values
+        kept = decoded != 0
+        ratio = decoded[kept] / touched.values[kept]
+        most = 2 ** (0.5 / 2**mantissa)
+        yield Row(
+            f"base {base}: kept coordinates are off by a factor of at most {most:.3f}",
+            f"{float(ratio.min()):.3f} to {float(ratio.max()):.3f}",
+            bool((ratio >= 0.999 / most).all() and (ratio <= 1.001 * most).all()),
+        )
     problem = SparseRows()
     exact = problem.trained(reducer="native")
     found = problem.trained(sparse="logarithmic", bits=5)

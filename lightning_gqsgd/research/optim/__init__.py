@@ -4,6 +4,6 @@ beside AdamW, for local steps; and Dion, which averages factors of low rank by i
 from lightning_gqsgd.research.optim.adagrad import CMDAdagrad, RDAAdagrad
 from lightning_gqsgd.research.optim.dion import Dion
 from lightning_gqsgd.research.optim.muon import MuonAdamW, matrices_of
-from lightning_gqsgd.research.optim.proximal import soft_threshold, sparsity
+from lightning_gqsgd.research.optim.proximal import ProximalSGD, soft_threshold, sparsity
 
-__all__ = ["CMDAdagrad", "Dion", "MuonAdamW", "RDAAdagrad", "matrices_of", "soft_threshold", "sparsity"]
+__all__ = ["CMDAdagrad", "Dion", "MuonAdamW", "ProximalSGD", "RDAAdagrad", "matrices_of", "soft_threshold", "sparsity"]

@@ -1,11 +1,13 @@
-"""The proximal step of an L1 penalty, and the measure of what the penalty is for."""
+"""The proximal step of an L1 penalty, SGD with it, and the measure of what the penalty is for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
 
 
 def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
@@ -21,6 +23,46 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     """
     limit = torch.as_tensor(threshold, dtype=x.dtype, device=x.device)
     return x - torch.clamp(x, -limit, limit)
+
+
+class ProximalSGD(Optimizer):
+    """Minimises the loss plus the penalty λ |x|_1: x ← soft(x - η g, η λ), with soft of `soft_threshold`.
+
+    DIANA (arXiv 1901.09269) makes this step with the gradients that it decodes.
+
+    Args:
+        params: parameters, or groups of them with numbers of their own.
+        lr: η, at least 0.
+        l1: λ, at least 0.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    def __init__(self, params: ParamsT, lr: float, l1: float) -> None:
+        for name, value in (("learning rate", lr), ("l1 value", l1)):
+            if not value >= 0.0:
+                raise ValueError(f"Invalid {name}: {value}")
+        super().__init__(params, {"lr": lr, "l1": l1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients again, and returns the loss.
+
+        Returns:
+            What ``closure`` returns; None without one.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            lr, l1 = group["lr"], group["l1"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.copy_(soft_threshold(parameter - lr * parameter.grad, lr * l1))
+        return loss
 
 
 @torch.no_grad()

@@ -24,8 +24,10 @@ from lightning_gqsgd.local_steps.averaging_loop import AveragingLoop
 from lightning_gqsgd.local_steps.fragments import Entry, Fragment, fragments_of
 from lightning_gqsgd.local_steps.options import LocalOptions
 from lightning_gqsgd.local_steps.outer import make_outer
+from lightning_gqsgd.local_steps.preserved import errors_by_parameter, is_preserved, own_errors, take_off_anchors
 from lightning_gqsgd.local_steps.rules import MeanOf, RuleRequest, RuleRequests
 from lightning_gqsgd.reducers import run_virtual
+from lightning_gqsgd.reducers.memory import Keeps
 from lightning_gqsgd.research.simulation.problems import Problem
 from lightning_gqsgd.research.simulation.virtual import VirtualRanks, relative_error
 
@@ -175,6 +177,17 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
         return torch.cat([anchor.flatten() for fragment in self.fragments for _, anchor in fragment.entries()])
 
     @property
+    def preserved(self) -> Tensor:
+        """The preserved model, [d]; where there is none, the anchors (see `local_steps.preserved`)."""
+        errors = self._errors() if is_preserved(self.config, self.outer) else {}
+        parts = [
+            anchor.flatten() - errors.get(entry.segment.parameter, 0)
+            for fragment in self.fragments
+            for entry, anchor in fragment.entries()
+        ]
+        return torch.cat(parts)
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that a worker has sent, on average over all workers."""
         by_ranks = sum(ranks.bytes_sent for ranks in self._ranks.values()) * self._crowd.each_round
@@ -198,6 +211,29 @@ class LocalWorkers(AveragingLoop["VirtualAverage"]):
             parameter.grad = gradients[worker] if trains else None
         self._inner.step()
         self.advance()
+
+    def finish(self) -> None:
+        """Make the last average, as `LocalAverages.finish` does."""
+        super().finish()
+        if not is_preserved(self.config, self.outer):
+            return
+        take_off_anchors(self.fragments, self._errors())
+        for replicas in self._replicas:
+            for fragment in replicas:
+                fragment.set_tensors()
+        for ranks in self._ranks.values():
+            for store in ranks.stores:
+                store.forget(Keeps.DOWN_ERROR)
+
+    def _errors(self) -> dict[int, Tensor]:
+        """Returns what owners remember of the way back, by parameter number."""
+        errors: dict[int, Tensor] = {}
+        for segments, ranks in self._ranks.items():
+            numbers = [segment.parameter for segment in segments if not segment.raw]
+            if numbers:
+                everyone = torch.stack([own_errors(store, numbers) for store in ranks.stores])
+                errors |= errors_by_parameter(ranks.stores[0], numbers, everyone)
+        return errors
 
     def _start(self, number: int, delay: int) -> VirtualAverage:
         """Compute the whole average at once. Its mean is used when it is due, as `AveragingLoop` schedules it."""

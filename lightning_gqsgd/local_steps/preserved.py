@@ -1,0 +1,95 @@
+"""The preserved model: what the anchor would be if the way back lost nothing (MCM, arXiv 2102.12528).
+
+The owner of a shard sends the mean change back in codes, and remembers what they have lost, e. If all of it is fed back
+(``memory_down`` with beta = 1), the means that ranks have taken off the anchor a so far are short of the exact ones by
+e, so a - e is the model of a server that keeps the true one. Each owner knows e of its own shard. `own_errors` of all
+ranks together are the whole of it, which `LocalAverages.at_preserved` and `LocalAverages.finish` gather.
+
+The anchor has to be moved by the mean changes themselves, as SGD of learning rate 1 does without a momentum. Under
+other outer optimizers there is no such model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_gqsgd.local_steps.fragments import Fragment
+from lightning_gqsgd.local_steps.rules import Exchanges
+from lightning_gqsgd.reducers import Steps
+from lightning_gqsgd.reducers.base import Exchange
+from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
+from lightning_gqsgd.spec.fields import Fields
+
+#: Numbers of torch's SGD with which a step takes the gradient off, and nothing else.
+_PLAIN = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
+
+
+def is_preserved(config: Fields, outer: Optimizer) -> bool:
+    """Returns whether owners remember all that the way back has lost of the anchors.
+
+    Args:
+        config: the compression, with its reducer chosen.
+        outer: the outer optimizer.
+    """
+    down = config.down
+    if down is None or not down.keeps_error or down.beta != 1 or config.reducer != "two_shot":
+        return False
+    return type(outer) is SGD and all(
+        group[name] == value for group in outer.param_groups for name, value in _PLAIN.items()
+    )
+
+
+def own_errors(store: MemoryStore, numbers: Sequence[int]) -> Tensor:
+    """Returns what this rank remembers of the way back, of parameters one after the other. As long on every rank."""
+    return torch.cat([store.row(Keeps.DOWN_ERROR, number) for number in numbers])
+
+
+def errors_by_parameter(store: MemoryStore, numbers: Sequence[int], everyone: Tensor) -> dict[int, Tensor]:
+    """Returns what all owners remember of the way back, by parameter number: [numel] each.
+
+    Args:
+        store: of any rank.
+        numbers: of the compressed parameters, in the order of `own_errors`.
+        everyone: `own_errors` of all ranks, [ranks, numel].
+    """
+    lengths = [len(store.row(Keeps.DOWN_ERROR, number)) for number in numbers]
+    parts = everyone.split(lengths, dim=1)
+    return {number: store.whole(number, rows) for number, rows in zip(numbers, parts, strict=True)}
+
+
+def gathered_errors(own: Tensor, everyone: Tensor) -> Exchanges:
+    """Returns the request that fills ``everyone``, [ranks, numel], with all ranks' ``own``, [numel]."""
+
+    def steps() -> Steps:
+        yield (Exchange("all_gather", everyone.view(-1).view(torch.uint8), own.view(torch.uint8)),)
+        return 0
+
+    return Exchanges(own, steps, (len(everyone) - 1) * own.nbytes, own.nbytes)
+
+
+@torch.no_grad()
+def take_off_anchors(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]) -> None:
+    """Move anchors to the preserved model; ``errors``: of `errors_by_parameter`."""
+    for anchor, _, error in _with_errors(fragments, errors):
+        anchor.sub_(error.to(anchor.device, anchor.dtype))
+
+
+@torch.no_grad()
+def take_off_tensors(fragments: Iterable[Fragment], errors: Mapping[int, Tensor]) -> None:
+    """Move parameters to the preserved model, and leave the anchors as they are; see `take_off_anchors`."""
+    for anchor, tensor, error in _with_errors(fragments, errors):
+        tensor.copy_(anchor - error.to(anchor.device, anchor.dtype))
+
+
+def _with_errors(
+    fragments: Iterable[Fragment], errors: Mapping[int, Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the anchor, the parameter and the error of each parameter that has one, of one shape."""
+    for fragment in fragments:
+        for entry, anchor in fragment.entries():
+            if entry.segment.parameter in errors:
+                yield anchor, entry.tensor, errors[entry.segment.parameter].view(anchor.shape)
