@@ -19,7 +19,7 @@ from tests.docs.pages import PAGES, text_of
 from tests.docs.tables import RESULTS, cell
 
 ROOT = Path(__file__).resolve().parents[2]
-RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "one machine": "none"}
+RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "no limit": "none"}
 NETWORKS = {"dense layers": "training_netlab_mlp", "ResNet-18": "training_netlab_resnet18"}
 #: The page of each training.
 TRAININGS = {
