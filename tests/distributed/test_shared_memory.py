@@ -26,6 +26,7 @@ from lightning_gqsgd.wire import neighbours
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.neighbours import MEMORY_BYTES, VARIABLE
 from lightning_gqsgd.wire.shared_memory import SharedGroup
+from tests.distributed.models import fingerprint, train, wrapped
 from tests.distributed.ranks import run
 
 CPU = torch.device("cpu")
@@ -115,18 +116,20 @@ MEANS: list[dict[str, Any]] = [
     {"bits": 3, "codec": "linear", "dither": "stochastic", "reducer": "gather", "coder": "elias"},
     {"bits": 8, "reducer": "sum"},
     {"bits": 5, "reducer": "tree", "codec": "exponential"},
-    {"bits": 4, "memory": "diana", "codec": "linear", "reducer": "two_shot"},
     {"bits": 8, "norm": "l2", "codec": "linear", "scale": "global", "norm_over_ranks": "l2"},
     {"reducer": "lossless"},
     {"reducer": "native"},
 ]
 LEVELS = {"bits": 4, "reducer": "hierarchical", "node_size": 2}
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+#: Of all reducers, and of those whose messages have another form in other dtypes.
+DTYPES = (torch.float32, torch.bfloat16)
+FURTHER_DTYPES = (torch.float16, torch.float64)
+REMEMBERS = {"bits": 8, "codec": "linear", "memory": "diana", "reducer": "two_shot"}
 
 
 def _equal_means(rank: int, ranks: int) -> int:
     for fields in MEANS + ([LEVELS] if ranks % 2 == 0 else []):
-        for dtype in DTYPES if fields.get("memory") is None else DTYPES[:1]:
+        for dtype in DTYPES + (FURTHER_DTYPES if fields in (MEANS[0], {"reducer": "native"}) else ()):
             x = _random(70_001, dtype, rank)
             means = []
             for wanted in ("0", "1"):
@@ -134,6 +137,14 @@ def _equal_means(rank: int, ranks: int) -> int:
                     means.append(all_reduce(x.clone(), step=1, **fields).view(torch.uint8))
                 close()
             assert torch.equal(*means), (fields, dtype)
+    models = []
+    for wanted in ("0", "1"):
+        with mock.patch.dict(os.environ, {VARIABLE: wanted}):
+            model, state = wrapped({}, REMEMBERS)
+        train(model, rank, range(4))
+        models.append(fingerprint(model))
+        state.close()
+    assert models[0] == models[1]
     return len(started)
 
 
