@@ -138,7 +138,7 @@ def _add_rows(options: argparse.Namespace, report: Report, hosts: int, rate: str
         for name, method in METHODS.items():
             seconds = np.array(result["seconds"][f"{model} {name}"])
             low, median, high = 1e3 * np.quantile(seconds, (0.1, 0.5, 0.9))
-            made = predict(timeline, costs, hosts, method)
+            made = predict(timeline, costs, hosts * options.ranks_per_host, method)
             error = 100 * (1e3 * made.step_s / median - 1)
             parts = (1e3 * made.compute_s, 1e3 * made.codec_s, 1e3 * made.wire_s)
             measured = (median, f"{low:.0f} to {high:.0f}", 1e3 * made.step_s, error)

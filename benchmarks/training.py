@@ -2,18 +2,23 @@
 
     python -m benchmarks.training --hosts 2 --rate 1gbit --save
     python -m benchmarks.training --hosts 2 --rate 1gbit --device cuda --model resnet50 --batch-size 64 --save
+    python -m benchmarks.training --hosts 1 --ranks-per-host 2 --rate none --case "no communication" ddp ddp_bf16 \
+        "gqsgd over Gloo" gqsgd "gqsgd_4bit over Gloo" gqsgd_4bit --rounds 25 --save
 
 The benchmark needs Linux, root and iproute2, see `netlab`. Every case is a DDP model of its own in the same processes.
 The cases train in turns, on equal data. With ``--device cuda``, all ranks share one card, and gradients go over Gloo
-through the memory of the host. PowerSGD is missing because torch's hook aborts on Gloo.
+through the memory of the host. On one host, "gqsgd over Gloo" is the hook without shared memory. PowerSGD is missing
+because torch's hook aborts on Gloo.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +33,7 @@ from benchmarks.report import Report, gpu_machine, slug
 from lightning_gqsgd.ddp.hook import GQSGDState, register_gqsgd
 from lightning_gqsgd.predict.timing import Spread, in_turns, ratio
 from lightning_gqsgd.reducers.base import ring_bytes
+from lightning_gqsgd.wire.neighbours import VARIABLE
 
 PROGRAM = "python -m benchmarks.training"
 
@@ -38,6 +44,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "gqsgd_4bit": {"preset": "gqsgd_4bit"},
     "gqsgd on one level": {"preset": "gqsgd", "reducer": "two_shot"},  # with several ranks per host
 }
+OVER_GLOO = " over Gloo"  # on one host, where ranks share memory otherwise
 
 
 def mlp() -> tuple[nn.Module, tuple[int, ...]]:
@@ -75,8 +82,10 @@ class Case:
         self.state: GQSGDState | None = None
         if name == "ddp_bf16":
             self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif name in HOOKS:
-            self.state = register_gqsgd(self.model, **HOOKS[name], sample_every=0)
+        elif name.removesuffix(OVER_GLOO) in HOOKS:
+            shared = {VARIABLE: "0"} if name.endswith(OVER_GLOO) else {}
+            with mock.patch.dict(os.environ, shared):
+                self.state = register_gqsgd(self.model, **HOOKS[name.removesuffix(OVER_GLOO)], sample_every=0)
 
     def step(self) -> None:
         """Make one step: forward, backward, optimizer."""
@@ -126,12 +135,14 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run the workers in every lab."""
-    several = f"_{options.ranks_per_host}_ranks_per_host" if options.ranks_per_host > 1 else ""
+    is_one = options.hosts == [1]
+    several = f"_{options.ranks_per_host}_ranks_per_host" if options.ranks_per_host > 1 and not is_one else ""
     card = torch.device("cuda", 0) if options.device == "cuda" else None
     of_card = f"_{slug(torch.cuda.get_device_name(card))}" if card else ""
     report = Report(
-        f"training_netlab_{options.model}" + several + of_card,
-        f"Training step of {options.model}, {options.batch_size} samples per rank, over shaped links",
+        f"training_{'one_machine' if is_one else 'netlab'}_{options.model}" + several + of_card,
+        f"Training step of {options.model}, {options.batch_size} samples per rank, "
+        + (f"{options.ranks_per_host} ranks of one machine" if is_one else "over shaped links"),
         {
             "case": "",
             "hosts": "d",
@@ -172,13 +183,14 @@ def _add_rows(report: Report, hosts: int, rate: str, result: dict[str, Any]) -> 
 
 def main() -> None:
     """Run the command line."""
-    cases = [COMPUTE, "ddp", "ddp_bf16", *HOOKS]
+    usual = [COMPUTE, "ddp", "ddp_bf16", "gqsgd", "gqsgd_4bit"]
+    cases = [*usual, *(name for name in HOOKS if name not in usual), *(name + OVER_GLOO for name in HOOKS)]
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     add_labs(parser)
     parser.add_argument("--model", choices=list(MODELS), default="mlp")
     parser.add_argument("--batch-size", type=int, default=8, help="per rank (default 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--case", nargs="+", choices=cases, default=cases[:-1])
+    parser.add_argument("--case", nargs="+", choices=cases, default=usual)
     parser.add_argument("--rounds", type=int, default=20)
     work_or_present(parser, work, measure)
 

@@ -27,7 +27,7 @@ from lightning_gqsgd.cli.doctor_interfaces import Interface
 from lightning_gqsgd.cli.doctor_places import Place, place_of
 from lightning_gqsgd.cli.probing import plain_table
 from lightning_gqsgd.errors import ConfigError, counted
-from lightning_gqsgd.session.nodes import network
+from lightning_gqsgd.wire.node import network
 
 #: Seconds that a rank waits for the others; the environment variable has another number.
 WAIT_S = 60

@@ -282,7 +282,7 @@ def at_ranks(costs: Costs, measured: int, ranks: int) -> Costs:
 #: The latency of a link between nodes, in seconds, where it is not known.
 LATENCY_S = 50e-6
 #: Bits per second between the ranks of a node, in each direction: NVLink's rated one for these devices. Processes on a
-#: CPU send to each other by the loopback device of their machine.
+#: CPU copy from each other's memory, or send over Gloo by the loopback device of their machine.
 _INSIDE = {"h100": 3.6e12, "a100": 2.4e12, "cpu": 16e9}
 #: The same for other devices.
 _OTHER_INSIDE = 200e9

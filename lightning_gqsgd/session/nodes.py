@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,16 +15,12 @@ import torch.distributed as dist
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.wire.agreement import digest_of
+from lightning_gqsgd.wire.node import this_node
 from lightning_gqsgd.wire.workers import codec_threads
 
 if TYPE_CHECKING:
     from lightning_gqsgd.config import GQSGDConfig
     from lightning_gqsgd.wire.meeting import Meeting
-
-#: Where torchrun says how many processes it has started on this node.
-LOCAL_RANKS = "LOCAL_WORLD_SIZE"
-#: Where launchers say the number of a node: torchrun, and Lightning. A machine may stand for several nodes.
-NODE_NUMBERS = ("GROUP_RANK", "NODE_RANK")
 
 
 class Layout(NamedTuple):
@@ -78,34 +72,6 @@ def _layout(told: Sequence[Mapping[str, Any]]) -> Layout:
     known = [rank["bytes_per_s"] for rank in told if rank["bytes_per_s"]]
     nodes = tuple(numbers[rank["node"]] for rank in told)
     return Layout(nodes, min(known, default=0.0), frozenset(rank["device"] for rank in told))
-
-
-def this_node() -> str:
-    """Returns a name of the node that this process runs on, which no process on another node has.
-
-    A machine may stand for several nodes: where a launcher numbers them, and where processes have networks of their
-    own, as in containers.
-
-    Raises:
-        ConfigError: ``LOCAL_WORLD_SIZE`` is no number of processes.
-    """
-    number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), None)
-    local = os.environ.get(LOCAL_RANKS)
-    if local is not None and (not local.isdecimal() or int(local) < 1):
-        raise ConfigError(f"{LOCAL_RANKS}={local!r} is no number of processes of this node; correct or unset it")
-    if number is None and local is not None:
-        # Processes are numbered node by node.
-        number = str(dist.get_rank() // int(local))
-    return f"{socket.gethostname()}/{network()}/{number or ''}"
-
-
-def network() -> str:
-    """Returns what tells machines, and networks of containers, apart that have the same host name; empty where the
-    system does not say it."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    return ""
 
 
 def link_rate(root: Path = Path("/sys/class")) -> float:

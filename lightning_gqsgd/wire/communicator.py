@@ -13,7 +13,9 @@ start, those that were issued before are over: our streams wait for the stream o
 are issued later, at most one runs beside at most one of ours, on any rank. The kernels of two NCCL collectives fit on a
 GPU together, so neither waits for the other to end.
 
-Over Gloo, a stage may have several groups, each with a connection to every other rank, that pieces take in turns.
+Over Gloo, a stage may have several groups, each with a connection to every other rank, that pieces take in turns. Where
+all ranks of a group are on one machine, and their tensors in its memory, they also have `shared_memory`, which takes
+what it can in Gloo's place.
 
 Stage 0 is for what ranks agree on, and for gathering memories; the other stages are a reducer's. The groups are
 backends made directly, under a key that no other groups have had (see `meeting`): names that `new_group` gives may
@@ -37,7 +39,9 @@ from torch import Tensor
 from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import PieceSize
 from lightning_gqsgd.reducers.base import ALL, Exchange, Scope
+from lightning_gqsgd.wire import neighbours
 from lightning_gqsgd.wire.peers import Peers, backends_of, peers_of
+from lightning_gqsgd.wire.shared_memory import SharedGroup
 from lightning_gqsgd.wire.staging import Staging
 
 #: Coordinates of a piece over NCCL: one piece for a bucket of DDP's default size, since launches cost more than pieces
@@ -84,11 +88,13 @@ class Communicator:
         self._store = peers.store
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
+        self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
         self._turn = 0
         self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
         self._staging: Staging | None = None
         self._has_failed = False
         self._tried: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that have had a collective
+        neighbours.is_wanted()  # refuses the variable before other ranks wait for this one
         if self.size > 1:
             self.extend([])
             if needs_staging(self.backend, device):
@@ -129,6 +135,7 @@ class Communicator:
             for scope, turn in product(scopes, range(connections if stage else 1)):
                 if (stage, scope, turn) not in self._groups:
                     self._groups[stage, scope, turn] = self._group_for(stage, scope, turn)
+                    self._share(stage, scope, turn)
 
     def try_groups(self) -> None:
         """Do one tiny collective in each group that has had none, over NCCL. A collective.
@@ -181,6 +188,28 @@ class Communicator:
         _connected.add(made)
         return made
 
+    def _share(self, stage: int, scope: Scope, turn: int) -> None:
+        """Let the ranks of a group share memory, if all of them are on one machine. A collective of the group."""
+        members = scope.members(self.rank, self.size)
+        if self.backend != "gloo" or self.device.type != "cpu" or len(members) < 2:
+            return
+        group = self._groups[stage, scope, turn]
+
+        def gather(own: bytes) -> list[bytes]:
+            everyone = torch.empty(len(members), len(own), dtype=torch.uint8, device="cpu")
+            group._allgather_base(everyone.view(-1), torch.frombuffer(bytearray(own), dtype=torch.uint8)).wait()
+            return [row.numpy().tobytes() for row in everyone]
+
+        timeout_s = self.timeout.total_seconds()
+        try:
+            place = members.index(self.rank)
+            found = neighbours.connect(gather, place, self._ranks[self.rank], timeout_s)
+        except RuntimeError as error:  # e.g. another rank has died
+            raise self.describe(error, f"connecting to {len(members)} ranks") from error
+        if found is not None:
+            numbers = [self._ranks[member] for member in members]
+            self._shared[stage, scope, turn] = SharedGroup(found, numbers, timeout_s)
+
     def start(self, exchange: Exchange, stage: int, turn: int = 0) -> Any:
         """Start a collective of a stage, on one of its connections.
 
@@ -198,6 +227,9 @@ class Communicator:
 
     def _start(self, exchange: Exchange, stage: int, turn: int) -> Any:
         kind, output, source, splits, scope = exchange
+        shared = self._shared.get((stage, scope, turn))
+        if shared is not None and shared.takes(exchange):
+            return shared.start(exchange)
         group = self._groups[stage, scope, turn]
         if self.backend == "nccl":
             self._wait_for_other_groups(group)
@@ -244,6 +276,10 @@ class Communicator:
         groups = self._groups
         self._groups = {}
         self._latest = (None, None)
+        shared = self._shared
+        self._shared = {}
+        for in_memory in shared.values():
+            in_memory.close()
         # Over NCCL, stages share a group, which is to be shut down once.
         for group in dict.fromkeys(groups.values()):
             if self.backend != "nccl":
@@ -259,6 +295,7 @@ class Communicator:
         The groups themselves are kept for the rest of this process, see `_abandon_after_fork`.
         """
         self._groups = {}
+        self._shared = {}
         self._latest = (None, None)
         self._staging = None
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -57,6 +58,22 @@ TWO_RANKS = ("gqsgd (hierarchical)", "gqsgd on one level (two_shot)")
 def of_two_ranks(case: str, rate: str) -> str:
     """Times faster than plain DDP, of a training step on two hosts of two ranks."""
     return cell("training_netlab_mlp_2_ranks_per_host", "ddp / step", case=case, rate=rate)
+
+
+#: A cell of milliseconds, and times faster in brackets.
+IN_BRACKETS = r" \| (\d+) \(([\d.]+)×\)"
+#: Ways in which two processes of one machine average, in the order of the page's table.
+IN_ONE_MACHINE = ("gqsgd over Gloo", "gqsgd", "gqsgd_4bit over Gloo", "gqsgd_4bit")
+
+
+def in_one_machine(network: str) -> list[Callable[[], str]]:
+    """What a row says of two processes of one machine: milliseconds, and times faster than plain DDP."""
+    page = f"training_one_machine_{network}"
+    cells = [
+        partial(cell, page, column, case=f"{case} (gather)")
+        for case, column in product(IN_ONE_MACHINE, ("step (ms)", "ddp / step"))
+    ]
+    return [partial(cell, page, "step (ms)", case="ddp"), *cells]
 
 
 def on_four_hosts(case: str) -> str:
@@ -157,6 +174,8 @@ SENTENCES: Sentences = {
         "docs/performance.md",
         r"At 100 Mbit/s, 8 bits were ([\d.]+) times faster than plain DDP with `hierarchical` and ([\d.]+) times on",
     ): [partial(of_two_ranks, case, "100mbit") for case in TWO_RANKS],
+    ("docs/performance.md", r"\| \[dense layers\]\(\S+\) \| (\d+)" + 4 * IN_BRACKETS): in_one_machine("mlp"),
+    ("docs/performance.md", r"\| \[ResNet-18\]\(\S+\) \| (\d+)" + 4 * IN_BRACKETS): in_one_machine("resnet18"),
     ("docs/performance.md", r"At 1 Gbit/s they were ([\d.]+) and ([\d.]+) times faster"): [
         partial(of_two_ranks, case, "1gbit") for case in TWO_RANKS
     ],

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from lightning_gqsgd.cli.app import app
 from lightning_gqsgd.sparse import row_numbers
+from lightning_gqsgd.wire.neighbours import MEMORY_BYTES
 from tests.docs import (
     test_figures,
     test_figures_of_choosing,
@@ -127,6 +128,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         # Constants of the rules, which tests/unit hold.
         r"saves at least 5 % of a step|within 3 % of each other|at most 5 % of all steps",
         r"all-reduces of 25 MiB",  # the size of messages
+        rf"{MEMORY_BYTES >> 20} MiB for each rank and stage",  # what is reserved
         r"less than 20 seconds besides",  # the limit of a probe
         # Rates of the makers.
         r"rated 3\.6tbit in each direction for an H100, 2\.4tbit for an A100, 16gbit for a CPU, and 200gbit",

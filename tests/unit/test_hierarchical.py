@@ -14,7 +14,8 @@ from lightning_gqsgd.config.resolving import resolve, setting_of
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import stages
 from lightning_gqsgd.research.simulation import average, relative_error
-from lightning_gqsgd.session.nodes import Layout, link_rate, this_node, with_nodes
+from lightning_gqsgd.session.nodes import Layout, link_rate, with_nodes
+from lightning_gqsgd.wire.node import this_node
 
 SHAPES = [(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]
 

@@ -1,0 +1,43 @@
+"""Messages take turns in the memory of a rank."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_gqsgd.wire.shared_memory import ALIGNMENT, _Ring
+
+NBYTES = 64 * ALIGNMENT
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_never_overlap_and_there_is_room_once_all_are_read(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311
+    ring = _Ring(NBYTES)
+    lying: dict[int, tuple[int, set[int]]] = {}
+    for _ in range(2000):
+        if draw.random() < 0.5:
+            length = draw.randint(1, NBYTES // 4)
+            readers = frozenset(draw.sample(range(3), draw.randint(1, 3)))
+            place = ring.reserve(length, readers)
+            if place is None:
+                assert lying
+                continue
+            assert place % ALIGNMENT == 0
+            assert 0 <= place <= place + length <= NBYTES
+            for other, (end, _) in lying.items():
+                assert place + length <= other or end <= place
+            lying[place] = place + length, set(readers)
+        elif lying:
+            place = draw.choice(list(lying))
+            reader = draw.choice(list(lying[place][1]))
+            ring.free(place, reader)
+            lying[place][1].remove(reader)
+            if not lying[place][1]:
+                del lying[place]
+        assert ring.readers() == set().union(*(readers for _, readers in lying.values()))
+    for reader in range(3):
+        ring.forget(reader)
+    assert ring.reserve(NBYTES, frozenset((1,))) == 0
+    assert ring.reserve(1, frozenset((1,))) is None
