@@ -7,8 +7,9 @@ last but one a link that is ten times slower. A random host's rank is killed eve
 Goodput is the number of samples that enter the merged model each second, over that of the same hosts when each trains
 alone, at its own speed and without faults. Samples of a merge that a restart undoes do not count.
 
-Every way is run with the first seed, and ours with all of them. Ways with a lighthouse fork a rank that comes back from
-a process that has imported everything; torchrun restarts all ranks, which import again.
+Every way is run with the first seed, and ours with all of them. The speed of a machine drifts, so the hosts train alone
+before and after each way, and the mean of the two counts. Ways with a lighthouse fork a rank that comes back from a
+process that has imported everything; torchrun restarts all ranks, which import again.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ RATES = ["1gbit", "1gbit", "100mbit", "1gbit"]
 CPUS = ["0.6", "0.6", "0.6", "0.15"]
 #: Seconds between two kills, and until the killed rank may start again.
 EVERY_S, DOWN_S = 20.0, 5.0
+#: Seconds for which hosts train alone, between two ways.
+ALONE_S = 20.0
 #: Seconds for which ranks may take to make their first merge.
 START_S = 180.0
 LIGHTHOUSE_PORT, RENDEZVOUS_PORT = 29510, 29511
@@ -130,19 +133,30 @@ class Run:
             NetLabError: a rank has made none in time.
         """
         if self._way.has_lighthouse:
-            bounds = ["--min_replicas", "1", "--join_timeout_ms", "2000", "--heartbeat_timeout_ms", "3000"]
+            bounds = ["--min_replicas", "1", "--join_timeout_ms", "20000", "--heartbeat_timeout_ms", "2000"]
             program = str(Path(sys.executable).with_name("torchft_lighthouse"))
             with (self._folder / "lighthouse").open("w") as log:
                 bind = ["--bind", f"[::]:{LIGHTHOUSE_PORT}"]
                 self._lab.popen(0, [program, *bounds, *bind], stdout=log, stderr=log)
         for host in range(self._lab.hosts):
             self.start(host)
+        # Imports would take a slow host minutes.
+        self._limit(["none"] * self._lab.hosts)
+        self._wait(lambda: len(list(self._folder.glob("pid*"))) == self._lab.hosts, "started")
+        self._limit(CPUS)
+        self._wait(lambda: all(self.lines()), "merged")
+
+    def _limit(self, cpus: Sequence[str]) -> None:
+        for host, share in enumerate(cpus):
+            self._lab.slow_down(host, share)
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_S
-        while not all(self.lines()):
+        while not is_done():
             if time.monotonic() > deadline:
                 shutil.copytree(self._folder, Path(tempfile.gettempdir()) / "goodput", dirs_exist_ok=True)
                 raise NetLabError(
-                    f"{self._name}: not every rank has merged within {START_S:.0f} s; read the logs of the ranks in "
+                    f"{self._name}: not every rank has {what} within {START_S:.0f} s; read the logs of the ranks in "
                     f"{tempfile.gettempdir()}/goodput"
                 )
             time.sleep(0.2)
@@ -206,6 +220,18 @@ def samples_per_second(journals: Sequence[Sequence[Line]], begun: float, seconds
     return sum(line["samples"] for line in last.values() if begun < line["time"] <= begun + seconds) / seconds
 
 
+def alone() -> float:
+    """Samples per second of the hosts when each trains alone and without kills."""
+    begun, journals = measure("alone", Way(_plain), [], ALONE_S)
+    return samples_per_second(journals, begun, ALONE_S)
+
+
+def last_loss(journals: Sequence[Sequence[Line]]) -> float:
+    """The latest loss that any member wrote down."""
+    losses = [(line["time"], line["loss"]) for lines in journals for line in lines if "loss" in line]
+    return float(max(losses)[1])
+
+
 def are_equal(journals: Sequence[Sequence[Line]]) -> bool:
     """Whether members have the same weights after the last merge that several of them wrote down."""
     digests: dict[int, dict[int, str]] = {}
@@ -233,8 +259,8 @@ def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(6, 3.6))
         for name, (begun, journals) in runs.items():
-            points = sorted((line["time"] - begun, line["loss"]) for lines in journals for line in lines)
-            points = [(second, loss) for second, loss in points if second >= 0]
+            losses = [(line["time"] - begun, line["loss"]) for lines in journals for line in lines if "loss" in line]
+            points = sorted((second, loss) for second, loss in losses if second >= 0)
             axis.plot([second for second, _ in points], [loss for _, loss in points], label=name)
         axis.set_xlabel("time (s)")
         axis.set_ylabel("validation loss (nats per byte)")
@@ -244,12 +270,14 @@ def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
         plt.close(figure)
 
 
-def _notes() -> list[str]:
+def _notes(seconds: float) -> list[str]:
     return [
-        f"Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a random host's rank is killed "
-        f"every {EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character model. Goodput: samples per "
-        "second that entered the merged model, over those of the same hosts when each trains alone. A killed host is "
-        "away for a quarter of the time, so that about 0.94 is the most that a schedule of kills leaves.",
+        f"{seconds:.0f} s of each way. Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a "
+        f"random host's rank is killed every {EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character "
+        "model. Goodput: samples per second that entered the merged model, over those of the same hosts when each "
+        "trains alone. One host in four is away for a quarter of the time, so that about 0.94 is the most that a "
+        "schedule of kills leaves.",
+        "alone: samples per second of the hosts when each trains alone, before and after. "
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
         "that took part in the last merge have the same weights.",
@@ -262,27 +290,31 @@ def _measure(options: argparse.Namespace) -> Report:
     Raises:
         NetLabError: there is no lab here, or ranks do not start.
     """
-    seconds = 60.0 if options.short else 600.0
-    numbers = {"goodput": ".2f", "samples/s": ".0f", "loss": ".2f", "back (s)": ".1f"}
+    seconds = 60.0 if options.short else options.seconds
+    numbers = {"goodput": ".2f", "samples/s": ".0f", "alone": ".0f", "loss": ".2f", "back (s)": ".1f"}
     columns = {"way": "", "seed": ".0f", **numbers, "equal": ""}
     runs: dict[str, tuple[float, list[list[Line]]]] = {}
-    report = Report("goodput", "Goodput while ranks die, are slow, and have slow links", columns, _notes())
+    report = Report("goodput", "Goodput while ranks die, are slow, and have slow links", columns, _notes(seconds))
     report.draw = lambda file: draw(runs, file)
-    begun, journals = measure("alone", Way(_plain), [], min(seconds, 60.0))
-    most = samples_per_second(journals, begun, min(seconds, 60.0))
-    print(f"alone: {most:.1f} samples/s, the sum of {len(RATES)} hosts", flush=True)
-    report.rows.append(["each host alone, without kills", None, 1.0, most, None, None, None])
+    before = alone()
     for name in options.ways:
         for seed in options.seed if name == "elastic" else options.seed[:1]:
             kills = schedule(seed, seconds, len(RATES))
             begun, journals = measure(name, WAYS[name], kills, seconds)
             runs.setdefault(name, (begun, journals))
+            after = alone()
+            most = (before + after) / 2
+            before = after
             rate = samples_per_second(journals, begun, seconds)
-            loss = max((lines[-1] for lines in journals), key=lambda line: line["time"])["loss"]
+            loss = last_loss(journals)
             back = longest_return(journals, begun, kills)
             equal = "yes" if are_equal(journals) else "no"
-            report.rows.append([name, seed, rate / most, rate, loss, None if math.isnan(back) else back, equal])
-            print(f"{name}, seed {seed}: goodput {rate / most:.2f}, loss {loss:.3f}, equal: {equal}", flush=True)
+            report.rows.append([name, seed, rate / most, rate, most, loss, None if math.isnan(back) else back, equal])
+            print(
+                f"{name}, seed {seed}: goodput {rate / most:.2f} ({rate:.0f} of {most:.0f} samples/s), "
+                f"loss {loss:.3f}, back {back:.1f} s, equal: {equal}",
+                flush=True,
+            )
     return report
 
 
@@ -290,7 +322,8 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of the schedules of kills")
-    parser.add_argument("--short", action="store_true", help="60 s for each way instead of 600")
+    parser.add_argument("--short", action="store_true", help="60 s for each way")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each way (600)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     exit_on_signals()
     try:

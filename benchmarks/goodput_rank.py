@@ -6,7 +6,8 @@ With ``--again``, a process that has imported everything waits for ranks to star
 longer on these hosts than a machine is away.
 
 A line of ``FOLDER/rank0.jsonl`` is one merge that rank 0 took part in: the machine's monotonic time, the number of the
-merge, the samples of this rank that entered the merged model with it, a loss, and a digest of the model's weights.
+merge, the samples of this rank that entered the merged model with it, a digest of the model's weights, and now and then
+a loss.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workloads.characters import CharacterTransformer, load_texts, windows
 
-BATCH, LENGTH = 4, 32
+BATCH, LENGTH = 16, 32
+#: Least seconds between two validations of a rank, which take the time of several steps.
+VALIDATE_S = 2.0
 #: Steps between two averages, and between two checkpoints of DDP.
 EVERY = 16
 TIMEOUT = timedelta(seconds=10)
@@ -55,6 +58,7 @@ class Rank:
         # A rank that starts again goes on with other windows.
         self._own = torch.Generator().manual_seed(1000 * self.host + time.monotonic_ns() % 1000)
         self._valid = windows(texts.valid, 16, LENGTH, torch.Generator().manual_seed(1))
+        self._validated_at = -VALIDATE_S
         self._journal = (folder / f"rank{self.host}.jsonl").open("a", buffering=1)
         (folder / f"pid{self.host}").write_text(str(os.getpid()))
 
@@ -73,14 +77,12 @@ class Rank:
         ``more``: further entries of the line; ``entered``: samples of all ranks that are in the model, where that is
         known.
         """
-        inputs, targets = self._valid
-        line = {
-            "time": time.monotonic(),
-            "merge": number,
-            "samples": samples,
-            "loss": float(F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())),
-            "digest": hashlib.sha256(b"".join(p.numpy().tobytes() for p in self.model.parameters())).hexdigest()[:16],
-        }
+        digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in self.model.parameters())).hexdigest()[:16]
+        line: dict[str, Any] = {"time": time.monotonic(), "merge": number, "samples": samples, "digest": digest}
+        if line["time"] >= self._validated_at + VALIDATE_S:
+            self._validated_at = line["time"]
+            inputs, targets = self._valid
+            line["loss"] = float(F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten()))
         self._journal.write(json.dumps({**line, **more}) + "\n")
 
     def save(self, number: int, **parts: Any) -> None:
@@ -248,8 +250,8 @@ def serve(way: str, folder: Path) -> None:
         importlib.import_module(module)
     _, config = make_local("gqsgd_diloco", {}, {})
     compile_kernels(resolve(config, 2), torch.float32, torch.device("cpu"), 2)
+    torch.optim.AdamW([torch.zeros(1)])  # the first optimizer imports torch's compiler
     start = folder / f"start{os.environ['NETLAB_HOST']}"
-    (folder / f"warm{os.environ['NETLAB_HOST']}").touch()
     child = 0
     while True:
         if child and os.waitpid(child, os.WNOHANG)[0]:

@@ -191,6 +191,20 @@ class NetLab:
         """Undo `cut`. Connections go on where both ends still wait; TCP tries again less and less often."""
         _ip("-n", f"{self._name}-sw", "link", "set", f"p{host}", "up")
 
+    def slow_down(self, host: int, cpus: str) -> None:
+        """Change the processor time of a host that was made with a limit of it.
+
+        Args:
+            host: number of the host, from 0.
+            cpus: processors of the host, or ``"none"``; see `parse_cpus`.
+
+        Raises:
+            NetLabError: the host was made without a limit, or the number is out of range.
+        """
+        if host not in self._shares:
+            raise NetLabError(f"host {host} was made without cpus; give them to NetLab, as any number")
+        self._shares[host].limit(parse_cpus(cpus, cores()))
+
     def measure(self, nbytes: int = 20_000_000) -> float:
         """Bits per second of goodput of one TCP connection from host 1 to host 0, which sends ``nbytes`` bytes.
 

@@ -52,23 +52,28 @@ class Share:
     def __init__(self, name: str, cpus: float) -> None:
         root = find_root()
         self._folder = root / name
-        quota_us = round(cpus * _PERIOD_US)
+        control = root / "cgroup.subtree_control"
+        self._is_version_2 = control.exists()
         try:
-            control = root / "cgroup.subtree_control"
-            if control.exists() and "cpu" not in control.read_text().split():
+            if self._is_version_2 and "cpu" not in control.read_text().split():
                 control.write_text("+cpu")
             self._folder.mkdir()
-            if control.exists():
-                (self._folder / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
-            else:
-                (self._folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-                (self._folder / "cpu.cfs_quota_us").write_text(str(quota_us))
+            self.limit(cpus)
         except OSError as error:
             remove(name)
             raise NetLabError(
                 f"cpus={cpus:g} needs a control group, and {root} takes none ({error}); run it outside of the "
                 "container, or leave cpus out"
             ) from error
+
+    def limit(self, cpus: float | None) -> None:
+        """Change the processor time from now on; None: there is no limit."""
+        quota_us = None if cpus is None else round(cpus * _PERIOD_US)
+        if self._is_version_2:
+            (self._folder / "cpu.max").write_text(f"{'max' if quota_us is None else quota_us} {_PERIOD_US}")
+        else:
+            (self._folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (self._folder / "cpu.cfs_quota_us").write_text(str(-1 if quota_us is None else quota_us))
 
     def join(self) -> None:
         """Put this process, and all that it starts from now on, into the group."""

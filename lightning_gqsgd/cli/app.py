@@ -404,7 +404,7 @@ def lighthouse(
     bind: Annotated[str, typer.Option(help="Host and port to listen at.")] = "[::]:29510",
     min_replicas: Annotated[int, typer.Option(help="The least number of members for a merge.")] = 1,
     join_timeout: Annotated[
-        str, typer.Option(help="How long members wait for one that is alive and does not come.")
+        str, typer.Option(help="How long members wait for one that is alive and does not come; longer than a round.")
     ] = "60s",
     heartbeat_timeout: Annotated[
         str, typer.Option(help="After how long without a sign of life a member counts as gone.")

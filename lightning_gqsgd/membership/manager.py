@@ -20,7 +20,6 @@ from torch import Tensor
 from torchft import Manager, ProcessGroupGloo
 
 from lightning_gqsgd.config import GQSGDConfig
-from lightning_gqsgd.config.resolving import resolve
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.membership.door import check_others, lighthouse_address, name_for, own_host
 from lightning_gqsgd.membership.members import (
@@ -36,13 +35,15 @@ from lightning_gqsgd.membership.members import (
 )
 from lightning_gqsgd.membership.process_group import QuantisedProcessGroup
 from lightning_gqsgd.membership.transport import PlainTransport
-from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
 #: Of connections, collectives and transfers of the state.
 _TIMEOUT = timedelta(seconds=60)
+
+#: The most members for which kernels are compiled before they are known.
+_COMPILED_RANKS = 8
 
 
 class TorchftMembers(Members):
@@ -79,10 +80,10 @@ class TorchftMembers(Members):
         host = own_host(lighthouse)
         name = name_for(facts)
         check_others(lighthouse, name, timeout.total_seconds())
-        # Before this member is known to the others, because they wait for it from then on.
-        compile_kernels(resolve(config, 2), torch.float32, device, 2)
         self._received: Mapping[str, Any] | None = None
         self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=timeout), config, device)
+        # Before this member is known to the others, because they wait for it from then on.
+        self._group.compile_for(_COMPILED_RANKS)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._manager = Manager(
             pg=self._group,

@@ -7,11 +7,12 @@ it waits for and through `errored`, discards the step, and asks for new ranks.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,11 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepare_later
+from lightning_gqsgd.session.opening import compile_together, digest_of_facts, facts_of, prepare_later
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import timeout_of
+from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.engine import Engine, Messages, Request
 from lightning_gqsgd.wire.job import Job
 from lightning_gqsgd.wire.meeting import Meeting
@@ -35,6 +37,7 @@ from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.telemetry import Telemetry
 from lightning_gqsgd.wire.tracing import untraced
 
+_PURPOSE = "torchft's quorum"
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
 
 
@@ -93,6 +96,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         self._peers: Peers  # the present ranks, once there are some
         self._resolved = config  # for the present number of ranks
         self._prepared: set[torch.dtype] = set()  # dtypes that kernels are compiled for
+        self._compiled: set[tuple[GQSGDConfig, int]] = set()  # for fp32, see `_kernels_of`
         self._calls = 0
         self._error: Exception | None = None
         # Also at exit: Gloo groups that are still open then can abort the process.
@@ -135,7 +139,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """
         _close(self._engines)
         super().configure(*arguments, **named)
-        self._open()
+        self._open_or_abort()
 
     def reconfigure(self, options: Any) -> Any:
         """Go on with other ranks, as later versions of torchft say it; see `configure`.
@@ -146,7 +150,7 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         _close(self._engines)
         work = super().reconfigure(options)
         work.wait()
-        self._open()
+        self._open_or_abort()
         return work
 
     def errored(self) -> Exception | None:
@@ -205,30 +209,72 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
             return None
         return _Work([self._reduce(tensor, is_sum) for tensor in tensors], self._note)
 
+    def compile_for(self, most_ranks: int) -> None:
+        """Compile the kernels that any number of ranks up to this one needs, before there are ranks that wait."""
+        for ranks in range(2, most_ranks + 1):
+            config = resolve(self.config, ranks)
+            if not self._is_compiled(config, ranks):
+                compile_kernels(config, torch.float32, self._device, ranks)
+                self._compiled.add(self._kernels_of(config, ranks))
+
+    def _open_or_abort(self) -> None:
+        """Make an engine for the present ranks, or close the connections, so that no rank waits for this one."""
+        try:
+            self._open()
+        except BaseException:
+            self._pg.abort()
+            raise
+
     def _open(self) -> None:
-        """Make an engine for the present ranks. A collective."""
+        """Make an engine for the present ranks. A collective.
+
+        Ranks come and go while others train, so this takes few round trips: ranks compare numbers on the connections
+        that they have. They hold a meeting only where these differ, for words, or where kernels have to be compiled.
+        """
         self._error = None
         self._peers = peers = _peers_of(self._pg, self._device)
         timeout = timeout_of(peers, self._device)
-        with Meeting("torchft's quorum", [peers], timeout) as meeting:
-            config = resolve(self.config, peers.size())
-            side = Side(peers, facts_of(config, {"device": self._device.type}), [config])
-            with open_engines(
-                meeting, [side], self._device, timeout=timeout, messages=_MESSAGES, dtypes=[torch.float32]
-            ) as engines:
-                self._calls = self._most_calls()
-        engines[0].telemetry = self.telemetry  # counters go on where those of earlier ranks have ended
+        config = resolve(self.config, peers.size())
+        facts = facts_of(config, {"device": self._device.type})
+        seen = self._greet(digest_of_facts(facts), self._is_compiled(config, peers.size()))
+        if not seen.are_equal:
+            with Meeting(_PURPOSE, [peers], timeout) as meeting:
+                meeting.agree([facts])  # raises, and names the difference
+        engine = Engine(self._device, peers, seen.key, timeout=timeout, messages=_MESSAGES)
+        try:
+            engine.connect(config)
+            if not seen.are_compiled:
+                with Meeting(_PURPOSE, [peers], timeout) as meeting:
+                    meeting.agree([facts])
+                    compile_together(meeting, {engine: [config]}, [torch.float32])
+                self._compiled.add(self._kernels_of(config, peers.size()))
+        except BaseException:
+            engine.close()
+            raise
+        self._calls = seen.calls
+        engine.telemetry = self.telemetry  # counters go on where those of earlier ranks have ended
         self._resolved = config
         self._prepared = {torch.float32}
-        self._engines[:] = engines
+        self._engines[:] = [engine]
 
-    def _most_calls(self) -> int:
-        """Returns the largest number of calls that a rank has made, so that no dither is used twice. A collective."""
-        calls = torch.tensor([self._calls])
+    def _greet(self, digest: int, is_compiled: bool) -> _Greeting:
+        """Tell the other ranks what this one has, and hear it of them. A collective."""
+        # The sum of rows that are zero but for one.
+        rows = torch.zeros(self._peers.size(), 4, dtype=torch.int64)
+        rows[self._peers.own] = torch.tensor([digest % 2**63, self._calls, int(is_compiled), secrets.randbits(62)])
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        super().allreduce([calls], options).wait()
-        return int(calls)
+        options.reduceOp = dist.ReduceOp.SUM
+        super().allreduce([rows], options).wait()
+        digests, calls, compiled, tokens = rows.T.tolist()
+        # The largest number of calls, so that no dither is used twice.
+        return _Greeting(len(set(digests)) == 1, max(calls), all(compiled), f"{tokens[0]:x}")
+
+    def _kernels_of(self, config: GQSGDConfig, ranks: int) -> tuple[GQSGDConfig, int]:
+        """Returns what stands for compiled kernels: those of a GPU are for a number of ranks."""
+        return config, ranks if self._device.type == "cuda" else 0
+
+    def _is_compiled(self, config: GQSGDConfig, ranks: int) -> bool:
+        return self._kernels_of(config, ranks) in self._compiled
 
     def _reduce(self, tensor: Tensor, is_sum: bool) -> _Result:
         """Start to replace one tensor, which has no name."""
@@ -270,6 +316,22 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
     def _note(self, error: Exception) -> None:
         """Remember the first error, for `errored`."""
         self._error = self._error or error
+
+
+class _Greeting(NamedTuple):
+    """What ranks have told each other.
+
+    Attributes:
+        are_equal: whether all have the same facts.
+        calls: the most calls that one has made.
+        are_compiled: whether all have the kernels.
+        key: for their connections.
+    """
+
+    are_equal: bool
+    calls: int
+    are_compiled: bool
+    key: str
 
 
 class _Result:

@@ -89,6 +89,7 @@ class Communicator:
         # Backends by stage, scope and turn; torch's type stubs lack their collectives.
         self._groups: dict[tuple[int, Scope, int], Any] = {}
         self._shared: dict[tuple[int, Scope, int], SharedGroup] = {}
+        self._apart: set[Scope] = set()  # those whose ranks share no memory
         self._turn = 0
         self._latest: tuple[Any, Any] = (None, None)  # group and work of the latest collective
         self._staging: Staging | None = None
@@ -191,7 +192,7 @@ class Communicator:
     def _share(self, stage: int, scope: Scope, turn: int) -> None:
         """Let the ranks of a group share memory, if all of them are on one machine. A collective of the group."""
         members = scope.members(self.rank, self.size)
-        if self.backend != "gloo" or self.device.type != "cpu" or len(members) < 2:
+        if self.backend != "gloo" or self.device.type != "cpu" or len(members) < 2 or scope in self._apart:
             return
         group = self._groups[stage, scope, turn]
 
@@ -206,7 +207,9 @@ class Communicator:
             found = neighbours.connect(gather, place, self._ranks[self.rank], timeout_s)
         except RuntimeError as error:  # e.g. another rank has died
             raise self.describe(error, f"connecting to {len(members)} ranks") from error
-        if found is not None:
+        if found is None:
+            self._apart.add(scope)  # all its ranks know, so that none tries again for the next stage
+        else:
             numbers = [self._ranks[member] for member in members]
             self._shared[stage, scope, turn] = SharedGroup(found, numbers, timeout_s)
 

@@ -121,13 +121,23 @@ def test_both_versions_of_control_groups_get_the_limit(
     if kind == "cgroup2":
         (root / "cgroup.controllers").write_text("cpu memory\n")
         (root / "cgroup.subtree_control").write_text("memory\n")
-    processors.Share("one", 0.25)
+    share = processors.Share("one", 0.25)
     written = {file.name: file.read_text() for file in (root / "one").iterdir()}
     if kind == "cgroup2":
         assert (root / "cgroup.subtree_control").read_text() == "+cpu"
         assert written == {"cpu.max": "5000 20000"}
     else:
         assert written == {"cpu.cfs_period_us": "20000", "cpu.cfs_quota_us": "5000"}
+    share.limit(None)
+    no_limit = {"cgroup": ("cpu.cfs_quota_us", "-1"), "cgroup2": ("cpu.max", "max 20000")}
+    file, text = no_limit[kind]
+    assert (root / "one" / file).read_text() == text
+
+
+@needs_root
+def test_a_host_without_a_share_cannot_become_slower() -> None:
+    with NetLab(1) as lab, pytest.raises(NetLabError, match="host 0 was made without cpus; give them to NetLab"):
+        lab.slow_down(0, "0.5")
 
 
 def test_a_machine_without_control_groups_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
