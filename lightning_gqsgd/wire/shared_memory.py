@@ -286,12 +286,18 @@ class _Line:
 
     def receive(self) -> Iterator[bytes]:
         """Yield the packets that have come; the last one is empty where the rank has closed the connection."""
+        was_reset = False
         while not self.is_lost:
             try:
                 packet = self.socket.recv(_PACKET_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # reset, since the rank has died with packets of ours unread
+            except OSError:
+                # The rank has closed with packets of ours unread. The system says so once, before what the rank had
+                # sent until then, which may be all that this one waits for.
+                if not was_reset:
+                    was_reset = True
+                    continue
                 packet = b""
             self.is_lost = not packet
             yield packet

@@ -1,12 +1,15 @@
-"""Messages take turns in the memory of a rank."""
+"""Messages take turns in the memory of a rank, and connections that end."""
 
 from __future__ import annotations
 
 import random
+import socket
 
+import numpy as np
 import pytest
 
-from lightning_gqsgd.wire.shared_memory import ALIGNMENT, _Ring
+from lightning_gqsgd.wire.neighbours import Neighbour
+from lightning_gqsgd.wire.shared_memory import ALIGNMENT, _Line, _Ring
 
 NBYTES = 64 * ALIGNMENT
 
@@ -41,3 +44,16 @@ def test_messages_never_overlap_and_there_is_room_once_all_are_read(seed: int) -
         ring.forget(reader)
     assert ring.reserve(NBYTES, frozenset((1,))) == 0
     assert ring.reserve(1, frozenset((1,))) is None
+
+
+def test_what_a_rank_sent_before_it_closed_is_read_although_it_had_packets_unread() -> None:
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.setblocking(False)
+    line = _Line(Neighbour(1, own, np.empty(0, np.uint8)), most_unfreed=1)
+    line.send(b"unread")
+    other.send(b"first")
+    other.send(b"last")
+    other.close()
+    assert list(line.receive()) == [b"first", b"last", b""]
+    assert line.is_lost
+    own.close()
