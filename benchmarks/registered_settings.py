@@ -165,6 +165,27 @@ SETS: dict[int, tuple[Lab, ...]] = {
         Lab(TWO_BY_TWO, "1gbit", "none", "mlp", (HALF, EIGHT_LEVELS, FOUR_LEVELS), 18),
         Lab(FOUR_BY_TWO, "200mbit", "none", "transformer", (EIGHT_LEVELS, TWO_LEVELS), 19),
     ),
+    2: (
+        Lab(PAIR, "65mbit", "none", "transformer", (DDP, HALF, EIGHT, THREE), 21),
+        Lab(PAIR, "180mbit", "none", "transformer", (DDP, EIGHT, FOUR, TWO), 22),
+        Lab(PAIR, "110mbit", "12ms", "transformer", (HALF, EIGHT, THREE), 23),
+        Lab(PAIR, "220mbit", "3ms", "transformer", (DDP, HALF, EIGHT, FOUR), 24),
+        Lab(PAIR, "90mbit", "none", "transformer", (Way(8, every=8), Way(4, every=16)), 25),
+        Lab(PAIR, "500mbit", "none", "resnet18", (DDP, EIGHT, FOUR, TWO), 26),
+        Lab(PAIR, "800mbit", "none", "resnet18", (HALF, FOUR, THREE), 27),
+        Lab(PAIR, "900mbit", "none", "mlp", (DDP, HALF, FOUR, Way(2, every=8)), 28),
+        Lab(PAIR, "1500mbit", "none", "mlp", (HALF, EIGHT, TWO), 29),
+        Lab(PAIR, "10gbit", "none", "mlp", (DDP, EIGHT, THREE), 30),
+        Lab(QUAD, "100mbit", "none", "transformer", (DDP, EIGHT, FOUR), 31),
+        Lab(QUAD, "180mbit", "none", "transformer", (HALF, FOUR, TWO), 32),
+        Lab(QUAD, "120mbit", "6ms", "transformer", (DDP, EIGHT, THREE), 33),
+        Lab(QUAD, "400mbit", "none", "resnet18", (HALF, EIGHT, FOUR), 34),
+        Lab(QUAD, "700mbit", "none", "mlp", (DDP, EIGHT, FOUR), 35),
+        Lab(QUAD, "3gbit", "none", "mlp", (HALF, FOUR), 36),
+        Lab(TWO_BY_TWO, "130mbit", "none", "transformer", (DDP, EIGHT_LEVELS, FOUR_LEVELS, EIGHT), 37),
+        Lab(TWO_BY_TWO, "600mbit", "none", "mlp", (DDP, HALF, FOUR_LEVELS), 38),
+        Lab(FOUR_BY_TWO, "300mbit", "none", "transformer", (EIGHT_LEVELS, FOUR_LEVELS), 39),
+    ),
 }
 
 

@@ -20,7 +20,7 @@ OPTIONS = argparse.Namespace(set=1, only=range(1, 1000), save=True)
 
 def git(folder: Path, *arguments: str) -> None:
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)  # noqa: S607
 
 
 @pytest.fixture
