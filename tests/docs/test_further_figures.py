@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,26 @@ def of_rival(column: str, way: str) -> str:
     return cell("rival_trainings", column, way=way, rate="100mbit")
 
 
+def one_mean(column: str, way: str, rate: str = "100mbit") -> str:
+    return cell("rival_means", column, way=way, rate=rate)
+
+
+def registered(number: int) -> list[dict[str, Any]]:
+    """The measured rows of a set of predictions."""
+    saved = json.loads((RESULTS / "registered.json").read_text())
+    rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
+    return [row for row in rows if row["set"] == number and row["inside"]]
+
+
+def inside(number: int) -> int:
+    return sum(row["inside"] == "yes" for row in registered(number))
+
+
+def off(number: int) -> float:
+    """Median of the absolute errors in percent."""
+    return median(abs(row["error (%)"]) for row in registered(number))
+
+
 def of_dither(column: str, dither: str = "companded, adaptive (default)") -> str:
     """At 8 bits."""
     return cell("tolerance", column, dither=dither, bits="8")
@@ -115,6 +136,28 @@ def percent_of_copy(stage: int) -> str:
 
 #: The page and the sentence, and what the tables say.
 SENTENCES: Sentences = {
+    (
+        "docs/choosing_figures.md",
+        r"One mean of 25 MiB between two hosts at 100 Mbit/s takes (\d+) ms at 4 bits, (\d+) ms with torch's fp32, "
+        r"(\d+) ms with its bf16 hook, (\d+) ms with its PowerSGD of rank 4, (\d+) ms with hivemind's fp16 and (\d+) ms",
+    ): [
+        partial(one_mean, "time (ms)", way)
+        for way in (
+            "gqsgd, 4 bit",
+            "torch, fp32",
+            "torch bf16 hook",
+            "torch PowerSGD, rank 4",
+            "hivemind fp16",
+            "hivemind 8 bit",
+        )
+    ],
+    (
+        "docs/choosing_figures.md",
+        r"The mean is off by ([\d.]+) % at 4 bits, by ([\d.]+) % with PowerSGD of rank 4, .*? by ([\d.]+) % with hiv",
+    ): [partial(one_mean, "error (%)", way) for way in ("gqsgd, 4 bit", "torch PowerSGD, rank 4", "hivemind 8 bit")],
+    ("docs/choosing_figures.md", r"bf16 hook is the fastest, with (\d+) ms, and 4 bits take (\d+) ms\."): [
+        partial(one_mean, "time (ms)", way, "10gbit") for way in ("torch bf16 hook", "gqsgd, 4 bit")
+    ],
     ("docs/performance.md", r"\| step \(ms\) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|"): [
         partial(on_a_gpu, "step (ms)", case) for case in ON_A_GPU
     ],
