@@ -94,6 +94,21 @@ class Run:
         return f"{self.way}, {self.rate:g}, seed {self.seed}".replace(" ", "_").replace("=", "").replace(",", "")
 
 
+class _Whole(Optimizer):
+    """An optimizer that is kept in files with all of its attributes; torch keeps parameters and their state only."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class _ShapedWhole(_Whole, Shaped):
+    """See the base classes."""
+
+
+class _MuonWhole(_Whole, MuonAdamW):
+    """See the base classes."""
+
+
 class EveryStep:
     """Workers whose gradients are averaged in every step.
 
@@ -217,13 +232,13 @@ class Training:
         return torch.optim.AdamW(flat, lr=self._rate, weight_decay=0.1)
 
     def _muon(self, flat: list[Tensor]) -> Optimizer:
-        return Shaped(flat, self._problem.shapes, self._muon_of)
+        return _ShapedWhole(flat, self._problem.shapes, self._muon_of)
 
     def _muon_of(self, parameters: list[nn.Parameter]) -> Optimizer:
         pairs = list(zip(parameters, self._problem.hidden, strict=True))
         matrices = [parameter for parameter, is_hidden in pairs if is_hidden]
         others = [parameter for parameter, is_hidden in pairs if not is_hidden]
-        return MuonAdamW(matrices, others, lr=self._rate, betas=(0.9, 0.999))
+        return _MuonWhole(matrices, others, lr=self._rate, betas=(0.9, 0.999))
 
 
 def schedule(step: int, steps: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.registered import ENDS
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
@@ -96,6 +97,13 @@ def off(number: int) -> float:
     return median(abs(row["error (%)"]) for row in registered(number))
 
 
+def longer(number: int, model: str, link: str, hosts: str = "2 × 1") -> list[float]:
+    """Measured over predicted steps of the rows that lie outside."""
+    where = {"model": model, "link": link, "hosts × ranks": hosts, "inside": "no"}
+    rows = [row for row in registered(number) if all(row[key] == value for key, value in where.items())]
+    return sorted(row["measured (ms)"] / row["predicted (ms)"] for row in rows)
+
+
 def of_dither(column: str, dither: str = "companded, adaptive (default)") -> str:
     """At 8 bits."""
     return cell("tolerance", column, dither=dither, bits="8")
@@ -136,10 +144,44 @@ def percent_of_copy(stage: int) -> str:
 
 #: The page and the sentence, and what the tables say.
 SENTENCES: Sentences = {
+    ("docs/prediction.md", r"\*\*Set 1\*\*: (\d+) of (\d+) steps lie inside .*? errors is ([\d.]+) %"): [
+        lambda: inside(1),
+        lambda: len(registered(1)),
+        lambda: off(1),
+    ],
+    ("docs/prediction.md", r"Its intervals begin at ([\d.]+) and end at ([\d.]+) times"): [
+        lambda: ENDS[1][0],
+        lambda: ENDS[1][1],
+    ],
+    (
+        "docs/prediction.md",
+        r"wider intervals, ([\d.]+) and ([\d.]+) times: (\d+) of (\d+) steps that were measured lie inside, and the "
+        r"median of the absolute errors is ([\d.]+) %",
+    ): [
+        lambda: ENDS[2][0],
+        lambda: ENDS[2][1],
+        lambda: inside(2),
+        lambda: len(registered(2)),
+        lambda: off(2),
+    ],
+    (
+        "docs/prediction.md",
+        r"took ([\d.]+) to ([\d.]+) times as long as predicted, .*? took ([\d.]+) to ([\d.]+) times",
+    ): [
+        lambda: longer(2, "resnet18", "500mbit")[0],
+        lambda: longer(2, "resnet18", "500mbit")[-1],
+        lambda: longer(2, "mlp", "10gbit")[0],
+        lambda: longer(2, "mlp", "10gbit")[-1],
+    ],
+    ("docs/prediction.md", r"two levels take ([\d.]+) to ([\d.]+) times as long as predicted"): [
+        lambda: longer(1, "mlp", "1gbit", "2 × 2")[0],
+        lambda: longer(1, "mlp", "1gbit", "2 × 2")[-1],
+    ],
     (
         "docs/choosing_figures.md",
         r"One mean of 25 MiB between two hosts at 100 Mbit/s takes (\d+) ms at 4 bits, (\d+) ms with torch's fp32, "
-        r"(\d+) ms with its bf16 hook, (\d+) ms with its PowerSGD of rank 4, (\d+) ms with hivemind's fp16 and (\d+) ms",
+        r"(\d+) ms with its bf16 hook, (\d+) ms with its PowerSGD of rank 4, (\d+) ms with hivemind's fp16 and "
+        r"(\d+) ms",
     ): [
         partial(one_mean, "time (ms)", way)
         for way in (

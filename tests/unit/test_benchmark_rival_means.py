@@ -28,11 +28,11 @@ def test_hooks_of_torch_take_the_bucket() -> None:
     bucket: Any = means.OneBucket(buffer)
     means._put(buffer, default_hooks.fp16_compress_hook(None, bucket).wait())
     assert torch.equal(buffer, own.half().float())
-    state = powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
     for _ in range(3):
         buffer.copy_(own)
         means._put(buffer, powerSGD_hook.powerSGD_hook(state, bucket).wait())
-    assert torch.linalg.matrix_rank(buffer.view(16, 16)) <= 4
+    assert torch.linalg.matrix_rank(buffer.view(16, 16)) <= 2
 
 
 def test_the_gradient_is_that_of_a_layer() -> None:
