@@ -15,12 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-import hivemind
+import hivemind  # type: ignore[import-not-found]
 import numpy as np
 import torch
-from hivemind import compression
-from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging.control import AveragingStage
+from hivemind import compression  # type: ignore[import-not-found]
+from hivemind.averaging import DecentralizedAverager  # type: ignore[import-not-found]
+from hivemind.averaging.control import AveragingStage  # type: ignore[import-not-found]
 
 #: Codecs by name; its 8-bit codes need a NumPy before 2.
 CODECS = {"hivemind fp16": compression.Float16Compression, "hivemind 8 bit": compression.Uniform8BitQuantization}
@@ -59,7 +59,7 @@ def processor_seconds() -> float:
     return sum(times[pid] for pid in mine if pid in times) / os.sysconf("SC_CLK_TCK")
 
 
-def averaged(name: str, dht: hivemind.DHT, own: torch.Tensor, rank: int, folder: Path, rounds: int) -> dict:  # type: ignore[type-arg]
+def averaged(name: str, dht: hivemind.DHT, own: torch.Tensor, rank: int, folder: Path, rounds: int) -> dict:
     """Returns seconds, processor seconds and the digest of the mean of some rounds."""
     averager = DecentralizedAverager(
         [own.clone()],
@@ -71,7 +71,7 @@ def averaged(name: str, dht: hivemind.DHT, own: torch.Tensor, rank: int, folder:
         compression=CODECS[name](),
         start=True,
     )
-    found: dict = {"seconds": [], "processor": []}  # type: ignore[type-arg]
+    found: dict = {"seconds": [], "processor": []}
     for number in range(rounds + 1):
         with averager.get_tensors() as tensors:
             tensors[0].copy_(own)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -271,7 +271,7 @@ def row_of(name: str, rate: str, case: dict[str, Any], plain: dict[str, Any]) ->
     return [name, rate, median, f"{low:.0f} to {high:.0f}", processor, ratio, error, equal]
 
 
-def in_words(rows: list[list[Any]], rate: str) -> str:
+def in_words(rows: Sequence[Sequence[Any]], rate: str) -> str:
     """Returns who is the fastest at a rate, and where a rival is ahead of this package."""
     own = [row for row in rows if row[1] == rate]
     ours = min((row for row in own if row[0] in OURS), key=lambda row: row[2])

@@ -26,7 +26,8 @@ def test_hooks_of_torch_take_the_bucket() -> None:
     own = means.gradient(0)
     buffer = own.clone()
     bucket: Any = means.OneBucket(buffer)
-    means._put(buffer, default_hooks.fp16_compress_hook(None, bucket).wait())
+    world: Any = None  # torch's name for the default group
+    means._put(buffer, default_hooks.fp16_compress_hook(world, bucket).wait())
     assert torch.equal(buffer, own.half().float())
     state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
     for _ in range(3):
