@@ -87,16 +87,19 @@ class Bench:
         self.bytes |= {"fp32": fp32, "bf16": fp32 // 2}
 
     def add_reducer(self, case: str, bits: int, connections: int = 1) -> None:
+        name = f"{case}, {bits} bit" + f", {connections} connections" * (connections > 1)
+        self.add_config(name, case_config(case, bits), connections)
+
+    def add_config(self, name: str, config: GQSGDConfig, connections: int = 1) -> None:
         assert dist.group.WORLD is not None
         with Meeting(PROGRAM, [dist.group.WORLD], timedelta(minutes=1)) as meeting:
             (layout,) = layouts(meeting, self.buffer.device)
-        config = resolve(with_nodes(case_config(case, bits), layout), self.ranks)
-        setting = setting_of(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(bits))
+        config = resolve(with_nodes(config, layout), self.ranks)
+        setting = setting_of(config, self.ranks, self.buffer.dtype, self.communicator.piece_size(config.num_bits))
         self.communicator.extend(stages(setting), connections)
         compile_kernels(config, self.buffer.dtype, self.buffer.device, self.communicator.size)
         plan = Plan([Segment(0, self.buffer.numel(), raw=False)], setting)
         store = new_store(setting, {0: self.buffer.numel()}, self.buffer.device)
-        name = f"{case}, {bits} bit" + f", {connections} connections" * (connections > 1)
         run = partial(self._run, plan, store, connections)
         self.cases |= {name: run, name + BARE: partial(self._run_bare, run)}
         self.bytes[name] = self.bytes[name + BARE] = plan.sent_bytes

@@ -33,23 +33,26 @@ class VirtualCharacters:
         seed: of the start and of all batches.
         layers: blocks of the transformer.
         width: length of a character's vector.
+        batch: windows of a worker's batch.
 
     Attributes:
+        network: the network, at its start.
         text: name of the text.
         shapes: shape of each parameter, in order.
         hidden: whether each parameter is a matrix of a hidden layer, for which Muon and Dion are.
     """
 
-    def __init__(self, seed: int = 0, layers: int = 2, width: int = 64) -> None:
+    def __init__(self, seed: int = 0, layers: int = 2, width: int = 64, batch: int = BATCH) -> None:
         self._seed = seed
+        self._batch = batch
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self._network = CharacterTransformer(LENGTH, layers, width)
+            self.network = CharacterTransformer(LENGTH, layers, width)
         texts = load_texts()
         self.text = texts.name
         self._train = texts.train
         self._validation = windows(texts.valid, VALIDATION, LENGTH, torch.Generator().manual_seed(1))
-        named = dict(self._network.named_parameters())
+        named = dict(self.network.named_parameters())
         self._names = list(named)
         self.shapes = [parameter.shape for parameter in named.values()]
         self.hidden = [name.startswith("blocks") and parameter.ndim == 2 for name, parameter in named.items()]
@@ -58,13 +61,13 @@ class VirtualCharacters:
 
     def start(self) -> Tensor:
         """Returns the parameters at the start, [d]."""
-        return torch.cat([parameter.detach().flatten() for parameter in self._network.parameters()])
+        return torch.cat([parameter.detach().flatten() for parameter in self.network.parameters()])
 
     def gradients(self, x: Tensor, step: int, workers: int) -> Tensor:
         """Returns each worker's gradient in a step, [workers, d], at one point [d] or at one for each [workers, d]."""
         generator = torch.Generator().manual_seed(1_000_003 * self._seed + step)
-        inputs, targets = windows(self._train, workers * BATCH, LENGTH, generator)
-        batches = zip(inputs.split(BATCH), targets.split(BATCH), strict=True)
+        inputs, targets = windows(self._train, workers * self._batch, LENGTH, generator)
+        batches = zip(inputs.split(self._batch), targets.split(self._batch), strict=True)
         rows = []
         for point, batch in zip(x.expand(workers, -1), batches, strict=True):
             leaf = point.detach().clone().requires_grad_()
@@ -85,7 +88,7 @@ class VirtualCharacters:
     def _loss(self, x: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
         parts = x.split([shape.numel() for shape in self.shapes])
         parameters = {name: part.view(shape) for name, part, shape in zip(self._names, parts, self.shapes, strict=True)}
-        return F.cross_entropy(functional_call(self._network, parameters, (inputs,)).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(functional_call(self.network, parameters, (inputs,)).flatten(0, 1), targets.flatten())
 
 
 class Scheduled(Optimizer):

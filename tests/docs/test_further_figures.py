@@ -9,9 +9,11 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 import pytest
 
+from benchmarks.registered import ENDS
 from tests.docs.checks import Sentences, compare_sentence, rounded
 from tests.docs.tables import RESULTS, cell, rows_of
 from tests.docs.test_figures import auto, convnet_seeds, local, local_to_4_bits, prediction
@@ -92,6 +94,33 @@ def of_rival(column: str, way: str) -> str:
     return cell("rival_trainings", column, way=way, rate="100mbit")
 
 
+def one_mean(column: str, way: str, rate: str = "100mbit") -> str:
+    return cell("rival_means", column, way=way, rate=rate)
+
+
+def registered(number: int) -> list[dict[str, Any]]:
+    """The measured rows of a set of predictions."""
+    saved = json.loads((RESULTS / "registered.json").read_text())
+    rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["rows"]]
+    return [row for row in rows if row["set"] == number and row["inside"]]
+
+
+def inside(number: int) -> int:
+    return sum(row["inside"] == "yes" for row in registered(number))
+
+
+def off(number: int) -> float:
+    """Median of the absolute errors in percent."""
+    return median(abs(row["error (%)"]) for row in registered(number))
+
+
+def longer(number: int, model: str, link: str, hosts: str = "2 × 1") -> list[float]:
+    """Measured over predicted steps of the rows that lie outside."""
+    where = {"model": model, "link": link, "hosts × ranks": hosts, "inside": "no"}
+    rows = [row for row in registered(number) if all(row[key] == value for key, value in where.items())]
+    return sorted(row["measured (ms)"] / row["predicted (ms)"] for row in rows)
+
+
 def of_dither(column: str, dither: str = "companded, adaptive (default)") -> str:
     """At 8 bits."""
     return cell("tolerance", column, dither=dither, bits="8")
@@ -132,6 +161,62 @@ def percent_of_copy(stage: int) -> str:
 
 #: The page and the sentence, and what the tables say.
 SENTENCES: Sentences = {
+    ("docs/prediction.md", r"\*\*Set 1\*\*: (\d+) of (\d+) steps lie inside .*? errors is ([\d.]+) %"): [
+        lambda: inside(1),
+        lambda: len(registered(1)),
+        lambda: off(1),
+    ],
+    ("docs/prediction.md", r"Its intervals begin at ([\d.]+) and end at ([\d.]+) times"): [
+        lambda: ENDS[1][0],
+        lambda: ENDS[1][1],
+    ],
+    (
+        "docs/prediction.md",
+        r"wider intervals, ([\d.]+) and ([\d.]+) times: (\d+) of (\d+) steps that were measured lie inside, and the "
+        r"median of the absolute errors is ([\d.]+) %",
+    ): [
+        lambda: ENDS[2][0],
+        lambda: ENDS[2][1],
+        lambda: inside(2),
+        lambda: len(registered(2)),
+        lambda: off(2),
+    ],
+    (
+        "docs/prediction.md",
+        r"took ([\d.]+) to ([\d.]+) times as long as predicted, .*? took ([\d.]+) to ([\d.]+) times",
+    ): [
+        lambda: longer(2, "resnet18", "500mbit")[0],
+        lambda: longer(2, "resnet18", "500mbit")[-1],
+        lambda: longer(2, "mlp", "10gbit")[0],
+        lambda: longer(2, "mlp", "10gbit")[-1],
+    ],
+    ("docs/prediction.md", r"two levels take ([\d.]+) to ([\d.]+) times as long as predicted"): [
+        lambda: longer(1, "mlp", "1gbit", "2 × 2")[0],
+        lambda: longer(1, "mlp", "1gbit", "2 × 2")[-1],
+    ],
+    (
+        "docs/choosing_figures.md",
+        r"One mean of 25 MiB between two hosts at 100 Mbit/s takes (\d+) ms at 4 bits, (\d+) ms with torch's fp32, "
+        r"(\d+) ms with its bf16 hook, (\d+) ms with its PowerSGD of rank 4, (\d+) ms with hivemind's fp16 and "
+        r"(\d+) ms",
+    ): [
+        partial(one_mean, "time (ms)", way)
+        for way in (
+            "gqsgd, 4 bit",
+            "torch, fp32",
+            "torch bf16 hook",
+            "torch PowerSGD, rank 4",
+            "hivemind fp16",
+            "hivemind 8 bit",
+        )
+    ],
+    (
+        "docs/choosing_figures.md",
+        r"The mean is off by ([\d.]+) % at 4 bits, by ([\d.]+) % with PowerSGD of rank 4, .*? by ([\d.]+) % with hiv",
+    ): [partial(one_mean, "error (%)", way) for way in ("gqsgd, 4 bit", "torch PowerSGD, rank 4", "hivemind 8 bit")],
+    ("docs/choosing_figures.md", r"bf16 hook is the fastest, with (\d+) ms, and 4 bits take (\d+) ms\."): [
+        partial(one_mean, "time (ms)", way, "10gbit") for way in ("torch bf16 hook", "gqsgd, 4 bit")
+    ],
     ("docs/performance.md", r"\| step \(ms\) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|"): [
         partial(on_a_gpu, "step (ms)", case) for case in ON_A_GPU
     ],

@@ -77,6 +77,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "docs/choosing_figures.md": (
         r"about 1\.15 times as long .*?--numel 1048576`\)",  # has its command
         r"of a coordinate be 0\.04 on average",  # torchft's limit
+        r"One mean of 25 MiB",  # its size
         r"grows by 0\.4 % at 8 bits and by 7 % at 4 for it",  # a formula: one level of 256, or of 16
         r"where 1 % of the coordinates are zero",  # what the column of the table is
     ),
@@ -135,6 +136,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "docs/prediction.md": (
         r"16 to 33 MB|the 1 MB that a probe sends",  # sizes of messages
+        r"up to 20 ms of latency",  # of the settings
         r"to end within 20 seconds",  # the limit of a probe
         r"within 10 % \(",  # a bound; how many are within it is compared
         r"they hold in 59 of the 64 settings",  # tests/unit/test_tcp_terms.py counts them
