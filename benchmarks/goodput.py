@@ -75,20 +75,27 @@ class Way(NamedTuple):
 
     Attributes:
         start: what begins the command line of a host.
-        has_lighthouse: whether ranks find each other through torchft's lighthouse.
+        join_s: how long members wait for one that is alive and does not come to torchft's lighthouse; None: there is
+            no lighthouse. Where members count steps, those that wait for a slow one lose time, so it is short. Rounds
+            by the clock need more than a round.
     """
 
     start: Callable[[NetLab, int], list[str]]
-    has_lighthouse: bool = False
+    join_s: float | None = None
+
+    @property
+    def has_lighthouse(self) -> bool:
+        """Whether ranks find each other through a lighthouse."""
+        return self.join_s is not None
 
 
 #: The ways, by their names in `benchmarks.goodput_rank.WAYS`. Each is a function there, and a line here.
 WAYS = {
     "ddp": Way(_torchrun),
     "lock_step": Way(_torchrun),
-    "torchft_diloco": Way(_plain, has_lighthouse=True),
-    "torchft_diloco_4bit": Way(_plain, has_lighthouse=True),
-    "elastic": Way(_plain, has_lighthouse=True),
+    "torchft_diloco": Way(_plain, join_s=2.0),
+    "torchft_diloco_4bit": Way(_plain, join_s=2.0),
+    "elastic": Way(_plain, join_s=20.0),
 }
 
 
@@ -132,8 +139,9 @@ class Run:
         Raises:
             NetLabError: a rank has made none in time.
         """
-        if self._way.has_lighthouse:
-            bounds = ["--min_replicas", "1", "--join_timeout_ms", "20000", "--heartbeat_timeout_ms", "2000"]
+        if self._way.join_s is not None:
+            join_ms = str(round(self._way.join_s * 1000))
+            bounds = ["--min_replicas", "1", "--join_timeout_ms", join_ms, "--heartbeat_timeout_ms", "2000"]
             program = str(Path(sys.executable).with_name("torchft_lighthouse"))
             with (self._folder / "lighthouse").open("w") as log:
                 bind = ["--bind", f"[::]:{LIGHTHOUSE_PORT}"]
@@ -261,7 +269,7 @@ def draw(runs: dict[str, tuple[float, list[list[Line]]]], file: Path) -> None:
         for name, (begun, journals) in runs.items():
             losses = [(line["time"] - begun, line["loss"]) for lines in journals for line in lines if "loss" in line]
             points = sorted((second, loss) for second, loss in losses if second >= 0)
-            axis.plot([second for second, _ in points], [loss for _, loss in points], label=name)
+            axis.plot([second for second, _ in points], [loss for _, loss in points], label=name.replace("_", " "))
         axis.set_xlabel("time (s)")
         axis.set_ylabel("validation loss (nats per byte)")
         axis.legend()
@@ -281,6 +289,7 @@ def _notes(seconds: float) -> list[str]:
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
         "that took part in the last merge have the same weights.",
+        "torchft's DiLoCo averages every 16 steps; members that wait for a slow one go on without it after 2 s.",
     ]
 
 

@@ -121,6 +121,15 @@ def longer(number: int, model: str, link: str, hosts: str = "2 × 1") -> list[fl
     return sorted(row["measured (ms)"] / row["predicted (ms)"] for row in rows)
 
 
+def goodput(way: str, seed: str = "0") -> str:
+    return cell("goodput", "goodput", way=way, seed=seed)
+
+
+def of_elastic(column: str) -> list[float]:
+    """Of all schedules of kills."""
+    return sorted(float(row[column]) for row in rows_of(RESULTS / "goodput.md") if row["way"] == "elastic")
+
+
 def of_dither(column: str, dither: str = "companded, adaptive (default)") -> str:
     """At 8 bits."""
     return cell("tolerance", column, dither=dither, bits="8")
@@ -216,6 +225,25 @@ SENTENCES: Sentences = {
     ): [partial(one_mean, "error (%)", way) for way in ("gqsgd, 4 bit", "torch PowerSGD, rank 4", "hivemind 8 bit")],
     ("docs/choosing_figures.md", r"bf16 hook is the fastest, with (\d+) ms, and 4 bits take (\d+) ms\."): [
         partial(one_mean, "time (ms)", way, "10gbit") for way in ("torch bf16 hook", "gqsgd, 4 bit")
+    ],
+    (
+        "docs/elastic.md",
+        r"Members have ([\d.]+) to ([\d.]+) in five schedules of kills, torchft's DiLoCo has ([\d.]+) in fp32 and "
+        r"([\d.]+) through `quantised`, averages in lock-step have ([\d.]+), and plain DDP has ([\d.]+)\. .*? back "
+        r"within ([\d.]+) s",
+    ): [
+        lambda: of_elastic("goodput")[0],
+        lambda: of_elastic("goodput")[-1],
+        partial(goodput, "torchft_diloco"),
+        partial(goodput, "torchft_diloco_4bit"),
+        partial(goodput, "lock_step"),
+        partial(goodput, "ddp"),
+        lambda: of_elastic("back (s)")[-1],
+    ],
+    ("README.md", r"goodput is ([\d.]+) to ([\d.]+), where plain DDP's is ([\d.]+)"): [
+        lambda: of_elastic("goodput")[0],
+        lambda: of_elastic("goodput")[-1],
+        partial(goodput, "ddp"),
     ],
     ("docs/performance.md", r"\| step \(ms\) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|"): [
         partial(on_a_gpu, "step (ms)", case) for case in ON_A_GPU
