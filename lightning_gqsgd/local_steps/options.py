@@ -31,6 +31,9 @@ _LONGEST = timedelta(days=7)
 #: 2.05 and 2.06.
 _OUTER_AFTER = 256
 
+#: How many times the median of all members' norms for each step a change has to have to be left out of a merge.
+_OUTLIER = 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
@@ -83,7 +86,7 @@ class LocalOptions:
     anchor_dtype: torch.dtype | None = None
     elastic: bool = False
     min_replicas: int = 1
-    outlier: float | None = 10.0
+    outlier: float | None = _OUTLIER
 
     def __post_init__(self) -> None:
         for name in ("every", "outer_after", "fragments", "delay"):
@@ -124,6 +127,11 @@ class LocalOptions:
             raise ConfigError(f"min_replicas={self.min_replicas} is for elastic=True; give both, or leave it out")
         if self.is_merged:
             self._check_merges()
+        elif self.outlier != _OUTLIER:
+            raise ConfigError(
+                f"outlier={self.outlier} is for rounds by the clock (every='20s') and for elastic=True; with every="
+                f"{self.every!r}, no change is left out for its size: leave outlier out"
+            )
         if self.every_s is None:
             self.steps_of_round(0)
 

@@ -333,6 +333,7 @@ def test_ranks_with_other_rounds_refuse_each_other(tmp_path: Path) -> None:
         ({"every": "1s", "min_replicas": 0}, "min_replicas"),
         ({"every": "1s", "min_replicas": 2}, "is for elastic=True"),
         ({"every": 4, "elastic": "yes"}, "elastic"),
+        ({"every": 4, "outlier": 5.0}, "is for rounds by the clock"),
         ({"every": "1s", "preset": "gqsgd_sparseloco"}, "memory"),
     ],
 )
