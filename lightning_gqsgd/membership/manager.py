@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 #: Of connections, collectives and transfers of the state.
 _TIMEOUT = timedelta(seconds=60)
 
-#: The most members for which kernels are compiled before they are known.
+#: The most members for whom kernels of a CPU are compiled before they are known. More need the same ones.
 _COMPILED_RANKS = 8
 
 
@@ -82,8 +82,9 @@ class TorchftMembers(Members):
         check_others(lighthouse, name, timeout.total_seconds())
         self._received: Mapping[str, Any] | None = None
         self._group = QuantisedProcessGroup(ProcessGroupGloo(timeout=timeout), config, device)
-        # Before this member is known to the others, because they wait for it from then on.
-        self._group.compile_for(_COMPILED_RANKS)
+        # Before this member is known to the others, because they wait for it from then on. Kernels of a GPU are for one
+        # number of members each, and take long to compile.
+        self._group.compile_for(2 if device.type == "cuda" else _COMPILED_RANKS)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._manager = Manager(
             pg=self._group,
