@@ -283,8 +283,8 @@ def _notes(seconds: float) -> list[str]:
         f"{seconds:.0f} s of each way. Four hosts with {', '.join(RATES)} and {', '.join(CPUS)} of a processor; a "
         f"random host's rank is killed every {EVERY_S:.0f} s, and may start again {DOWN_S:.0f} s later. A character "
         "model. Goodput: samples per second that entered the merged model, over those of the same hosts when each "
-        "trains alone. One host in four is away for a quarter of the time, so that about 0.94 is the most that a "
-        "schedule of kills leaves.",
+        "trains alone. One host in four is away for a quarter of the time, so that about 0.94 is the most that "
+        "kills of fast hosts leave.",
         "alone: samples per second of the hosts when each trains alone, before and after. "
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
