@@ -289,7 +289,9 @@ def _notes(seconds: float) -> list[str]:
         "loss: of the last merge, on validation text; ways that see fewer samples end higher. back: seconds from when "
         "a killed rank may start again to its first merge; a dash: it had made none by the end. equal: whether members "
         "that took part in the last merge have the same weights.",
-        "torchft's DiLoCo averages every 16 steps; members that wait for a slow one go on without it after 2 s.",
+        "torchft's DiLoCo averages every 16 steps; members that wait for a slow one go on without it after 2 s. It was "
+        "not tuned. ddp and lock_step make no step after the first kill where imports take longer than the time "
+        "between two.",
     ]
 
 
