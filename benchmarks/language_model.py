@@ -5,8 +5,8 @@
 A decoder-only transformer predicts bytes of WikiText-2; without a folder with WikiText-2, the text is that of Python's
 ``help``. Every way starts from the same network and sees the same batches. The learning rate of each way is swept with
 the first seed, and the best one is trained with all seeds. A training takes hours on two cores and all of them take
-days: state is kept in ``--folder``, every ``--keep-every`` steps of a training, and the same command goes on where it
-was ended. ``--minutes`` ends it after a while.
+days: each training that is over is kept in ``--folder``, and the same command goes on with the next one. After
+``--minutes``, no other training begins.
 """
 
 from __future__ import annotations
@@ -94,19 +94,8 @@ class Run:
         return f"{self.way}, {self.rate:g}, seed {self.seed}".replace(" ", "_").replace("=", "").replace(",", "")
 
 
-class _Whole(Optimizer):
-    """An optimizer that is kept in files with all of its attributes; torch keeps parameters and their state only."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-
-class _ShapedWhole(_Whole, Shaped):
-    """See the base classes."""
-
-
-class _MuonWhole(_Whole, MuonAdamW):
-    """See the base classes."""
+#: Steps between two lines on standard error.
+SAY_EVERY = 100
 
 
 class EveryStep:
@@ -184,7 +173,7 @@ def _sum_in(dtype: torch.dtype, parts: Tensor) -> Tensor:
 
 
 class Training:
-    """A training that can be kept in a file and taken up again.
+    """One training.
 
     Attributes:
         step: steps that were made.
@@ -232,13 +221,13 @@ class Training:
         return torch.optim.AdamW(flat, lr=self._rate, weight_decay=0.1)
 
     def _muon(self, flat: list[Tensor]) -> Optimizer:
-        return _ShapedWhole(flat, self._problem.shapes, self._muon_of)
+        return Shaped(flat, self._problem.shapes, self._muon_of)
 
     def _muon_of(self, parameters: list[nn.Parameter]) -> Optimizer:
         pairs = list(zip(parameters, self._problem.hidden, strict=True))
         matrices = [parameter for parameter, is_hidden in pairs if is_hidden]
         others = [parameter for parameter, is_hidden in pairs if not is_hidden]
-        return _MuonWhole(matrices, others, lr=self._rate, betas=(0.9, 0.999))
+        return MuonAdamW(matrices, others, lr=self._rate, betas=(0.9, 0.999))
 
 
 def schedule(step: int, steps: int) -> float:
@@ -275,28 +264,22 @@ class Trainings:
 
     @property
     def is_late(self) -> bool:
-        """Returns whether no further step is to be made."""
+        """Returns whether no further training is to begin."""
         return time.monotonic() > self._end
 
     def curve(self, run: Run) -> list[tuple[int, float, float]] | None:
-        """Returns the curve of a training, which is made as far as it is not there; None: time is over before."""
+        """Returns the curve of a training, which is made if it is not there; None: time is over before."""
         result = self._folder / f"{run.name}.json"
         if result.exists():
             return [(step, sent, loss) for step, sent, loss in json.loads(result.read_text())]
-        state = self._folder / f"{run.name}.pt"
-        # The file is this program's own, and has the whole training in it.
-        training = torch.load(state, weights_only=False) if state.exists() else Training(run, self._options)
+        if self.is_late:
+            return None
+        training = Training(run, self._options)
         while not training.is_over:
-            if self.is_late:
-                return None
-            training.train(training.step + self._options.keep_every, self._options.validate_every)
-            torch.save(training, state.with_suffix(".new"))
-            state.with_suffix(".new").rename(state)
+            training.train(training.step + SAY_EVERY, self._options.validate_every)
             print(f"{run.name}: {training.step} steps, loss {training.curve[-1][2]:.3f}", file=sys.stderr, flush=True)
         result.write_text(json.dumps(training.curve))
-        state.unlink(missing_ok=True)
-        curve: list[tuple[int, float, float]] = training.curve
-        return curve
+        return training.curve
 
     def best(self, way: str) -> tuple[float, list[list[tuple[int, float, float]]]] | None:
         """Returns the best learning rate of a way, and the curves of all seeds; None: some are not there yet."""
@@ -406,7 +389,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--batch", type=int, default=8, help="windows of each worker in a step (default 8)")
     parser.add_argument("--validate-every", type=int, default=100)
-    parser.add_argument("--keep-every", type=int, default=100, help="steps between two states that are kept")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further step is made")
     present(parser, measure)
 

@@ -190,9 +190,10 @@ def _timed(way: Way, buffer: Tensor, own: Tensor) -> tuple[float, float]:
 
 def _equal(buffer: Tensor) -> bool:
     """Returns whether all ranks have the same bits."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(buffer.numpy().tobytes()).hexdigest())
-    return len(set(digests)) == 1
+    own = torch.frombuffer(bytearray(hashlib.sha256(buffer.numpy().tobytes()).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(digests, own)
+    return all(torch.equal(digest, own) for digest in digests)
 
 
 def hivemind(lab: NetLab, python: str, rounds: int) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.session.opening import compile_together, digest_of_facts, facts_of, prepare_later
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_again, prepare_later
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import timeout_of
@@ -240,17 +240,16 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         if not seen.are_equal:
             with Meeting(_PURPOSE, [peers], timeout) as meeting:
                 meeting.agree([facts])  # raises, and names the difference
-        engine = Engine(self._device, peers, seen.key, timeout=timeout, messages=_MESSAGES)
-        try:
-            engine.connect(config)
-            if not seen.are_compiled:
-                with Meeting(_PURPOSE, [peers], timeout) as meeting:
-                    meeting.agree([facts])
-                    compile_together(meeting, {engine: [config]}, [torch.float32])
-                self._compiled.add(self._kernels_of(config, peers.size()))
-        except BaseException:
-            engine.close()
-            raise
+        engine = open_again(
+            _PURPOSE,
+            Side(peers, facts, [config]),
+            seen.key,
+            self._device,
+            timeout=timeout,
+            messages=_MESSAGES,
+            dtypes=[] if seen.are_compiled else [torch.float32],
+        )
+        self._compiled.add(self._kernels_of(config, peers.size()))
         self._calls = seen.calls
         engine.telemetry = self.telemetry  # counters go on where those of earlier ranks have ended
         self._resolved = config
