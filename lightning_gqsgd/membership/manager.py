@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchft import Manager, ProcessGroupGloo
 
 from lightning_gqsgd.config import GQSGDConfig
@@ -127,7 +126,7 @@ class TorchftMembers(Members):
             if isinstance(request, Meet):
                 return self._meet(request)
             if isinstance(request, Gather):
-                return self._gather(request.row)
+                return self._group.rows_of_all(request.row)
             if isinstance(request, Sum):
                 return self._group.sum(request.x, request.segments)
             if isinstance(request, Rejoin):
@@ -168,17 +167,6 @@ class TorchftMembers(Members):
         if own is None:
             raise MergeFailed("this member does not take part")
         return Quorum(own, self._received)
-
-    def _gather(self, row: Tensor) -> Tensor:
-        """Returns the rows of all members, as the sum of rows that are zero but for one."""
-        rows = torch.zeros(self._manager.num_participants(), row.numel(), dtype=torch.int64)
-        own = self._manager.participating_rank()
-        assert own is not None  # see `_meet`
-        rows[own] = row
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        self._group.allreduce([rows], options).wait()
-        return rows
 
     def _receive(self, state: Mapping[str, Any]) -> None:
         self._received = state

@@ -11,6 +11,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from lightning_gqsgd.errors import CollectiveError, ConfigError
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.kernels.wire import COMPUTE_DTYPES
 from lightning_gqsgd.presets import make_config
-from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_again, prepare_later
+from lightning_gqsgd.session.opening import Side, digest_of_facts, facts_of, open_agreed, open_engines, prepare_later
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import timeout_of
@@ -37,7 +38,6 @@ from lightning_gqsgd.wire.peers import Peers, peers_of_unregistered
 from lightning_gqsgd.wire.telemetry import Telemetry
 from lightning_gqsgd.wire.tracing import untraced
 
-_PURPOSE = "torchft's quorum"
 _MESSAGES = Messages("torchft's process group", "let the Manager configure it for the next quorum")
 
 
@@ -229,44 +229,64 @@ class QuantisedProcessGroup(ProcessGroupWrapper):
         """Make an engine for the present ranks. A collective.
 
         Ranks come and go while others train, so this takes few round trips: ranks compare numbers on the connections
-        that they have. They hold a meeting only where these differ, for words, or where kernels have to be compiled.
+        that they have. They hold a meeting only where these differ, which it puts into words, or where kernels have to
+        be compiled.
         """
         self._error = None
         self._peers = peers = _peers_of(self._pg, self._device)
         timeout = timeout_of(peers, self._device)
-        config = resolve(self.config, peers.size())
-        facts = facts_of(config, {"device": self._device.type})
-        seen = self._greet(digest_of_facts(facts), self._is_compiled(config, peers.size()))
-        if not seen.are_equal:
-            with Meeting(_PURPOSE, [peers], timeout) as meeting:
-                meeting.agree([facts])  # raises, and names the difference
-        engine = open_again(
-            _PURPOSE,
-            Side(peers, facts, [config]),
-            seen.key,
-            self._device,
-            timeout=timeout,
-            messages=_MESSAGES,
-            dtypes=[] if seen.are_compiled else [torch.float32],
-        )
-        self._compiled.add(self._kernels_of(config, peers.size()))
+        config: GQSGDConfig | None = None
+        with suppress(ConfigError):  # it is raised again in the meeting, where all ranks hear of it
+            config = resolve(self.config, peers.size())
+        seen = self._greet(config)
+        if config is not None and seen.are_ready:
+            engine = open_agreed(self._side(config), seen.key, self._device, timeout=timeout, messages=_MESSAGES)
+        else:
+            with Meeting("torchft's quorum", [peers], timeout) as meeting:
+                config = resolve(self.config, peers.size())
+                side = self._side(config)
+                with open_engines(
+                    meeting, [side], self._device, timeout=timeout, messages=_MESSAGES, dtypes=[torch.float32]
+                ) as engines:
+                    (engine,) = engines
+            self._compiled.add(self._kernels_of(config, peers.size()))
         self._calls = seen.calls
         engine.telemetry = self.telemetry  # counters go on where those of earlier ranks have ended
         self._resolved = config
         self._prepared = {torch.float32}
         self._engines[:] = [engine]
 
-    def _greet(self, digest: int, is_compiled: bool) -> _Greeting:
-        """Tell the other ranks what this one has, and hear it of them. A collective."""
-        # The sum of rows that are zero but for one.
-        rows = torch.zeros(self._peers.size(), 4, dtype=torch.int64)
-        rows[self._peers.own] = torch.tensor([digest % 2**63, self._calls, int(is_compiled), secrets.randbits(62)])
+    def _side(self, config: GQSGDConfig) -> Side:
+        return Side(self._peers, facts_of(config, {"device": self._device.type}), [config])
+
+    def _greet(self, config: GQSGDConfig | None) -> _Greeting:
+        """Tell the other ranks what this one has, and hear it of them. A collective.
+
+        Args:
+            config: the compression for these ranks; None: there is none.
+        """
+        digest = 0 if config is None else digest_of_facts(self._side(config).facts) % 2**63
+        is_ready = config is not None and self._is_compiled(config, self._peers.size())
+        rows = self.rows_of_all(torch.tensor([digest, self._calls, int(is_ready), secrets.randbits(62)]))
+        digests, calls, ready, tokens = rows.T.tolist()
+        # The largest number of calls, so that no dither is used twice.
+        return _Greeting(len(set(digests)) == 1 and all(ready), max(calls), f"{tokens[0]:x}")
+
+    def rows_of_all(self, row: Tensor) -> Tensor:
+        """Returns the rows of all ranks, as the sum of rows that are zero but for one. A collective.
+
+        Args:
+            row: this rank's, int64, [numel].
+
+        Returns:
+            The rows in rank order, [ranks, numel].
+        """
+        rows = torch.zeros(self._peers.size(), row.numel(), dtype=torch.int64)
+        rows[self._peers.own] = row
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM
         super().allreduce([rows], options).wait()
-        digests, calls, compiled, tokens = rows.T.tolist()
-        # The largest number of calls, so that no dither is used twice.
-        return _Greeting(len(set(digests)) == 1, max(calls), all(compiled), f"{tokens[0]:x}")
+        return rows
 
     def _kernels_of(self, config: GQSGDConfig, ranks: int) -> tuple[GQSGDConfig, int]:
         """Returns what stands for compiled kernels: those of a GPU are for a number of ranks."""
@@ -321,15 +341,13 @@ class _Greeting(NamedTuple):
     """What ranks have told each other.
 
     Attributes:
-        are_equal: whether all have the same facts.
+        are_ready: whether all have the same facts and the kernels.
         calls: the most calls that one has made.
-        are_compiled: whether all have the kernels.
         key: for their connections.
     """
 
-    are_equal: bool
+    are_ready: bool
     calls: int
-    are_compiled: bool
     key: str
 
 

@@ -110,41 +110,25 @@ def open_engines(
         undo.pop_all()
 
 
-def open_again(
-    purpose: str,
-    side: Side,
-    key: str,
-    device: torch.device,
-    *,
-    timeout: timedelta,
-    messages: Messages,
-    dtypes: Sequence[torch.dtype] = (),
-) -> Engine:
-    """Start to reduce over ranks that come and go, and that have agreed in a way of their own. A collective.
+def open_agreed(side: Side, key: str, device: torch.device, *, timeout: timedelta, messages: Messages) -> Engine:
+    """Start to reduce over ranks that have agreed in a way of their own, and have all kernels. A collective.
 
     It takes fewer round trips than `open_engines`. A rank that cannot connect does not tell the others: whoever calls
     this closes what they wait on.
 
     Args:
-        purpose: see `Meeting`.
         side: the ranks.
         key: see `Engine`.
         device: device of the tensors.
         timeout: of collectives.
         messages: what errors say of the caller.
-        dtypes: dtypes of kernels that a rank may have to compile; empty if all ranks have them.
 
     Raises:
-        ConfigError: a rank refuses, while kernels are compiled.
-        CollectiveError: a rank did not come in time, or gave no sign of life.
+        CollectiveError: a rank did not come in time.
     """
     engine = Engine(device, side.group, key, timeout=timeout, messages=messages)
     try:
         engine.connect(*side.configs)
-        if dtypes:
-            with Meeting(purpose, [side.group], timeout) as meeting:
-                meeting.agree([side.facts])
-                compile_together(meeting, {engine: side.configs}, dtypes)
     except BaseException:
         engine.close()
         raise
