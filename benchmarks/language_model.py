@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,7 +34,7 @@ from lightning_gqsgd.errors import counted
 from lightning_gqsgd.local_steps.choosing import options_of, pop_options
 from lightning_gqsgd.predict.costs import LATENCY_S, Link, estimated_costs
 from lightning_gqsgd.predict.model import BF16, NATIVE, predict
-from lightning_gqsgd.predict.timeline import Bucket, Timeline, estimated
+from lightning_gqsgd.predict.timeline import Timeline, estimated
 from lightning_gqsgd.presets import make_config
 from lightning_gqsgd.reducers.base import ring_bytes
 from lightning_gqsgd.research.optim import MuonAdamW
@@ -242,10 +242,6 @@ class Trainings:
 
     Args:
         options: the command line.
-
-    Attributes:
-        curves: of trainings that are over, by their names.
-        is_late: whether `options.minutes` are over.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -300,9 +296,7 @@ def step_seconds(way: Way, line: Timeline, bytes_per_s: float) -> float:
     method = named.get(way.bits) or GQSGDConfig(bits=way.bits, sample_every=0)
     if way.preset is None:
         return predict(line, costs, WORKERS, method).step_s
-    everything = Bucket(tuple(segment for bucket in line.buckets for segment in bucket.segments), 0.0)
-    alone = replace(line, buckets=(everything,), forward_s=0.0, backward_s=0.0, update_s=0.0)
-    return line.compute_s + predict(alone, costs, WORKERS, method).step_s / EVERY
+    return line.compute_s + predict(line.at_once(), costs, WORKERS, method).step_s / EVERY
 
 
 def measure(options: argparse.Namespace) -> Report:

@@ -27,7 +27,7 @@ from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, interval
 from lightning_gqsgd.predict.model import NATIVE, predict
 from lightning_gqsgd.predict.paper import tree_seconds
 from lightning_gqsgd.predict.tcp import Factors
-from lightning_gqsgd.predict.timeline import Bucket, Timeline, estimated
+from lightning_gqsgd.predict.timeline import Timeline, estimated
 
 ROWS = Path(__file__).with_name("l40s_links.csv")
 NODES = 4
@@ -138,8 +138,7 @@ def step_of(row: Row) -> Step:
     if row.algorithm == "ddp":
         steps = [predict(line, given, NODES, NATIVE).step_s for given in (costs, ring)]
         return Step(*steps, *interval(line, costs, NODES, NATIVE))
-    everything = Bucket(tuple(segment for bucket in line.buckets for segment in bucket.segments), 0.0)
-    alone = Timeline((everything,), 0.0)
+    alone = line.at_once()
     share = row.exchanges / row.steps
     shortest_s, longest_s = interval(alone, costs, NODES, NATIVE)
     return Step(

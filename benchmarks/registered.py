@@ -38,7 +38,7 @@ from lightning_gqsgd.predict.costs import Costs, Gamma, Link
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.model import predict
 from lightning_gqsgd.predict.probe import Probe
-from lightning_gqsgd.predict.timeline import Bucket, Timeline
+from lightning_gqsgd.predict.timeline import Timeline
 from netlab.lab import NetLab, NetLabError, parse_rate
 from netlab.units import parse_delays
 
@@ -173,9 +173,8 @@ def _seconds(setting: Setting, line: Timeline, costs: Costs) -> float:
     method = setting.way.method(hosts.ranks_per_host)
     if setting.way.every == 1:
         return predict(line, costs, hosts.ranks, method).step_s
-    everything = Bucket(tuple(segment for bucket in line.buckets for segment in bucket.segments), 0.0)
     own_s = AVERAGE_BYTES * line.numel * costs.touch_s / costs.speed
-    alone = replace(line, buckets=(everything,), forward_s=0.0, backward_s=0.0, update_s=own_s)
+    alone = replace(line.at_once(), update_s=own_s)
     return line.compute_s + predict(alone, costs, hosts.ranks, method).step_s / setting.way.every
 
 

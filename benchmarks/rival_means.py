@@ -295,7 +295,8 @@ NOTES = (
     "followed by an optimizer of signs. Dion's row is a whole step of the optimizer, which orthonormalises, and has no "
     "mean.",
     "hivemind's time begins when both peers have found each other, which takes seconds more. torchft is its process "
-    "group over Gloo without the Manager. epfml/powersgd is in no package index; torch's hook has the same method.",
+    "group over Gloo without the Manager. epfml/powersgd is left out: on PyPI it wants torch 1.10. torch's hook has "
+    "the same method.",
 )
 
 

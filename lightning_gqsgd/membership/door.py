@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from lightning_gqsgd.errors import ConfigError
 from lightning_gqsgd.session.opening import digest_of_facts
+from lightning_gqsgd.spec.quantities import TIMES
 from lightning_gqsgd.version import __version__
 
 #: The environment variable with the lighthouse's address.
@@ -29,7 +30,7 @@ _PATIENCE_S = 30.0
 
 #: How the lighthouse's page lists members.
 _SEEN = re.compile(r"^\s*(\S.*?): seen ([\d.]+)(ns|µs|us|ms|s) ago\s*$", re.MULTILINE)
-_UNITS = {"ns": 1e-9, "µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_UNITS = {"ns": 1e-9, **TIMES}
 
 
 def lighthouse_address(environment: Mapping[str, str]) -> str:

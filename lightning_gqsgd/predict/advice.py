@@ -15,7 +15,7 @@ from lightning_gqsgd.predict.costs import Costs, Link, at_ranks, collectives_bet
 from lightning_gqsgd.predict.device_times import codec_of_bits
 from lightning_gqsgd.predict.intervals import LONGEST, SHORTEST, Interval, interval
 from lightning_gqsgd.predict.model import BF16, NATIVE, Prediction, predict
-from lightning_gqsgd.predict.timeline import Bucket, Timeline
+from lightning_gqsgd.predict.timeline import Timeline
 
 #: Widths of codes that are compared, most exact ones first.
 BITS = (8, 4, 3, 2)
@@ -219,8 +219,7 @@ def with_local_steps(cluster: Cluster) -> Candidate | None:
     line = cluster.timeline
     if codec_of_bits(LOCAL_BITS) not in costs.gammas:
         return None
-    everything = Bucket(tuple(segment for bucket in line.buckets for segment in bucket.segments), 0.0)
-    alone = replace(line, buckets=(everything,), forward_s=0.0, backward_s=0.0, update_s=0.0)
+    alone = line.at_once()
     method = GQSGDConfig(bits=LOCAL_BITS, sample_every=0)
     average = predict(alone, costs, cluster.ranks, method)
     shortest_s, longest_s = interval(alone, costs, cluster.ranks, method)

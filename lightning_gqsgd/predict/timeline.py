@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -82,6 +82,11 @@ class Timeline:
     def compute_s(self) -> float:
         """Seconds of the step without any communication."""
         return self.forward_s + self.backward_s + self.update_s
+
+    def at_once(self) -> Timeline:
+        """Returns a step that computes nothing and reduces all buckets together, as an average of local steps does."""
+        everything = Bucket(tuple(segment for bucket in self.buckets for segment in bucket.segments), 0.0)
+        return replace(self, buckets=(everything,), backward_s=0.0, forward_s=0.0, update_s=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values only. A batch that nobody has said is left out."""

@@ -24,7 +24,6 @@ Those of floating-point numbers stay with Gloo, because their bits depend on the
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -47,8 +46,6 @@ from torch import Tensor
 from lightning_gqsgd.reducers.base import Exchange
 from lightning_gqsgd.wire.agreement import ranks_in_words
 from lightning_gqsgd.wire.neighbours import MEMORY_BYTES, Neighbour, Neighbours
-
-logger = logging.getLogger(__name__)
 
 #: Bytes of a long message that are written, and told, at once.
 CHUNK_BYTES = 1 << 20
