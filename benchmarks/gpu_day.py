@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,7 +96,12 @@ def run(arguments: str, seconds: float, log: Path) -> Outcome:
     begun = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *arguments.split()], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *arguments.split()],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A shell that runs this in the background has switched SIGINT off for all below, and parts end by it.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         code = _ended(process, seconds)
     return Outcome(code, round(time.monotonic() - begun, 1), log.read_text(errors="replace").splitlines()[-25:])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,15 @@ def test_parts_that_ended_well_are_not_run_again(
     assert _day(monkeypatch, folder, {"good": bad, "bad": mended}, "--part", "good") == 1, "a named part runs again"
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
+def started_from(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a shell does with SIGINT for commands in a terminal, and for those in the background."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("started_from")
 def test_a_part_whose_time_is_over_says_what_it_knows_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "waits.py"
     file.write_text(
@@ -59,7 +70,7 @@ def test_a_part_whose_time_is_over_says_what_it_knows_and_leaves_no_process(tmp_
         "except KeyboardInterrupt:\n"
         "    print('3 passed')\n"
     )
-    outcome = run(str(file), 8, tmp_path / "log")
+    outcome = run(str(file), 5, tmp_path / "log")
     assert outcome.code is None
     assert outcome.last[-1] == "3 passed"
     assert _ends(outcome.last[0]), "a process of the part still runs"
