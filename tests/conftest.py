@@ -1,6 +1,7 @@
 """Settings that have to be made before anything is imported, options of slow tests, and what processes share."""
 
 import os
+import sys
 
 # Tests run in as many processes as there are cores, and most of them start more: threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,11 @@ from tests.touched import (  # noqa: F401
     pytest_configure,
     pytest_runtest_setup,
 )
+
+# Tests start some hundred processes. Where the environment has switched byte code off, each of them would compile the
+# package anew, and each process of pytest-xdist would write its assertions into 240 files anew, for 15 seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No test of wall-clock time: on a busy machine any example may take long.
 settings.register_profile("any machine", deadline=None)

@@ -71,7 +71,8 @@ def _random_times(rank: int) -> dict[str, Any]:
     return {**_facts(state, model), "used": used, "values": values, "report": state.report(), "said": said}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_decide_alike_through_random_sleeps_and_keep_equal_parameters(ranks: int, tmp_path: Path) -> None:
     results = run(_random_times, ranks, tmp_path)
     first = results[0]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +43,7 @@ def _steps(rank: int) -> None:
         assert _trained(rank, hook, compiles=True) == _trained(rank, hook, compiles=False)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_has_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
     run(_steps, 2, tmp_path)
 

@@ -60,7 +60,8 @@ def _equal(rank: int) -> None:
         assert turns >= {0, 1}, (case, turns)  # a native mean is one piece, and others are four
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_connections_change_no_bit(ranks: int, tmp_path: Path) -> None:
     run(_equal, ranks, tmp_path, timeout=240)
 

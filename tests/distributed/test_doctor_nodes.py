@@ -46,6 +46,7 @@ def test_ranks_of_srun_are_asked_and_one_of_them_answers() -> None:
     assert others == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_by_all_that_wait() -> None:
     port = free_port()
     ranks = [_start(rank, 3, port, **{doctor_nodes.WAIT_VARIABLE: "12"}) for rank in (0, 2)]

@@ -32,7 +32,7 @@ def lighthouse() -> Iterator[str]:
     server.shutdown()
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_survivors_go_on_and_a_newcomer_takes_their_state(delay: int, tmp_path: Path, lighthouse: str) -> None:
     survivor, _, newcomer = run(
         members.death_and_newcomer,

@@ -30,6 +30,8 @@ HOOKS: dict[str, dict[str, Any]] = {
     "bits by name": {"bits": {"*": 4, "0.*": 8}},
     "native": {"reducer": "native"},
 }
+#: The hooks as the tests have them: two always, the others as slow tests.
+SOME_HOOKS = [pytest.param(name, marks=[] if name in ("8 bits", "native") else pytest.mark.slow) for name in HOOKS]
 
 
 def _by_hand(model: nn.Module, rank: int, step: int, forward: Callable[..., Any] | None = None) -> None:
@@ -73,7 +75,7 @@ def _changed(rank: int, hook: str) -> dict[str, list[str]]:
     return results
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", SOME_HOOKS)
 def test_a_changed_model_is_an_error_on_all_ranks_and_goes_on_when_wrapped_anew(tmp_path: Path, hook: str) -> None:
     first, second = run(_changed, 2, tmp_path, hook)
     assert first == second

@@ -67,6 +67,7 @@ def _trained(rank: int) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_parameters_stay_identical_and_losses_fall_under_every_norm(tmp_path: Path) -> None:
     first, *others = run(_trained, 3, tmp_path)
     for number, (bits, change) in enumerate(first):

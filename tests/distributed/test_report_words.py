@@ -108,11 +108,12 @@ def _check(cases: list[tuple[str, bool, bool, dict[str, Any]]], tmp_path: Path) 
         assert said == sent, (name, report)
 
 
+@pytest.mark.slow
 def test_the_report_of_every_preset_names_the_codec_that_travels(tmp_path: Path) -> None:
     _check([(name, False, True, fields) for name, fields in CONFIGS.items()], tmp_path)
 
 
-@pytest.mark.parametrize("layer", [True, False])
+@pytest.mark.parametrize("layer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_report_names_what_is_sent_of_tables_and_no_codes_that_are_not(layer: bool, tmp_path: Path) -> None:
     _check([(name, True, layer, fields) for name, fields in SPARSE.items() if layer or name != "by name"], tmp_path)
 

@@ -161,7 +161,7 @@ def _equal_means(rank: int, ranks: int) -> int:
     return len(started)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 def test_every_reducer_gives_the_bits_that_it_gives_over_gloo(ranks: int, tmp_path: Path) -> None:
     counts = run(_equal_means, ranks, tmp_path, ranks)
     assert len(set(counts)) == 1

@@ -29,7 +29,9 @@ def _fits(rank: int, folder: Path, *runs: dict[str, Any]) -> list[dict[str, Any]
     return fits(rank, folder, *runs)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [PRECISIONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PRECISIONS[1:])]
+)
 def test_fits_with_the_hook_and_ends_with_the_same_bits_on_both_ranks(precision: str, tmp_path: Path) -> None:
     runs = [
         {

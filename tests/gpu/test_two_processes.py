@@ -106,6 +106,7 @@ def _hooked(rank: int, device: str, names: list[str]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.filterwarnings("ignore::lightning_gqsgd.reducers.memory.StabilityWarning")
+@pytest.mark.slow
 def test_the_hook_gives_the_bits_of_the_cpu_on_both_ranks(tmp_path: Path) -> None:
     """What is remembered is nearly the same only: a GPU contracts the products and sums of `torch.add`."""
     expected = run(_hooked, 2, tmp_path, "cpu", ON_GPUS)[0]

@@ -32,6 +32,7 @@ def test_members_of_each_framework_end_with_one_model(name: str, tmp_path: Path,
     check(results)
 
 
+@pytest.mark.slow
 def test_members_resume_from_their_checkpoints(tmp_path: Path, lighthouse: str) -> None:  # noqa: F811
     given = {"initialise": False, "torchrun": False}
     before = run(trainings.lightning, 2, tmp_path, lighthouse, str(tmp_path), **given)

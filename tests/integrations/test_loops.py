@@ -58,6 +58,7 @@ def _automatic(_: int) -> dict[str, list[list[Any]]]:
     return {name: _compared(Classifier, **options) for name, options in AUTOMATIC.items()}
 
 
+@pytest.mark.slow
 def test_accumulation_and_clipping(tmp_path: Path) -> None:
     """What is clipped is the averaged gradient, so that ranks clip alike."""
     first, second = run(_automatic, 2, tmp_path, initialise=False)

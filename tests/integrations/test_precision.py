@@ -89,8 +89,9 @@ def _half(_: int, precision: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize(
     ("precision", "gradients"),
-    [pytest.param("bf16-mixed", "torch.float32", marks=pytest.mark.slow), ("bf16-true", "torch.bfloat16")],
+    [("bf16-mixed", "torch.float32"), ("bf16-true", "torch.bfloat16")],
 )
+@pytest.mark.slow
 def test_bfloat16(precision: str, gradients: str, tmp_path: Path) -> None:
     first, second = run(_half, 2, tmp_path, precision, initialise=False)
     ddp, native, *quantised = first

@@ -61,6 +61,7 @@ def _made_up(
     return made_up_folder(folder, *overrides, accuracies=curve, step_s=step_s, ended=ended)
 
 
+@pytest.mark.slow
 def test_runs_of_several_kinds_of_hardware_stand_side_by_side(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ def _checked(seed: int, ranks: int, tmp_path: Path) -> None:
     print(f"auto, {ranks} ranks, seed {seed}: {results[0]['decisions']} decisions, {results[0]['seen']}")
 
 
+@pytest.mark.slow
 def test_ranks_stay_equal_and_means_right_while_auto_changes_its_mind(tmp_path: Path) -> None:
     _checked(SEED, 2, tmp_path)
 

@@ -136,7 +136,8 @@ def _bits_after_a_slow_start(rank: int, start: str, slow: int) -> tuple[str, int
     return bits, sum(codes), _beating()
 
 
-@pytest.mark.parametrize("start", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", STARTS)
 def test_a_rank_that_dies_while_it_compiles_is_an_error_within_the_timeout(start: str, tmp_path: Path) -> None:
     first, _, third = run(_seconds_until_error, 3, tmp_path, start, {1: _die}, collective_timeout=TIMEOUT_S, dies=(1,))
     for text, seconds, threads in (first, third):

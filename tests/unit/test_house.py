@@ -68,18 +68,21 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
     return next((found for start in arrows if start not in done and (found := walk([start]))), [])
 
 
-ARROWS = house(ROOT)
+@pytest.fixture(scope="module")
+def arrows() -> dict[str, set[str]]:
+    """What each module of the package imports of it."""
+    return house(ROOT)
 
 
-def test_every_room_is_on_the_page() -> None:
-    assert sorted({module.partition(".")[0] for module in ARROWS} - {""}) == sorted(ROOMS)
+def test_every_room_is_on_the_page(arrows: dict[str, set[str]]) -> None:
+    assert sorted({module.partition(".")[0] for module in arrows} - {""}) == sorted(ROOMS)
     assert len(ROOMS) <= 20
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_rooms_below_it_only(room: str) -> None:
+def test_a_room_imports_rooms_below_it_only(room: str, arrows: dict[str, set[str]]) -> None:
     allowed = {room, *ROOMS[: ROOMS.index(room)]}
-    inside = {module: targets for module, targets in ARROWS.items() if module.partition(".")[0] == room}
+    inside = {module: targets for module, targets in arrows.items() if module.partition(".")[0] == room}
     upwards = {
         f"{module} -> {t}" for module, targets in inside.items() for t in targets if t.split(".")[0] not in allowed
     }
@@ -96,10 +99,9 @@ def test_one_function_makes_all_engines() -> None:
     assert calls == {"session.opening", "predict.bench"}  # the second times reductions, and has no model
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    faces = {module for module in ARROWS if module == "" or any(name.startswith(f"{module}.") for name in ARROWS)}
-    arrows = {module: targets - faces for module, targets in ARROWS.items() if module not in faces}
-    assert circle(arrows) == []
+def test_no_modules_import_each_other_in_a_circle(arrows: dict[str, set[str]]) -> None:
+    faces = {module for module in arrows if module == "" or any(name.startswith(f"{module}.") for name in arrows)}
+    assert circle({module: targets - faces for module, targets in arrows.items() if module not in faces}) == []
 
 
 @pytest.mark.parametrize("room", PLAIN)
@@ -113,8 +115,8 @@ def test_a_plain_room_imports_nothing_that_takes_long(room: str) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS[ROOMS.index("spec") + 1 : ROOMS.index("config")])
-def test_nothing_below_the_configuration_sees_its_fields(room: str) -> None:
-    seen = {module for module, targets in ARROWS.items() if module.split(".")[0] == room and "spec.fields" in targets}
+def test_nothing_below_the_configuration_sees_its_fields(room: str, arrows: dict[str, set[str]]) -> None:
+    seen = {module for module, targets in arrows.items() if module.split(".")[0] == room and "spec.fields" in targets}
     assert seen == set()
 
 

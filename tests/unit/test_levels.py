@@ -102,8 +102,10 @@ def test_slower_than_plain_ddp_is_said() -> None:
     assert fitted(GQSGDConfig(), on(4, 1, 1), NUMEL, torch.float32).note == ""
 
 
-@pytest.mark.parametrize("device", ["h100", "cpu"])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("device", "bits"),
+    [("h100", 8), ("cpu", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("h100", 4), ("cpu", 8)))],
+)
 def test_the_default_is_near_the_best_reducer_and_says_where_plain_ddp_is_faster(device: str, bits: int) -> None:
     timeline = estimated(nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]), 0.06)
     for nodes, per_node, gbit in itertools.product((2, 16, 64), (1, 2, 8), (1.0, 10.0, 100.0)):

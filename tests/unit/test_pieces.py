@@ -60,6 +60,7 @@ def _large(buckets: int, numel: int) -> advice.Cluster:
     return advice.Cluster(Timeline(made, 1.0), links, 16, 8, 32)
 
 
+@pytest.mark.slow
 def test_models_of_many_billions_are_predicted_soon() -> None:
     begun = time.process_time()
     for cluster in (_large(40, 30_000_000), _large(1, 1 << 33)):
