@@ -29,13 +29,22 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
         "lightning_gqsgd/adaptive/",
         "lightning_gqsgd/sparse/",
     ),
+    "tests/distributed/test_elastic.py": ("lightning_gqsgd/membership/", "lightning_gqsgd/local_steps/merges/"),
     "tests/distributed/test_functional.py": ("lightning_gqsgd/ddp/functional", "lightning_gqsgd/reducers/"),
     "tests/distributed/test_local": ("lightning_gqsgd/local_steps/",),
     "tests/distributed/test_plain.py": ("lightning_gqsgd/adaptive/", "lightning_gqsgd/session/copies"),
     "tests/distributed/test_sparse.py": ("lightning_gqsgd/sparse/", "lightning_gqsgd/session/copies"),
     "tests/distributed/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
     "tests/reliability/": ("lightning_gqsgd/wire/engine", "lightning_gqsgd/ddp/", "lightning_gqsgd/wire/"),
+    "tests/docs/": ("docs/", "README.md"),
+    "tests/gpu/": ("lightning_gqsgd/kernels/", "lightning_gqsgd/codecs/"),
+    "tests/integrations/test_averaging.py": ("lightning_gqsgd/local_steps/", "lightning_gqsgd/frameworks/"),
+    "tests/integrations/test_elastic": ("lightning_gqsgd/membership/", "lightning_gqsgd/local_steps/merges/"),
     "tests/integrations/test_examples.py": ("examples/",),
+    "tests/integrations/test_local_steps.py": ("lightning_gqsgd/local_steps/", "lightning_gqsgd/frameworks/"),
+    "tests/integrations/test_plain.py": ("lightning_gqsgd/adaptive/", "lightning_gqsgd/frameworks/"),
+    "tests/integrations/test_ray.py": ("lightning_gqsgd/frameworks/ray",),
+    "tests/integrations/test_sparse.py": ("lightning_gqsgd/sparse/",),
     "tests/integrations/test_readme.py": ("README.md", "docs/api/simulate.md"),
     **{
         f"tests/integrations/test_{part}.py": ("lightning_gqsgd/ddp/", "lightning_gqsgd/frameworks/")
@@ -48,6 +57,8 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "tests/integrations/test_accelerate.py": ("lightning_gqsgd/frameworks/accelerate",),
     "tests/statistics/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/reducers/"),
     "tests/unit/test_cuda_kernels": ("lightning_gqsgd/kernels/",),
+    "tests/unit/test_levels.py": ("lightning_gqsgd/predict/",),
+    "tests/unit/test_pieces.py": ("lightning_gqsgd/predict/",),
     "tests/unit/": ("lightning_gqsgd/codecs/", "lightning_gqsgd/kernels/"),
 }
 #: When the last slow test may start, in seconds of `time.time`: read by the processes that run tests.

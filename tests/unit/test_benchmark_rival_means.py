@@ -12,11 +12,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from benchmarks import rival_means as means
 
+#: Groups that torch's hooks have used. Their callbacks end on a thread of Gloo. A group whose last reference ended
+#: there would wait for its own thread, which aborts the process.
+_USED: list[Any] = []
+
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(means, "SIDE", 16)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _USED.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
 

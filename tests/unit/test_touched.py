@@ -32,6 +32,14 @@ def test_every_subject_and_every_file_of_tests_exists() -> None:
             assert list(touched.ROOT.glob(f"{name.rstrip('/')}*")), name
 
 
+def test_every_file_with_slow_tests_has_a_subject() -> None:
+    tests = touched.ROOT / "tests"
+    slow = [file for file in tests.rglob("test_*.py") if "pytest.mark.slow" in file.read_text()]
+    names = [file.relative_to(touched.ROOT).as_posix() for file in slow]
+    assert len(names) > 50
+    assert [name for name in names if not name.startswith(tuple(touched.SUBJECTS))] == []
+
+
 def test_changed_files_come_first_and_the_others_in_an_order_of_each_commit() -> None:
     files = [f"tests/test_{letter}.py" for letter in "abcdefgh"]
     orders = [sorted(files, key=lambda file: touched.place(file, [files[5]], commit)) for commit in ("1f", "2e")]
