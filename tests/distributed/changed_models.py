@@ -53,6 +53,15 @@ def _by_hand(model: nn.Sequential) -> None:
     weight.data = weight.data.float()
 
 
+#: What something else of a training script holds: a state without copies, for example, of an average of weights.
+_HELD: list[torch.Tensor] = []
+
+
+def _cast_while_held(model: nn.Sequential) -> None:
+    _HELD[:] = model.state_dict().values()
+    model[2].double().float()
+
+
 def _one_coordinate(model: nn.Sequential) -> None:
     model[5].scale = nn.Parameter(model[5].scale.detach().clone())
 
@@ -68,6 +77,7 @@ UNREDUCED: dict[str, Callable[[nn.Sequential], object]] = {
     "the model is cast and cast back": lambda model: model.double().float(),
     "a layer is cast and cast back": lambda model: model[2].bfloat16().float(),
     "a weight is cast by hand": _by_hand,
+    "a layer is cast while its values are held": _cast_while_held,
 }
 
 #: The same for `frozen_but_the_head`.
