@@ -273,6 +273,7 @@ class GQSGDState:
             stamp = Stamp(self.config.seed, self.step, self._digest)
         else:
             return None
+        stamp = stamp._replace(weights=self._attachment.weights(self.step))
         if not self._steps.compares_first:
             return stamp
         self._engine.compare_first(stamp)

@@ -22,6 +22,7 @@ from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Setting, new_store
 from lightning_gqsgd.reducers.memory import Keeps, MemoryStore
 from lightning_gqsgd.session.parameters import Parameter, segments_of
+from lightning_gqsgd.wire.agreement import WEIGHTS_COMPARED, Weights
 
 
 class NumberedParameters:
@@ -155,6 +156,18 @@ class UnusedParameters:
                 row.copy_(torch.where(used_by[position] == 0, before, row))
 
 
+def weights_of(name: str, parameter: Tensor, step: int) -> Weights | None:
+    """Returns some weights of a parameter, others in each step; None if it is empty, not contiguous, complex, or of a
+    subclass."""
+    is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
+    if not is_plain or not parameter.is_contiguous() or not parameter.numel():
+        return None
+    # A slice needs no list of positions, which a GPU would have to be sent.
+    distance = -(-parameter.numel() // WEIGHTS_COMPARED)
+    some = parameter.detach().view(-1)[step % distance :: distance].double()
+    return Weights(name, nn.functional.pad(some, (0, WEIGHTS_COMPARED - len(some))))
+
+
 class Attachment:
     """What belongs to one DDP model and to the hook on it.
 
@@ -183,6 +196,7 @@ class Attachment:
     ) -> None:
         self.model = weakref.ref(model)
         self.trained = TrainedParameters(model, parameters.entries)
+        self._names = list(self.trained.reduced)
         self.plain = plain
         self.skips_buckets = getattr(model, "skip_all_reduce_unused_params", False)
         self._unused: UnusedParameters | None = None
@@ -205,6 +219,18 @@ class Attachment:
         """Note a forward pass; raises ConfigError if the backward pass before has not reached DDP."""
         if self._watch is not None:
             self._watch.before_forward(model, has_hook=self.plain is None or not self.plain.is_on)
+
+    def weights(self, step: int) -> Weights | None:
+        """Returns some weights of a parameter that DDP reduces, another one in each step, for ranks to compare.
+
+        Under torch's `Join`, a rank that has run out of inputs keeps its weights, so none are compared.
+        """
+        config = getattr(self.model(), "_join_config", None)
+        if not self._names or getattr(config, "enable", False):
+            return None
+        name = self._names[step % len(self._names)]
+        parameter = self.trained.reduced.get(name)
+        return None if parameter is None else weights_of(name, parameter, step)  # none are left after `close`
 
     def before_bucket(self, x: Tensor, segments: Sequence[Segment]) -> None:
         """Keep what is remembered of parameters in a bucket that perhaps no rank has used."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,11 +22,19 @@ from torch import Tensor
 from lightning_gqsgd.errors import ConfigError, describe_difference
 from lightning_gqsgd.reducers.base import Exchange
 
+logger = logging.getLogger(__name__)
+
 #: Bytes of a card on the wire: JSON, padded.
 CARD_BYTES = 2048
 
 #: Steps whose stamps are kept, if nobody asks for them.
 STEPS_KEPT = 16
+
+#: Weights that ranks compare in a step.
+WEIGHTS_COMPARED = 8
+#: How far weights of two ranks may be apart, relative to the largest of those compared. Optimizers of different
+#: processors round differently, and a step of bfloat16 is up to 1/128.
+WEIGHTS_TOLERANCE = 1 / 32
 
 #: Characters of an error that are passed on to other ranks.
 ERROR_LENGTH = 1000
@@ -131,6 +141,18 @@ def _padded(card: Card) -> bytes:
     return text.ljust(CARD_BYTES)
 
 
+class Weights(NamedTuple):
+    """Some weights of one parameter on this rank.
+
+    Attributes:
+        name: of the parameter, for messages.
+        values: the weights, float64 [`WEIGHTS_COMPARED`].
+    """
+
+    name: str
+    values: Tensor
+
+
 class Stamp(NamedTuple):
     """Numbers of a step, int64. All ranks must have the first three in common.
 
@@ -140,6 +162,7 @@ class Stamp(NamedTuple):
         digest: of all other facts (see `digest_of`).
         period_us: length of the step before on this rank in microseconds; 0: none that counts.
         numbers: what else this rank tells the others; as many on all ranks.
+        weights: some weights, which training keeps equal on all ranks; None: this rank has none to compare.
     """
 
     seed: int
@@ -147,9 +170,10 @@ class Stamp(NamedTuple):
     digest: int
     period_us: int = 0
     numbers: tuple[int, ...] = ()
+    weights: Weights | None = None
 
     def row(self) -> list[int]:
-        """Returns all numbers in one row."""
+        """Returns all numbers in one row, without the weights."""
         return [*self[:4], *self.numbers]
 
     @classmethod
@@ -219,19 +243,25 @@ class StampCheck:
         world_size: number of ranks.
         device: where messages lie that the host writes and reads.
         differ: why stamps may differ, and what to do then, for the error.
-
+        says: whether this rank warns of weights that differ between ranks.
     """
 
-    def __init__(self, world_size: int, device: torch.device, differ: str = STATE_DIFFERS) -> None:
+    def __init__(
+        self, world_size: int, device: torch.device, differ: str = STATE_DIFFERS, *, says: bool = False
+    ) -> None:
         self._world_size = world_size
         self._device = device
         self._differ = differ
-        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+        self._says = says
+        self._unread: tuple[Tensor, torch.cuda.Event, str] | None = None
         self._agreed: dict[int, Agreed] = {}  # by step, until somebody takes them
 
-    def _read(self, everyone: Tensor) -> None:
-        """Read the stamps of all ranks, int64 [ranks, numbers] on the host; raises ConfigError if stamps differ."""
-        stamps = [Stamp.from_row(row) for row in everyone.tolist()]
+    def _read(self, everyone: Tensor, name: str) -> None:
+        """Read the stamps of all ranks, int64 [ranks, numbers] on the host; raises ConfigError if stamps differ.
+
+        ``name``: of the parameter whose weights are compared.
+        """
+        stamps = [Stamp.from_row(row) for row in everyone[:, :-WEIGHTS_COMPARED].tolist()]
         _check(stamps, self._differ)
         periods = [stamp.period_us for stamp in stamps]
         # Steps are as long as the slowest rank takes, and every rank computes the same maximum.
@@ -239,6 +269,12 @@ class StampCheck:
         self._agreed[stamps[0].step] = Agreed(period_us, tuple(stamp.numbers for stamp in stamps))
         for step in list(self._agreed)[:-STEPS_KEPT]:
             del self._agreed[step]
+        if self._says:
+            weights = everyone[:, -WEIGHTS_COMPARED:].contiguous().view(torch.float64)
+            difference = difference_of_weights(weights.tolist())
+            if difference:
+                self._says = False  # once is enough: they differ from now on
+                logger.warning("gqsgd: ranks have different weights: parameter %r %s", name, difference)
 
     def take(self, until_step: int) -> dict[int, Agreed]:
         """Returns what is known from the stamps of steps, by step, and forgets it; of the latest `STEPS_KEPT` steps."""
@@ -258,24 +294,32 @@ class StampCheck:
         mine = torch.tensor(stamp.row(), dtype=torch.int64, device="cpu")
         # From pinned memory the copy does not make the host wait for the GPU.
         mine = mine.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else mine
+        name = "" if stamp.weights is None else stamp.weights.name
+        mine = torch.cat([mine, self._weights_of(stamp).view(torch.int64)])
         everyone = torch.empty(self._world_size, len(mine), dtype=torch.int64, device=self._device)
         yield (Exchange("all_gather", everyone, mine),)
         if self._device.type == "cuda":
-            self._unread = _sent_to_host(everyone)
+            self._unread = (*_sent_to_host(everyone), name)
             if at_once:
                 self.read_sent()
         else:
-            self._read(everyone)
+            self._read(everyone, name)
         return 0
+
+    def _weights_of(self, stamp: Stamp) -> Tensor:
+        # Weights of a GPU whose messages lie on the host are left out: the host would have to wait for them.
+        if stamp.weights is None or stamp.weights.values.device.type != self._device.type:
+            return torch.full((WEIGHTS_COMPARED,), math.nan, dtype=torch.float64, device=self._device)
+        return stamp.weights.values
 
     def read_sent(self) -> None:
         """Read the stamps that the GPU was asked for, if there are any; the host waits until they are there."""
         if self._unread is not None:
-            numbers, event = self._unread
+            numbers, event, name = self._unread
             # First of all: an error in `_read` must not be raised again by the next call.
             self._unread = None
             event.synchronize()
-            self._read(numbers)
+            self._read(numbers, name)
 
 
 def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
@@ -287,9 +331,31 @@ def _sent_to_host(everyone: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     return numbers, event
 
 
+def difference_of_weights(weights: Sequence[Sequence[float]]) -> str:
+    """Returns in words how the weights of two ranks differ; empty if no two do by more than `WEIGHTS_TOLERANCE`.
+
+    Args:
+        weights: of each rank, [ranks, weights]. Those of a rank that compares none are NaN.
+    """
+    compared = {rank: row for rank, row in enumerate(weights) if all(map(math.isfinite, row))}
+    if len(compared) < 2:
+        return ""
+    largest = max(abs(value) for row in compared.values() for value in row)
+    first, *others = compared
+    for rank in others:
+        for one, other in zip(compared[first], compared[rank], strict=True):
+            if abs(one - other) > WEIGHTS_TOLERANCE * largest:
+                return (
+                    f"has {one:.6g} on rank {first} where it has {other:.6g} on rank {rank}. They were changed, or "
+                    "trained, on some ranks only, for example by a checkpoint that one rank has loaded: give all ranks "
+                    "the same. (Optimizers that try other weights on each rank, such as SAM, may ignore this.)"
+                )
+    return ""
+
+
 def _check(stamps: Sequence[Stamp], differ: str) -> None:
     """Raise ConfigError for stamps that are not all equal, apart from their periods and numbers."""
-    first, *others = [stamp._replace(period_us=0, numbers=()) for stamp in stamps]
+    first, *others = [stamp._replace(period_us=0, numbers=(), weights=None) for stamp in stamps]
     for rank, other in enumerate(others, start=1):
         if other != first:
             names = {"seed": "seed", "step": "step", "digest": "digest of the configuration and the parameters"}

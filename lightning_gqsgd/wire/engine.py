@@ -152,7 +152,9 @@ class Engine:
         self._plan_type = plan
         self._messages = messages or Messages()
         self._process = os.getpid()
-        self._stamps = StampCheck(self.world_size, self.communicator.control_device, self._messages.differ)
+        self._stamps = StampCheck(
+            self.world_size, self.communicator.control_device, self._messages.differ, says=self.rank == 0
+        )
         self._borrowed: Runner | None = None  # what `close` gives back
         if shares_runner_of is None:
             self._borrowed = runner_for(self.communicator, streams)

@@ -257,8 +257,10 @@ def _all_warned(rank: int) -> dict[str, list[str]]:
 def test_gradients_that_stay_on_a_rank_are_said_once(tmp_path: Path) -> None:
     for said in run(_all_warned, 2, tmp_path):
         for misuse, words in MISUSES.items():
-            assert len(said[misuse]) == 1, (misuse, said[misuse])
-            assert words in said[misuse][0], misuse
+            # Then weights differ, which is said as well once they are far enough apart.
+            causes = [line for line in said[misuse] if "ranks have different weights" not in line]
+            assert len(causes) == 1, (misuse, said[misuse])
+            assert words in causes[0], misuse
 
 
 class _Loop:
