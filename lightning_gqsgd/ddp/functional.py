@@ -21,11 +21,10 @@ from lightning_gqsgd.session.opening import Side, facts_of, open_engines, prepar
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Card
 from lightning_gqsgd.wire.communicator import is_alive, parent_group, timeout_of
-from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.engine import MAX_STEP, Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
+from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.plan import check_gradient
-from lightning_gqsgd.wire.tracing import untraced
 
 _PURPOSE = "all_reduce"
 #: What the number of a call is called in messages. A call that a rank has left early, by an interrupt, pairs wrongly.

@@ -50,11 +50,10 @@ from lightning_gqsgd.session.parameters import digest
 from lightning_gqsgd.sparse.options import refuse_for
 from lightning_gqsgd.wire.agreement import Stamp, digest_of
 from lightning_gqsgd.wire.communicator import patience_of
-from lightning_gqsgd.wire.engine import Engine, Messages, Request
+from lightning_gqsgd.wire.engine import Engine, Messages, Request, untraced
 from lightning_gqsgd.wire.meeting import Meeting
 from lightning_gqsgd.wire.plan import ScatterPlan
 from lightning_gqsgd.wire.telemetry import Telemetry, moment
-from lightning_gqsgd.wire.tracing import untraced
 
 logger = logging.getLogger(__name__)
 

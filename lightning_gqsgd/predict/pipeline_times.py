@@ -21,8 +21,7 @@ from lightning_gqsgd.predict.profile import bucket_profiles
 from lightning_gqsgd.predict.timing import slowest
 from lightning_gqsgd.reducers import Setting, Steps, new_store, stages
 from lightning_gqsgd.wire.communicator import Communicator
-from lightning_gqsgd.wire.job import Job, Start
-from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
+from lightning_gqsgd.wire.pipeline import Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan
 from lightning_gqsgd.wire.telemetry import Telemetry
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_gqsgd.codecs.scales import kernels_find_scales, over_ranks, rounded_up, scales_of
-from lightning_gqsgd.kernels import kernels_for
 from lightning_gqsgd.kernels.layout import Layout, Part
 from lightning_gqsgd.kernels.protocol import Count, Quantiser
 from lightning_gqsgd.kernels.wire import Key
@@ -149,14 +148,14 @@ class Link:
             own = None
         if own is not None and self.shares:  # messages stand for differences, and so has what is exact
             x -= store.load(self.received, part.runs, x)
-        bad = kernels_for(x.device).decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
+        bad = part.kernels.decode(wires, part.blocks, x, self.quantiser, keys, turn, own)
         if not self.fuses:
             self.restore(x, part, rotation, store)
         return bad
 
     def restore(self, decoded: Tensor, part: Part, rotation: Key, store: MemoryStore) -> None:
         """Finish what the kernels decoded: turn it back, add the mean of the references, and move that mean."""
-        self.turn_back(decoded, part.blocks, rotation)
+        self.turn_back(decoded, part, rotation)
         recursion = self.recursion
         if recursion is None or not recursion.rho:
             return
@@ -170,10 +169,10 @@ class Link:
         # One overflow must not stay in the memory for ever, so coordinates that are not finite leave it as it was.
         store.store(self.received, part.runs, torch.where(decoded.isfinite(), moved, reference))
 
-    def turn_back(self, decoded: Tensor, blocks: Tensor, rotation: Key) -> None:
+    def turn_back(self, decoded: Tensor, part: Part, rotation: Key) -> None:
         """Undo the rotation, if there is one."""
         if self.rotates:
-            kernels_for(decoded.device).rotate(decoded, blocks, rotation, self.quantiser.block_size, inverse=True)
+            part.kernels.rotate(decoded, part.blocks, rotation, self.quantiser.block_size, inverse=True)
 
 
 class Trace(Protocol):
@@ -203,7 +202,7 @@ class Outgoing:
         self._part = part
         self._rotation = rotation
         if link.turns:
-            kernels_for(x.device).rotate(x, part.blocks, rotation, link.quantiser.block_size)
+            part.kernels.rotate(x, part.blocks, rotation, link.quantiser.block_size)
         self._scales = None if link.kernels_find_scales else scales_of(x, part.blocks, link.codec, link.scale_rule)
 
     def find_scales(self) -> Tensor:
@@ -213,7 +212,7 @@ class Outgoing:
         Changes to the tensor count: `share_scales` replaces it in place before `encode`.
         """
         if self._scales is None:
-            self._scales = kernels_for(self._input.device).block_maxima(self._input, self._part.blocks)
+            self._scales = self._part.kernels.block_maxima(self._input, self._part.blocks)
         return self._scales
 
     def share_scales(self) -> Generator[Sequence[Exchange], None, Tensor]:
@@ -242,7 +241,7 @@ class Outgoing:
         if scales is not None and link.scales_travel:
             scales = rounded_up(scales, self._input.dtype)
         turn = self._rotation if link.fuses else None
-        kernels_for(wire.device).encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
+        self._part.kernels.encode(self._input, self._part.blocks, wire, link.quantiser, key, scales, turn)
         return NO_TRACE
 
 
@@ -277,16 +276,15 @@ class _Remembering(Outgoing):
         if self.recursion.shared:
             return _Result(self) if self._link.direction is UP else NO_TRACE
         link = self._link
-        blocks = self._part.blocks
+        part = self._part
         decoded = torch.zeros_like(self._input)
-        kernels = kernels_for(wire.device)
         # Messages whose codes are added have no scales in them: the scales, already the maxima over ranks, are passed
         # beside them.
         if link.quantiser.summable:
-            kernels.decode_sum(wire, self.find_scales(), blocks, decoded, link.quantiser, (key,))
+            part.kernels.decode_sum(wire, self.find_scales(), part.blocks, decoded, link.quantiser, (key,))
         else:
-            kernels.decode(wire.view(1, -1), blocks, decoded, link.quantiser, (key,))
-        link.turn_back(decoded, blocks, self._rotation)
+            part.kernels.decode(wire.view(1, -1), part.blocks, decoded, link.quantiser, (key,))
+        link.turn_back(decoded, part, self._rotation)
         return _Lost(self, link.direction, decoded)
 
 

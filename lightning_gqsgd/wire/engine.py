@@ -7,11 +7,13 @@ jobs and the plans. It knows nothing of models; its callers know them, count ste
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,18 +29,41 @@ from lightning_gqsgd.wire.agreement import STATE_DIFFERS, Agreed, Card, Stamp, S
 from lightning_gqsgd.wire.communicator import Communicator
 from lightning_gqsgd.wire.compiling import compile_kernels
 from lightning_gqsgd.wire.direct import DirectRunner
-from lightning_gqsgd.wire.job import Job, Start
 from lightning_gqsgd.wire.peers import Peers
-from lightning_gqsgd.wire.pipeline import Runner, release, runner_for
+from lightning_gqsgd.wire.pipeline import Job, Runner, Start, release, runner_for
 from lightning_gqsgd.wire.plan import Plan, PlanCache, PlanKey, check_gradient
 from lightning_gqsgd.wire.telemetry import BucketCounters, Telemetry
 from lightning_gqsgd.wire.workers import codec_threads
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: No step has a larger number.
 MAX_STEP = 2**63 - 1
 
 #: Seconds that ranks that are alive are waited for beyond the timeout where kernels may have to be compiled.
 COMPILE_PATIENCE_S = 600.0
+
+
+def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorator for a function of an engine's caller: torch.compile traces neither its calls nor what they call.
+
+    Dynamo runs whatever a compiled train step calls, and also the hook that DDP calls from its backward pass. It cannot
+    trace threads, process groups and compiled kernels, and fails instead of leaving them out.
+    """
+    # `torch.compiler.disable` would import Dynamo at once, which takes seconds. So it is called when Dynamo is there.
+
+    disabled: list[Callable[_P, _T]] = []  # once it was needed; Dynamo would warn of a function that is cached
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -221,7 +246,8 @@ class Engine:
             store = request.store or new_store(plan.setting, {}, x.device)
             starts = plan.starts(x, self.rank, request.step, store, counters, self.telemetry)
         connections = request.configs[0].connections
-        return self._submit(self._job(x, starts, request, connections=connections, is_direct=is_direct))
+        job = self._job(x, starts, request, counters, connections=connections, is_direct=is_direct)
+        return self._submit(job)
 
     def run(self, x: Tensor, request: Request, start: Callable[[BucketCounters], Steps]) -> Job:
         """Start steps of the caller's own, in the order of `reduce`; on every rank, with any tensor.
@@ -239,7 +265,8 @@ class Engine:
         """
         self.check_open()
         counters = self.telemetry.bucket(request.bucket)
-        return self._submit(self._job(x, [partial(start, counters)] if self.world_size > 1 else [], request))
+        starts = [partial(start, counters)] if self.world_size > 1 else []
+        return self._submit(self._job(x, starts, request, counters))
 
     def agreed(self, until_step: int = MAX_STEP, *, at_once: bool = False) -> dict[int, Agreed]:
         """Returns what all ranks know from the stamps of steps, by step, and forgets it.
@@ -329,7 +356,14 @@ class Engine:
         return plan
 
     def _job(
-        self, x: Tensor, starts: Sequence[Start], request: Request, *, connections: int = 1, is_direct: bool = False
+        self,
+        x: Tensor,
+        starts: Sequence[Start],
+        request: Request,
+        counters: BucketCounters,
+        *,
+        connections: int = 1,
+        is_direct: bool = False,
     ) -> Job:
         """Returns the job of a request, whose pieces are started by ``starts``; for the others, see `Job`."""
         is_card = isinstance(request.agreement, Card)
@@ -337,7 +371,7 @@ class Engine:
             x,
             starts,
             request.name,
-            self.telemetry.bucket(request.bucket),
+            counters,
             self.telemetry,
             request.ends_step,
             preface=self._preface(request.agreement),  # also for nothing, because other ranks may have something

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_gqsgd.kernels.layout import Segment
 from lightning_gqsgd.reducers import Steps
-from lightning_gqsgd.wire.job import Job
+from lightning_gqsgd.wire.pipeline import Job
 from lightning_gqsgd.wire.telemetry import BucketCounters
 
 if TYPE_CHECKING:
