@@ -100,10 +100,11 @@ def presets(
         if name is not None:
             asking.check_name(name)
     # Here, not above: they import torch, which takes seconds.
-    from lightning_gqsgd.cli import facts, local, systems, tables
+    from lightning_gqsgd.cli import facts, tables
+    from lightning_gqsgd.cli.listing import LOCAL_STEPS, OTHER_SYSTEMS
     from lightning_gqsgd.config import GQSGDConfig
 
-    listings = (local.LISTING, systems.LISTING)
+    listings = (LOCAL_STEPS, OTHER_SYSTEMS)
     for listing in listings:
         if name is not None and name in listing.names:
             if as_json:
