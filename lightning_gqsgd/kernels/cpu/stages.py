@@ -167,14 +167,21 @@ def _coder(q: Quantiser, dtype: torch.dtype, sources: int) -> _Coder | None:
     no_messages = Received(np.empty(0, np.uint8), 0, _keys([]), -1)
     no_message = Sent(np.empty(0, np.uint8), _keys([(0, 0)])[0], np.empty(0, integer_type(dtype)))
     constants = family.constants(q, dtype, sources)
-    nothing_received = None if family.is_for_sums(q) else no_messages
+    is_for_sums = hasattr(family, "is_for_sums") and family.is_for_sums(q)
+    nothing_received = None if is_for_sums else no_messages
     return _Coder(family.codec(q), constants, q.block_size, dtype, nothing_received, no_message)
 
 
 @lru_cache
 def _sum_decoder(q: Quantiser, dtype: torch.dtype, sources: int) -> tuple[Any, Any]:
-    """Returns the kernel that decodes sums of so many messages, and its constants."""
+    """Returns the kernel that decodes sums of so many messages, and its constants.
+
+    Raises:
+        NotImplementedError: codes of the quantiser's family cannot be added.
+    """
     family = _family_of(q)
+    if not hasattr(family, "summed"):
+        raise NotImplementedError(f"messages of {q} cannot be added up: take a linear or an exponential codec")
     return family.summed(q), family.constants(q, dtype, sources)
 
 
